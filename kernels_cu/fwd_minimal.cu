@@ -1,0 +1,88 @@
+// Rung 1: attention forward, one thread per query row.
+//
+//   for each tile of BLOCK_N keys:   S = scale * Q K^T, masked          O = softmax(S) V
+//                                    m_new = max(m, rowmax(S))          LSE = log(sum(exp(S)))
+//                                    alpha = exp(m - m_new)
+//                                    P = exp(S - m_new)
+//                                    l = alpha * l + rowsum(P)
+//                                    O = alpha * O + P V
+//   O /= l;  LSE = m + log(l)        (FlashAttention-2, Algorithm 1: one division, at the end)
+//
+// Thread t of a block owns query row m0 + t and needs nobody else's numbers, but all threads read the same keys and
+// values, so the block loads each K/V tile once. A row's Q and O (2 * HEAD_DIM floats) do not fit in registers at
+// HEAD_DIM = 256; they live in shared memory, transposed, so that a warp's 32 rows fall into 32 different banks:
+//
+//   Q_smem, O_smem [HEAD_DIM][BLOCK_M]    column t belongs to thread t alone: no barrier
+//   K_smem, V_smem [BLOCK_N][HEAD_DIM]    everybody reads the same word: a broadcast
+//
+// Read it beside sandbox/reference/flash.py, flash2.
+#include "common.cuh"
+#include "score.cuh"
+
+static_assert(SMEM_BYTES == 4 * HEAD_DIM * (2 * BLOCK_M + 2 * BLOCK_N), "spec and kernel disagree on shared memory");
+
+extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
+    View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
+    View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    float* LSE,           // (B, H, Sq), contiguous
+    int group,            // H / Hk: so many query heads share a key/value head
+    Score score) {
+    extern __shared__ __align__(16) float smem[];
+    float* Q_smem = smem;
+    float* O_smem = Q_smem + HEAD_DIM * BLOCK_M;
+    float* K_smem = O_smem + HEAD_DIM * BLOCK_M;
+    float* V_smem = K_smem + BLOCK_N * HEAD_DIM;
+
+    const int t = threadIdx.x, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M, query_row = m0 + t;
+
+    for (int d = 0; d < HEAD_DIM; ++d) {
+        Q_smem[d * BLOCK_M + t] = query_row < score.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
+        O_smem[d * BLOCK_M + t] = 0.0f;
+    }
+    float m = -INF, l = 0.0f;
+
+    const int key_end = score.key_end(m0 + BLOCK_M);
+    for (int n0 = 0; n0 < key_end; n0 += BLOCK_N) {
+        __syncthreads();  // every row has used the previous K/V tile before it is overwritten
+        load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, score.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M>(V_smem, V, b, h / group, n0, score.Sk, t);
+        __syncthreads();  // the tile is whole before any row reads it
+
+        float S_rmem[BLOCK_N] = {};
+#pragma unroll 1  // the loops over j are unrolled; unrolling this one too spills
+        for (int d = 0; d < HEAD_DIM; ++d) {
+            const float q = Q_smem[d * BLOCK_M + t];
+            for (int j = 0; j < BLOCK_N; ++j) S_rmem[j] += q * K_smem[j * HEAD_DIM + d];
+        }
+        float m_new = m;
+        for (int j = 0; j < BLOCK_N; ++j) {
+            S_rmem[j] = score.score(S_rmem[j], query_row, n0 + j);
+            m_new = fmaxf(m_new, S_rmem[j]);
+        }
+        const float shift = m_new == -INF ? 0.0f : m_new;  // a row that has seen no key yet: exp(-INF - 0) = 0, not NaN
+        const float alpha = expf(m - shift);
+        float row_sum = 0.0f;
+        for (int j = 0; j < BLOCK_N; ++j) {
+            S_rmem[j] = expf(S_rmem[j] - shift);  // P
+            row_sum += S_rmem[j];
+        }
+        l = alpha * l + row_sum;
+        m = m_new;
+#pragma unroll 1
+        for (int d = 0; d < HEAD_DIM; ++d) {
+            float o = alpha * O_smem[d * BLOCK_M + t];
+            for (int j = 0; j < BLOCK_N; ++j)  // a masked key's P is 0, but 0 * NaN would let its value through
+                if (score.sees(query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM + d];
+            O_smem[d * BLOCK_M + t] = o;
+        }
+    }
+
+    if (query_row >= score.Sq) return;  // no barrier below
+    const bool sees_any = score.key_end(query_row + 1) > 0;
+    const float inverse = 1.0f / l;
+    for (int d = 0; d < HEAD_DIM; ++d)
+        O.row(b, h, query_row)[d] = dtype(sees_any ? O_smem[d * BLOCK_M + t] * inverse : 0.0f);
+    LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row] = m + logf(l);
+}

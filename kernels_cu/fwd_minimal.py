@@ -1,0 +1,20 @@
+"""Spec of `fwd_minimal.cu`."""
+
+from sandbox.spec import Kernel, Tile, cdiv
+
+kernel = Kernel(
+    name="fwd_minimal",
+    computes="forward",
+    rung=1,
+    summary="one thread per query row, K and V tiles in shared memory",
+    dtypes=("float32", "float16", "bfloat16"),
+    min_arch=(7, 5),
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=16)),
+    grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+    block=lambda t: (t.BLOCK_M, 1, 1),
+    smem_bytes=lambda p, t: 4 * p.D * (2 * t.BLOCK_M + 2 * t.BLOCK_N),
+    check_tile=lambda p, t: (
+        None if t.BLOCK_M <= 1024 else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one per row"
+    ),
+    args=("Q", "K", "V", "O", "LSE", "group", "score"),
+)

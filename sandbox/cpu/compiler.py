@@ -1,0 +1,80 @@
+"""Finding a host C++ compiler, and running it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import CompileError, ToolchainMissing
+
+
+@dataclass(frozen=True)
+class HostCompiler:
+    """`command` is what to run; `identity` tells two compilers, and two processors, apart."""
+
+    command: tuple[str, ...]
+    identity: str
+
+    @property
+    def is_gcc(self) -> bool:
+        """GCC has a few options that Clang has not."""
+        return "Free Software Foundation" in self.identity
+
+
+def find() -> HostCompiler:
+    """`$CXX`, else g++, clang++, or the `ziglang` package. Raises ToolchainMissing with what to install."""
+    return _find(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+
+
+@lru_cache(maxsize=8)
+def _find(chosen: str, path: str) -> HostCompiler:
+    candidates = [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",)]
+    for command in candidates:
+        if shutil.which(command[0], path=path):
+            return HostCompiler(command, _identity(command))
+    if chosen:
+        raise ToolchainMissing(f"CXX={chosen} is not a program on the PATH: correct it, or unset it to use g++")
+    if importlib.util.find_spec("ziglang"):
+        command = (sys.executable, "-m", "ziglang", "c++")
+        return HostCompiler(command, _identity(command))
+    raise ToolchainMissing(
+        "the CPU backend needs a host C++ compiler and found none: set CXX, or install one: "
+        "apt-get install g++, or pip install ziglang"
+    )
+
+
+def _identity(command: tuple[str, ...]) -> str:
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if said.returncode:
+        raise ToolchainMissing(f"{shlex.join(command)} --version fails: {said.stderr.strip()[:500]}")
+    return f"{said.stdout.strip()} on {_processor()}"
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return " ".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def run(compiler: HostCompiler, options: tuple[str, ...], text: str, source: Path) -> None:
+    """Compile `text`, C++ from standard input. Raises CompileError with the compiler's own excerpt and caret."""
+    command = [*compiler.command, *options]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        raise CompileError(
+            f"{compiler.command[0]} refused {source}\n\n{done.stderr.strip()}\n\noptions: {shlex.join(options)}",
+            source=str(source), options=options, log=done.stderr,
+        )  # fmt: skip

@@ -1,0 +1,72 @@
+// A program that runs one launch, read from a file, so that a sanitizer sees the kernel and little else. Every buffer is
+// allocated with its exact size: one element too far is out of bounds. Linked with one kernel and the runtime.
+//
+// The file, all numbers int64: grid[3], block[3], smem_bytes, workers, buffer count, argument count;
+// for each buffer: size, bytes; for each argument: size, buffer to point to (or -1), bytes.
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "runtime.h"
+
+extern "C" void sandbox_entry(void** args);
+extern "C" char* sandbox_dynamic_smem_address();
+
+namespace {
+
+void read(void* to, size_t bytes, FILE* file) {
+    if (bytes && fread(to, bytes, 1, file) != 1) {
+        fprintf(stderr, "the launch file ends too early\n");
+        exit(2);
+    }
+}
+
+int64_t read_number(FILE* file) {
+    int64_t number;
+    read(&number, sizeof number, file);
+    return number;
+}
+
+dim3 read_dim3(FILE* file) {
+    const unsigned x = read_number(file), y = read_number(file), z = read_number(file);
+    return {x, y, z};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    FILE* file = argc > 1 ? fopen(argv[1], "rb") : nullptr;
+    if (!file) {
+        fprintf(stderr, "usage: %s LAUNCH_FILE\n", argv[0]);
+        return 2;
+    }
+    static char error[4096];
+    cpu::Launch launch{};
+    launch.entry = sandbox_entry;
+    launch.dynamic_smem = sandbox_dynamic_smem_address;
+    launch.grid = read_dim3(file);
+    launch.block = read_dim3(file);
+    launch.smem_bytes = read_number(file);
+    launch.workers = read_number(file);
+    launch.error = error;
+    launch.error_size = sizeof error;
+    const int64_t buffers = read_number(file), arguments = read_number(file);
+    char** buffer = static_cast<char**>(calloc(buffers, sizeof(char*)));
+    for (int64_t i = 0; i < buffers; ++i) {
+        const int64_t size = read_number(file);
+        buffer[i] = static_cast<char*>(malloc(size));
+        read(buffer[i], size, file);
+    }
+    launch.args = static_cast<void**>(calloc(arguments, sizeof(void*)));
+    for (int64_t i = 0; i < arguments; ++i) {
+        const int64_t size = read_number(file), pointer = read_number(file);
+        launch.args[i] = malloc(size);
+        read(launch.args[i], size, file);
+        if (pointer >= 0) *static_cast<char**>(launch.args[i]) = buffer[pointer];
+    }
+    fclose(file);
+    if (cpu::sandbox_launch(&launch)) {
+        fprintf(stderr, "%s\n", error);
+        return 3;
+    }
+    return 0;
+}

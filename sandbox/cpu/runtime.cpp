@@ -1,0 +1,434 @@
+// Executes a grid of CUDA blocks on the CPU: the scheduler of fibers, the rendezvous, and what goes wrong at them.
+//
+// Built once for each host compiler and sanitizer and linked by every kernel. It is never itself instrumented: under
+// ThreadSanitizer (-DSANDBOX_TSAN) fibers are announced to the tool as threads, and the barrier as the only thing that
+// orders them, so that a race between two CUDA threads is found although they never run at the same time, and found
+// in every run. Under AddressSanitizer (-DSANDBOX_ASAN) the tool is told of each change of stack.
+#include "runtime.h"
+
+#include <link.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "fiber.h"
+
+#if defined(SANDBOX_TSAN)
+extern "C" void* __tsan_get_current_fiber(void);
+extern "C" void* __tsan_create_fiber(unsigned flags);
+extern "C" void __tsan_destroy_fiber(void* fiber);
+extern "C" void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+extern "C" void __tsan_acquire(void* address);
+extern "C" void __tsan_release(void* address);
+#elif defined(SANDBOX_ASAN)
+extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
+extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
+extern "C" void __asan_poison_memory_region(const volatile void* address, size_t size);
+extern "C" void __asan_unpoison_memory_region(const volatile void* address, size_t size);
+#endif
+
+namespace cpu {
+
+extern "C" {
+thread_local Thread* sandbox_self;
+}
+
+namespace {
+
+constexpr unsigned WARP = 32;
+constexpr size_t STACK_BYTES = 512 * 1024, GUARD_BYTES = 64 * 1024;  // reserved; only what is touched is committed
+
+enum class State { ready, at_barrier, in_collective, returned };
+
+struct Fiber : Thread {
+    Context context;
+    State state;
+    Site site;           // of the barrier or collective it waits in
+    Collective what;
+    unsigned mask;       // of the collective
+    unsigned handed_in;  // how many collectives so far: its parity picks the warp's buffer
+    char* stack;
+    void* tool;          // the sanitizer's idea of this fiber
+};
+
+struct Warp {
+    uint64_t values[2][WARP];
+    char order[2];  // addresses that ThreadSanitizer hangs __syncwarp's ordering on
+};
+
+// This OS thread's copy of the kernel's shared memory: `__shared__` is thread_local, so that it is the TLS block of the
+// kernel's library, with the dynamic part somewhere inside.
+struct SharedMemory {
+    char *begin, *end, *dynamic;
+    unsigned dynamic_bytes;
+
+    explicit SharedMemory(const Launch& launch) : dynamic_bytes(launch.smem_bytes) {
+        dynamic = begin = launch.dynamic_smem();  // also makes the TLS block exist
+        end = dynamic + MAX_DYNAMIC_SMEM;
+        dl_iterate_phdr(find_tls_block, this);
+#if defined(SANDBOX_ASAN)
+        const unsigned used = (dynamic_bytes + 7) / 8 * 8;
+        __asan_poison_memory_region(dynamic + used, MAX_DYNAMIC_SMEM - used);
+    }
+    ~SharedMemory() {
+        __asan_unpoison_memory_region(dynamic, MAX_DYNAMIC_SMEM);
+#endif
+    }
+
+    static int find_tls_block(dl_phdr_info* module, size_t, void* self) {
+        SharedMemory& smem = *static_cast<SharedMemory*>(self);
+        char* base = static_cast<char*>(module->dlpi_tls_data);
+        for (int i = 0; base && i < module->dlpi_phnum; ++i) {
+            const size_t size = module->dlpi_phdr[i].p_memsz;
+            if (module->dlpi_phdr[i].p_type == PT_TLS && base <= smem.dynamic && smem.dynamic < base + size) {
+                smem.begin = base;
+                smem.end = base + size;
+                return 1;
+            }
+        }
+        return 0;
+    }
+
+    // All bits set: NaN as fp32, fp16 and bf16. What a kernel reads before it wrote it shows in its result.
+    void poison() {
+        memset(begin, 0xff, dynamic - begin);
+        memset(dynamic, 0xff, dynamic_bytes);
+        memset(dynamic + MAX_DYNAMIC_SMEM, 0xff, end - (dynamic + MAX_DYNAMIC_SMEM));
+    }
+};
+
+struct Block {
+    const Launch& launch;
+    unsigned threads, warps;
+    Fiber* fibers;
+    Warp* warp;
+    Context scheduler;
+    void* scheduler_tool = nullptr;
+    const void* scheduler_stack = nullptr;  // bounds that AddressSanitizer asks for
+    size_t scheduler_stack_size = 0;
+    unsigned generation = 0;  // of the block's barrier
+    char order[2] = {};       // as Warp::order, for __syncthreads
+    char whole = 0;           // the same for the beginning and end of a block
+    SharedMemory smem;
+    char* message = nullptr;
+
+    explicit Block(const Launch& launch);
+    ~Block();
+    bool run(dim3 index);
+
+    void resume(Fiber& fiber);
+    bool run_warp(unsigned w);
+    bool release_barrier();
+    void explain_deadlock();
+    bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
+};
+
+thread_local Block* current = nullptr;
+
+Fiber& self() { return *static_cast<Fiber*>(sandbox_self); }
+
+#if defined(SANDBOX_TSAN)
+void acquire(char* order) { __tsan_acquire(order); }
+void release(char* order) { __tsan_release(order); }
+#else
+void acquire(char*) {}
+void release(char*) {}
+#endif
+
+// Gives the turn back to the scheduler; returns when the scheduler resumes this fiber.
+void pause(bool for_ever = false) {
+    Block& block = *current;
+    Fiber& fiber = self();
+#if defined(SANDBOX_TSAN)
+    __tsan_switch_to_fiber(block.scheduler_tool, 1);  // 1: a switch orders nothing
+#elif defined(SANDBOX_ASAN)
+    __sanitizer_start_switch_fiber(for_ever ? nullptr : &fiber.tool, block.scheduler_stack, block.scheduler_stack_size);
+#endif
+    switch_context(&fiber.context, &block.scheduler);
+#if defined(SANDBOX_ASAN)
+    __sanitizer_finish_switch_fiber(fiber.tool, nullptr, nullptr);
+#endif
+    (void)for_ever;
+}
+
+void fiber_main() {
+#if defined(SANDBOX_ASAN)
+    __sanitizer_finish_switch_fiber(nullptr, &current->scheduler_stack, &current->scheduler_stack_size);
+#endif
+    acquire(&current->whole);
+    current->launch.entry(current->launch.args);
+    release(&current->whole);
+    self().state = State::returned;
+    pause(true);
+}
+
+Block::Block(const Launch& launch) : launch(launch), smem(launch) {
+    threads = launch.block.x * launch.block.y * launch.block.z;
+    warps = (threads + WARP - 1) / WARP;
+    fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
+    warp = static_cast<Warp*>(calloc(warps, sizeof(Warp)));
+    for (unsigned t = 0; t < threads; ++t) {
+        Fiber& fiber = fibers[t];
+        void* stack = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (stack == MAP_FAILED) {
+            fail("no memory for the stacks of %u threads", threads);
+            break;
+        }
+        mprotect(stack, GUARD_BYTES, PROT_NONE);  // an overflowing stack faults instead of spoiling its neighbour
+        fiber.stack = static_cast<char*>(stack);
+        fiber.thread_idx = {t % launch.block.x, t / launch.block.x % launch.block.y,
+                            t / (launch.block.x * launch.block.y)};
+        fiber.block_dim = launch.block;
+        fiber.grid_dim = launch.grid;
+        fiber.lane = t % WARP;
+#if defined(SANDBOX_TSAN)
+        fiber.tool = __tsan_create_fiber(0);
+#endif
+    }
+#if defined(SANDBOX_TSAN)
+    scheduler_tool = __tsan_get_current_fiber();
+#endif
+}
+
+Block::~Block() {
+    for (unsigned t = 0; t < threads && fibers[t].stack; ++t) {
+        munmap(fibers[t].stack, GUARD_BYTES + STACK_BYTES);
+#if defined(SANDBOX_TSAN)
+        __tsan_destroy_fiber(fibers[t].tool);
+#endif
+    }
+    free(fibers);
+    free(warp);
+    free(message);
+}
+
+void Block::resume(Fiber& fiber) {
+    sandbox_self = &fiber;
+    fiber.state = State::ready;
+#if defined(SANDBOX_TSAN)
+    __tsan_switch_to_fiber(fiber.tool, 1);
+#elif defined(SANDBOX_ASAN)
+    void* mine = nullptr;
+    __sanitizer_start_switch_fiber(&mine, fiber.stack + GUARD_BYTES, STACK_BYTES);
+#endif
+    switch_context(&scheduler, &fiber.context);
+#if defined(SANDBOX_ASAN)
+    __sanitizer_finish_switch_fiber(mine, nullptr, nullptr);
+#endif
+}
+
+// Runs the lanes of one warp, in turn, until each waits at the barrier, waits for lanes that cannot come, or has ended.
+// A lane changes over at every collective, so that all its partners read their values before it hands in the next.
+bool Block::run_warp(unsigned w) {
+    const unsigned first = w * WARP, last = first + WARP < threads ? first + WARP : threads;
+    for (bool any = true; any && !message;) {
+        any = false;
+        for (unsigned t = first; t < last && !message; ++t) {
+            if (fibers[t].state == State::ready) {
+                resume(fibers[t]);
+                any = true;
+            }
+        }
+    }
+    return !message;
+}
+
+bool Block::run(dim3 index) {
+    if (message) return false;
+    acquire(&whole);  // the block before this one on the same OS thread
+    smem.poison();
+    release(&whole);
+    generation = 0;
+    for (unsigned t = 0; t < threads; ++t) {
+        Fiber& fiber = fibers[t];
+        fiber.block_idx = {index.x, index.y, index.z};
+        fiber.state = State::ready;
+        fiber.handed_in = 0;
+        prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
+    }
+    current = this;
+    for (;;) {
+        for (unsigned w = 0; w < warps; ++w) {
+            if (!run_warp(w)) return false;
+        }
+        unsigned returned = 0;
+        for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
+        if (returned == threads) {
+            acquire(&whole);
+            return true;
+        }
+        if (!release_barrier()) {
+            explain_deadlock();
+            return false;
+        }
+    }
+}
+
+// True when every thread of the block waits at one and the same barrier: then all go on.
+bool Block::release_barrier() {
+    for (unsigned t = 0; t < threads; ++t) {
+        if (fibers[t].state != State::at_barrier || fibers[t].site.line != fibers[0].site.line) return false;
+    }
+    for (unsigned t = 0; t < threads; ++t) fibers[t].state = State::ready;
+    ++generation;
+    return true;
+}
+
+bool Block::fail(const char* format, ...) {
+    if (message) return false;
+    message = static_cast<char*>(malloc(2048));
+    va_list args;
+    va_start(args, format);
+    vsnprintf(message, 2048, format, args);
+    va_end(args);
+    return false;
+}
+
+const char* name_of(Collective what) {
+    static const char* const names[] = {"?", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync",
+                                        "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
+                                        "__match_any_sync", "__reduce_sync"};
+    return names[static_cast<int>(what)];
+}
+
+// "threads 0..31 wait at __syncthreads() file.cu:12; threads 32..63 have returned", for all of the block.
+void Block::explain_deadlock() {
+    char text[1536] = "";
+    size_t used = 0;
+    unsigned groups = 0;
+    for (unsigned t = 0; t < threads;) {
+        const Fiber& fiber = fibers[t];
+        unsigned end = t + 1;
+        while (end < threads && fibers[end].state == fiber.state &&
+               (fiber.state == State::returned || fibers[end].site.line == fiber.site.line)) ++end;
+        if (++groups <= 8) {
+            const char* plural = end - t > 1 ? "s" : "";
+            char who[48], where[320];
+            if (end - t > 1) snprintf(who, sizeof who, "%u..%u", t, end - 1);
+            else snprintf(who, sizeof who, "%u", t);
+            if (fiber.state == State::returned) snprintf(where, sizeof where, "returned");
+            else if (fiber.state == State::at_barrier)
+                snprintf(where, sizeof where, "wait%s at __syncthreads() %s:%d", *plural ? "" : "s", fiber.site.file,
+                         fiber.site.line);
+            else snprintf(where, sizeof where, "wait%s in %s(mask 0x%08x) %s:%d", *plural ? "" : "s",
+                          name_of(fiber.what), fiber.mask, fiber.site.file, fiber.site.line);
+            used += snprintf(text + used, sizeof text - used, "\n  thread%s %s %s", plural, who, where);
+            if (used >= sizeof text) used = sizeof text - 1;
+        }
+        t = end;
+    }
+    const char* kind = "barrier not reached by every thread of the block";
+    for (unsigned t = 0; t < threads; ++t) {
+        if (fibers[t].state == State::in_collective) kind = "warp collective not reached by every lane of its mask";
+    }
+    const uint3& b = fibers[0].block_idx;
+    fail("%s, in block (%u,%u,%u):%s%s", kind, b.x, b.y, b.z, text, groups > 8 ? "\n  ..." : "");
+}
+
+struct Grid {
+    const Launch& launch;
+    uint64_t blocks;
+    uint64_t next = 0;  // taken atomically by the workers
+    int failed = 0;
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+};
+
+void* work(void* argument) {
+    Grid& grid = *static_cast<Grid*>(argument);
+    const dim3& extent = grid.launch.grid;
+    Block block(grid.launch);
+    for (;;) {
+        const uint64_t index = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
+        if (index >= grid.blocks || __atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) return nullptr;
+        const dim3 at(index % extent.x, index / extent.x % extent.y, index / extent.x / extent.y);
+        if (!block.run(at)) {
+            pthread_mutex_lock(&grid.lock);
+            if (!grid.failed) snprintf(grid.launch.error, grid.launch.error_size, "%s", block.message);
+            __atomic_store_n(&grid.failed, 1, __ATOMIC_RELAXED);
+            pthread_mutex_unlock(&grid.lock);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void sandbox_barrier(Site site) {
+    Fiber& fiber = self();
+    char* order = &current->order[current->generation % 2];  // two: what follows a barrier must not count before it
+    release(order);
+    fiber.state = State::at_barrier;
+    fiber.site = site;
+    pause();
+    acquire(order);
+}
+
+extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site) {
+    Fiber& fiber = self();
+    Block& block = *current;
+    const unsigned first = static_cast<unsigned>(&fiber - block.fibers) / WARP * WARP;
+    Warp& warp = block.warp[first / WARP];
+    const unsigned parity = fiber.handed_in++ % 2;
+    if (!(mask >> fiber.lane & 1)) {
+        block.fail("%s(mask 0x%08x) %s:%d: lane %u calls it but is not in its mask", name_of(what), mask, site.file,
+                   site.line, fiber.lane);
+        pause(true);
+    }
+    // Only __syncwarp orders memory; a shuffle or a vote does not (CUDA C++ Programming Guide, warp intrinsics).
+    if (what == Collective::syncwarp) release(&warp.order[parity]);
+    warp.values[parity][fiber.lane] = value;
+    fiber.state = State::in_collective;
+    fiber.site = site;
+    fiber.what = what;
+    fiber.mask = mask;
+    bool complete = true;
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        if (!(mask >> lane & 1)) continue;
+        const unsigned t = first + lane;
+        if (t >= block.threads || block.fibers[t].state != State::in_collective) {
+            complete = false;
+            continue;
+        }
+        const Fiber& other = block.fibers[t];
+        if (other.what != what || other.mask != mask) {
+            block.fail("mismatched warp collectives in warp %u:\n  lane %u calls %s(mask 0x%08x) %s:%d\n"
+                       "  lane %u calls %s(mask 0x%08x) %s:%d", first / WARP, fiber.lane, name_of(what), mask, site.file,
+                       site.line, lane, name_of(other.what), other.mask, other.site.file, other.site.line);
+            pause(true);
+        }
+    }
+    if (complete) {
+        for (unsigned lane = 0; lane < WARP; ++lane) {
+            if (mask >> lane & 1) block.fibers[first + lane].state = State::ready;
+        }
+    }
+    pause();
+    if (what == Collective::syncwarp) acquire(&warp.order[parity]);
+    return warp.values[parity];
+}
+
+extern "C" void sandbox_trap(const char* reason, Site site) {
+    const uint3 &t = self().thread_idx, &b = self().block_idx;
+    current->fail("%s at %s:%d, in block (%u,%u,%u) thread (%u,%u,%u)", reason, site.file, site.line, b.x, b.y, b.z,
+                  t.x, t.y, t.z);
+    pause(true);
+    abort();  // never resumed
+}
+
+extern "C" int sandbox_launch(const Launch* launch) {
+    Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z};
+    launch->error[0] = '\0';
+    const uint64_t workers = launch->workers < grid.blocks ? launch->workers : grid.blocks;
+    pthread_t* others = static_cast<pthread_t*>(calloc(workers + 1, sizeof(pthread_t)));
+    uint64_t started = 0;
+    while (started + 1 < workers && pthread_create(&others[started], nullptr, work, &grid) == 0) ++started;
+    work(&grid);
+    for (uint64_t i = 0; i < started; ++i) pthread_join(others[i], nullptr);
+    free(others);
+    return grid.failed;
+}
+
+}  // namespace cpu

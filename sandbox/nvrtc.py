@@ -1,0 +1,222 @@
+"""NVRTC: a `.cu` file, macros and an architecture -> cubin, PTX and what they cost. Needs no GPU and no driver.
+
+The program is named by the absolute path of its file, so that error messages, disassembly and Nsight show the source.
+Results are kept on disk, keyed by the content of the source and of every header it includes, the options, and the
+NVRTC library.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from . import cache, sources
+from .errors import CompileError, ToolchainMissing, UnsupportedProblem
+
+INSTALL = 'pip install "attention-sandbox[cuda12]" (driver 525 or later) or "attention-sandbox[cuda13]" (580 or later)'
+INCLUDE_DIR = Path(__file__).resolve().parent.parent / "kernels_cu" / "include"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one entry point: a thread's registers, a block's bytes of shared memory, and so on."""
+
+    registers: int
+    smem_static: int
+    stack: int  # bytes a thread
+    spill_stores: int  # bytes a thread
+    spill_loads: int  # bytes a thread
+    warnings: tuple[str, ...] = ()  # such as serialised wgmma
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled entry point. `seconds` is what NVRTC took when it was compiled; `cached`: found on disk."""
+
+    entry: str
+    arch: str
+    cubin: bytes = field(repr=False)
+    ptx: str = field(repr=False)
+    log: str = field(repr=False)
+    resources: Resources
+    options: tuple[str, ...] = field(repr=False)
+    seconds: float
+    cached: bool
+
+
+def compile(
+    source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = ()
+) -> Compiled:
+    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`.
+
+    Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
+    for an architecture that this NVRTC cannot target.
+    """
+    library = _library()
+    if arch not in library.archs:
+        raise UnsupportedProblem(
+            f"arch {arch} cannot be targeted by NVRTC {library.version}: it knows {', '.join(library.archs)}"
+        )
+    source = source.resolve()
+    include_dirs = (INCLUDE_DIR, *library.include_dirs)
+    flags = (
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "-lineinfo",
+        "--ptxas-options=-v",
+        *options,
+        *(f"-D{name}={value}" for name, value in (defines or {}).items()),
+        *(f"--include-path={folder}" for folder in include_dirs),
+    )
+    fingerprint = sources.fingerprint(source, include_dirs)
+    key = cache.make_key(kind="cubin", source=fingerprint, entry=entry, flags=flags, nvrtc=library.identity)
+    if fingerprint and (found := cache.get(key)):
+        meta = found.meta
+        resources = Resources(**{**meta["resources"], "warnings": tuple(meta["resources"]["warnings"])})
+        cubin, ptx = found.read("cubin"), found.read("ptx").decode()
+        return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
+    start = time.perf_counter()
+    cubin, ptx, log = _compile(source, flags)
+    seconds = time.perf_counter() - start
+    resources = parse_resources(log, entry, source)
+    if fingerprint:
+        meta = dict(name=f"{entry} {arch}", log=log, resources=asdict(resources), seconds=seconds)
+        cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
+    return Compiled(entry, arch, cubin, ptx, log, resources, flags, seconds, False)
+
+
+def parse_resources(log: str, entry: str, source: Path) -> Resources:
+    """The figures of one entry point from the log that `--ptxas-options=-v` makes NVRTC write."""
+    match = re.search(
+        rf"entry function '{re.escape(entry)}'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
+        log,
+        re.DOTALL,
+    )
+    if not match:
+        entries = ", ".join(re.findall(r"entry function '(\w+)'", log)) or "none"
+        raise CompileError(
+            f'{source}: no entry point {entry}: the file has {entries} (is it extern "C" __global__?)',
+            source=str(source), options=(), log=log,
+        )  # fmt: skip
+    smem = re.search(r"(\d+) bytes smem", match[5])
+    warnings = tuple(line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.I))
+    stack, stores, loads, registers = (int(match[i]) for i in range(1, 5))
+    return Resources(registers, int(smem[1]) if smem else 0, stack, stores, loads, warnings)
+
+
+def version() -> str:
+    """The NVRTC found, as "12.9". Raises ToolchainMissing."""
+    return _library().version
+
+
+def include_dirs() -> tuple[Path, ...]:
+    """Where the CUDA headers that fit this NVRTC are. Raises ToolchainMissing."""
+    return _library().include_dirs
+
+
+@dataclass(frozen=True)
+class _Library:
+    api: Any
+    version: str
+    identity: str  # version and file of the library: two builds of one version differ
+    archs: tuple[str, ...]
+    include_dirs: tuple[Path, ...]
+
+
+@lru_cache(maxsize=1)
+def _library() -> _Library:
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        loaded = Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+        _, major, minor = nvrtc.nvrtcVersion()
+        _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    except ImportError as error:
+        raise ToolchainMissing(f"NVRTC's Python bindings are missing ({error.name}): {INSTALL}") from error
+    except RuntimeError as error:  # what the bindings raise when the shared library is not there
+        raise ToolchainMissing(f"the NVRTC library is missing: {INSTALL}\n({error})") from error
+    names = [f"sm_{number}" for number in numbers]
+    archs = (*names, *(f"{name}a" for name in names if int(name[3:]) >= 90))
+    stat = loaded.stat()
+    identity = f"{major}.{minor} {loaded.name} {stat.st_size} {stat.st_mtime_ns}"
+    return _Library(nvrtc, f"{major}.{minor}", identity, archs, (_headers(nvrtc, major, minor, identity),))
+
+
+def _headers(nvrtc: Any, major: int, minor: int, identity: str) -> Path:
+    """The folder of CUDA headers whose major version is NVRTC's; a mix of majors would compile and be wrong."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    if (major, minor) >= (13, 3):
+        return _bundled_headers(nvrtc, identity)
+    folder = find_nvidia_header_directory("cudart")
+    if folder is None:
+        raise ToolchainMissing(f"CUDA headers (cuda_fp16.h) for NVRTC {major}.{minor} are missing: {INSTALL}")
+    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", (Path(folder) / "cuda_runtime_api.h").read_text("latin1"))
+    found_major = int(found[1]) // 1000 if found else 0
+    if found_major != major:
+        raise ToolchainMissing(
+            f"the CUDA headers in {folder} are of CUDA {found_major}, NVRTC is {major}.{minor}: install headers of the "
+            f"same major version, nvidia-cuda-runtime{'-cu12' if major == 12 else f'=={major}.*'}"
+        )
+    return Path(folder)
+
+
+def _bundled_headers(nvrtc: Any, identity: str) -> Path:
+    """NVRTC 13.3 and later carry their headers within; unpack them once, into the cache."""
+    place = cache.directory() / ("headers-" + cache.make_key(nvrtc=identity)[:16])
+    if not place.is_dir():
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=cache.directory()) as staging:
+            unpacked = Path(staging) / "headers"
+            unpacked.mkdir()
+            _run(nvrtc, "", "unpack.cu", ("--gpu-architecture=sm_90", f"--use-bundled-headers={unpacked}"))
+            if not (unpacked / "cuda_fp16.h").exists():
+                raise ToolchainMissing(f"NVRTC ({identity}) did not unpack its bundled headers into {unpacked}")
+            try:
+                unpacked.rename(place)
+            except OSError:  # another process was first
+                if not place.is_dir():
+                    raise
+    return place
+
+
+def _compile(source: Path, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
+    """(cubin, PTX, log), or CompileError."""
+    nvrtc = _library().api
+    cubin, ptx, log = _run(nvrtc, source.read_text(), str(source), flags)
+    if not cubin:
+        shown = log.strip() or "NVRTC gave no reason"
+        options = " ".join(flags)
+        raise CompileError(
+            f"NVRTC {version()} refused {source}\n\n{shown}\n\noptions: {options}", source=str(source), options=flags,
+            log=log,
+        )  # fmt: skip
+    return cubin, ptx, log
+
+
+def _run(nvrtc: Any, text: str, name: str, flags: Sequence[str]) -> tuple[bytes, str, str]:
+    """One NVRTC program from text to (cubin, PTX, log); cubin is empty when the source was refused."""
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None)
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        read = lambda what: _read(nvrtc, program, what)  # noqa: E731
+        log = read("ProgramLog").rstrip(b"\0\n ").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            return b"", "", log or status.name
+        return read("CUBIN"), read("PTX").rstrip(b"\0").decode(), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(nvrtc: Any, program: Any, what: str) -> bytes:
+    _, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    buffer = bytes(size)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    return buffer

@@ -1,0 +1,31 @@
+"""NumPy attention: the dense truth in float64, its error bounds, and FlashAttention's loops to read beside a kernel."""
+
+from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, lse_bound, max_error, output_bound
+from .dense import attention, attention_backward, naive, naive_backward
+from .flash import flash1, flash2
+from .flash_backward import flash2_backward
+from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
+from .rounding import round_to, ulp
+from .semantics import visible
+
+__all__ = [
+    "GRADIENT_FACTOR",
+    "OUTPUT_FACTOR",
+    "HbmBytes",
+    "attention",
+    "attention_backward",
+    "errors",
+    "flash1",
+    "flash2",
+    "flash2_backward",
+    "hbm_bytes",
+    "lse_bound",
+    "max_error",
+    "naive",
+    "naive_backward",
+    "output_bound",
+    "paper_block_sizes",
+    "round_to",
+    "ulp",
+    "visible",
+]

@@ -1,0 +1,162 @@
+"""FlashAttention-1 and -2 as tiled loops over NumPy arrays, to be read beside a kernel.
+
+Names as in the kernels: a bare Q, K, V, O, … is one head's tensor in global memory, `_smem` and `_rmem` mark the
+tile on chip; S, P, dP, dS, m, l, alpha never leave the chip. `load` and `store` are the only lines that touch
+global memory, and `io_model` counts what they move. Tails need no guard here: a slice past the end is short.
+
+Arithmetic runs in `dtype`, float64 unless told otherwise; float32 follows a kernel's rounding more closely.
+"""
+# ruff: noqa: E741  l is the papers' name for the row sum
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .semantics import (
+    Array,
+    Causal,
+    causal_offset,
+    check_tile,
+    dot_seen,
+    key_end,
+    or_one,
+    or_zero,
+    scores,
+    shape_of,
+    softmax_scale,
+    visible_tile,
+)
+
+
+def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
+    """Rows [row, row + rows) of one head's tensor in global memory, (rows, D) or (rows,); short at its end."""
+    return x[row : row + rows].astype(dtype)
+
+
+def store(x: Array, row: int, tile: Array) -> None:
+    """Write `tile` to one head's tensor in global memory, from `row` on."""
+    x[row : row + len(tile)] = tile
+
+
+def flash1(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    causal: Causal = False,
+    scale: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> tuple[Array, Array]:
+    """FlashAttention's forward: key tiles outside, query tiles inside; O, l and m re-read and rewritten each time.
+
+    q (B, H, Sq, D), k and v (B, Hk, Sk, D), any float dtypes and strides; BLOCK_M, BLOCK_N ≥ 1, also beyond Sq, Sk.
+    Returns out (B, H, Sq, D) and lse (B, H, Sq) = m + ln l in `dtype`. No tile is skipped under causal, as printed
+    in the paper. Raises ValueError for shapes that do not fit, an unknown `causal` or a tile side below 1.
+
+    Source: FlashAttention (Dao et al. 2022), Algorithm 1, whose line numbers stand at the right; mask: Algorithm 2.
+    """
+    return _forward(_flash1_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, dtype)
+
+
+def flash2(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    causal: Causal = False,
+    scale: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> tuple[Array, Array]:
+    """FlashAttention-2's forward: query tiles outside, one rescale at the end, key tiles above the diagonal skipped.
+
+    Arguments, results and errors as in `flash1`.
+
+    Source: FlashAttention-2 (Dao 2023), Algorithm 1, whose line numbers stand at the right; skipping: section 3.1.
+    """
+    return _forward(_flash2_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, dtype)
+
+
+def _flash1_head(
+    Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, offset: int, scale: float
+) -> None:
+    Sq, Sk, dtype = len(Q), len(K), O.dtype
+    l, m = np.empty(Sq, dtype), np.empty(Sq, dtype)  # in global memory, unlike FlashAttention-2's
+    store(O, 0, np.zeros(O.shape, dtype))  # line 2
+    store(l, 0, np.zeros(Sq, dtype))
+    store(m, 0, np.full(Sq, -np.inf, dtype))
+    for n0 in range(0, Sk, BLOCK_N):  # line 5
+        K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 6
+        for m0 in range(0, Sq, BLOCK_M):  # line 7
+            Q_smem, O_rmem = load(Q, m0, BLOCK_M, dtype), load(O, m0, BLOCK_M, dtype)  # line 8
+            l_old, m_old = load(l, m0, BLOCK_M, dtype), load(m, m0, BLOCK_M, dtype)
+            seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
+            S = scores(Q_smem, K_smem, seen, scale)  # line 9
+            m_tile = S.max(axis=1)  # line 10
+            P = np.where(seen, np.exp(S - or_zero(m_tile)[:, None]), 0)
+            l_tile = P.sum(axis=1)
+            m_new = np.maximum(m_old, m_tile)  # line 11
+            alpha, beta = np.exp(m_old - or_zero(m_new)), np.exp(m_tile - or_zero(m_new))
+            l_new = alpha * l_old + beta * l_tile
+            O_rmem = (alpha * l_old)[:, None] * O_rmem + beta[:, None] * dot_seen(P, V_smem, seen)  # line 12
+            store(O, m0, O_rmem / or_one(l_new)[:, None])
+            store(l, m0, l_new)  # line 13
+            store(m, m0, m_new)
+    LSE[:] = m + np.log(l)  # for the caller: the algorithm itself leaves l and m
+
+
+def _flash2_head(
+    Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, offset: int, scale: float
+) -> None:
+    Sq, Sk, dtype = len(Q), len(K), O.dtype
+    for m0 in range(0, Sq, BLOCK_M):  # line 3
+        Q_smem = load(Q, m0, BLOCK_M, dtype)  # line 4
+        O_rmem = np.zeros(Q_smem.shape, dtype)  # line 5
+        l, m = np.zeros(len(Q_smem), dtype), np.full(len(Q_smem), -np.inf, dtype)
+        for n0 in range(0, key_end(m0, BLOCK_M, Sq, Sk, offset), BLOCK_N):  # line 6
+            K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 7
+            seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
+            S = scores(Q_smem, K_smem, seen, scale)  # line 8
+            m_new = np.maximum(m, S.max(axis=1))  # line 9
+            P = np.where(seen, np.exp(S - or_zero(m_new)[:, None]), 0)
+            alpha = np.exp(m - or_zero(m_new))
+            l = alpha * l + P.sum(axis=1)
+            O_rmem = alpha[:, None] * O_rmem + dot_seen(P, V_smem, seen)  # line 10
+            m = m_new
+        store(O, m0, O_rmem / or_one(l)[:, None])  # lines 12 and 14
+        store(LSE, m0, m + np.log(l))  # lines 13 and 15
+
+
+class _ForwardHead(Protocol):
+    def __call__(
+        self, Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, offset: int, scale: float
+    ) -> None: ...
+
+
+@np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without keys takes log(0)
+def _forward(
+    head: _ForwardHead,
+    q: Array,
+    k: Array,
+    v: Array,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    causal: Causal,
+    scale: float | None,
+    dtype: DTypeLike,
+) -> tuple[Array, Array]:
+    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+    shape = shape_of(q, k, v)
+    check_tile(BLOCK_M, BLOCK_N)
+    offset, scale = causal_offset(shape.Sq, shape.Sk, causal), softmax_scale(scale, shape.D)
+    out, lse = np.empty(q.shape, dtype), np.empty(q.shape[:3], dtype)
+    for b, h in np.ndindex(shape.B, shape.H):
+        hk = shape.key_head(h)
+        head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, offset, scale)
+    return out, lse

@@ -1,0 +1,109 @@
+"""How many bytes the forward algorithms move to and from HBM: what the loops of `flash` load and store, counted.
+
+Caches are not modelled: a tile that a loop loads twice counts twice, and each query head loads its own keys and
+values even where heads share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .semantics import Causal, causal_offset, check_tile, key_end
+
+FP32 = 4  # bytes of one l, m or LSE
+
+
+@dataclass(frozen=True)
+class HbmBytes:
+    """Bytes read and written, by tensor."""
+
+    read: Mapping[str, int]
+    written: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.read.values()) + sum(self.written.values())
+
+
+def paper_block_sizes(smem_bytes: int, D: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N) by the paper's rule for on-chip memory of `smem_bytes` and elements of `itemsize` bytes.
+
+    M = smem_bytes // itemsize elements, BLOCK_N = B_c = ceil(M / 4D), BLOCK_M = B_r = min(B_c, D): the tiles of Q, K,
+    V and O share the memory in four equal parts. The ceiling may overshoot it by a row of each; S, P, l and m are not
+    counted. Raises ValueError unless all three are positive and one element fits.
+
+    Source: FlashAttention (Dao et al. 2022), Algorithm 1, line 1.
+    """
+    if D < 1 or itemsize < 1 or smem_bytes < itemsize:
+        raise ValueError(f"smem_bytes={smem_bytes} must hold an element, itemsize={itemsize} and D={D} be positive")
+    M = smem_bytes // itemsize
+    BLOCK_N = -(-M // (4 * D))
+    return min(BLOCK_N, D), BLOCK_N
+
+
+def hbm_bytes(
+    algorithm: str,
+    *,
+    B: int,
+    H: int,
+    Hk: int,
+    Sq: int,
+    Sk: int,
+    D: int,
+    itemsize: int,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    causal: Causal = False,
+) -> HbmBytes:
+    """HBM bytes of one forward call by "standard", "flash1" or "flash2".
+
+    Tensors hold `itemsize` bytes an element, l, m and LSE four. "standard" ignores the tile. Ragged tails count
+    their true rows. Raises ValueError for an unknown algorithm or `causal`, a tile side below 1, or H % Hk ≠ 0.
+
+    Source: FlashAttention (Dao et al. 2022), Theorem 2 and its proof, with exact terms in place of Θ.
+    """
+    counts = {"standard": _standard, "flash1": _flash1, "flash2": _flash2}
+    if algorithm not in counts:
+        raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, counts))}")
+    check_tile(BLOCK_M, BLOCK_N)
+    if Hk < 1 or H % Hk:
+        raise ValueError(f"H={H} query heads must be a multiple of Hk={Hk} key/value heads")
+    offset = causal_offset(Sq, Sk, causal)
+    head = counts[algorithm](Sq, Sk, D, itemsize, BLOCK_M, BLOCK_N, offset)
+    return HbmBytes(
+        read={name: B * H * n for name, n in head.read.items()},
+        written={name: B * H * n for name, n in head.written.items()},
+    )
+
+
+def _standard(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
+    """FlashAttention, Algorithm 0: three kernels that hand S and P on through HBM; causal saves nothing."""
+    q, k, s = Sq * D * itemsize, Sk * D * itemsize, Sq * Sk * itemsize
+    return HbmBytes(
+        read={"Q": q, "K": k, "S": s, "P": s, "V": k},  # S = QKᵀ reads Q, K; softmax reads S; O = PV reads P, V
+        written={"S": s, "P": s, "O": q},
+    )
+
+
+def _flash1(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
+    """Every key tile walks all query rows: Q, O, l, m are read and O, l, m written once per key tile."""
+    q, k, row = Sq * D * itemsize, Sk * D * itemsize, Sq * FP32
+    key_tiles = -(-Sk // BLOCK_N)
+    return HbmBytes(
+        read={"K": k, "V": k, "Q": key_tiles * q, "O": key_tiles * q, "l": key_tiles * row, "m": key_tiles * row},
+        written={  # one more than they are read: line 2 sets O = 0, l = 0, m = −inf
+            "O": (key_tiles + 1) * q,
+            "l": (key_tiles + 1) * row,
+            "m": (key_tiles + 1) * row,
+        },
+    )
+
+
+def _flash2(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
+    """Every query tile walks the keys up to its diagonal, in whole tiles: Q is read and O, LSE are written once."""
+    q = Sq * D * itemsize
+    ends = (key_end(m0, BLOCK_M, Sq, Sk, offset) for m0 in range(0, Sq, BLOCK_M))
+    key_rows = sum(min(-(-end // BLOCK_N) * BLOCK_N, Sk) for end in ends)
+    k = key_rows * D * itemsize
+    return HbmBytes(read={"Q": q, "K": k, "V": k}, written={"O": q, "LSE": Sq * FP32})

@@ -1,0 +1,231 @@
+"""What a kernel is asked (`Problem`), how it is cut (`Tile`) and what it can do (`Kernel`).
+
+Frozen, self-validating values with no third-party import, so that a spec in `kernels_cu/` imports this module alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from .errors import SpecError
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
+Causal = Literal[False, "bottom-right", "top-left"]
+Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉."""
+    return -(-a // b)
+
+
+def normalise_causal(causal: bool | str) -> Causal:
+    """`causal=` as people write it -> the alignment it names. True is "bottom-right"."""
+    if causal is False or causal is None:
+        return False
+    if causal is True or causal == "bottom-right":
+        return "bottom-right"
+    if causal == "top-left":
+        return "top-left"
+    raise SpecError(f'causal={causal!r} is not known: choose False, True (= "bottom-right") or "top-left"')
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, dtype and semantics of one attention call.
+
+    q, o: (B, H, Sq, D); k, v: (B, Hk, Sk, D); query head h reads key/value head h // (H / Hk).
+    `scale` None means 1/sqrt(D). Raises SpecError naming the value that makes no sense.
+    """
+
+    B: int
+    H: int
+    Sq: int
+    Sk: int
+    D: int
+    Hk: int = 0  # 0: as many as H
+    dtype: str = "float32"
+    causal: Causal = False
+    scale: float = field(default=None)  # type: ignore[assignment]  # None: 1/sqrt(D)
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        for name in ("B", "H", "Sq", "Sk", "Hk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise SpecError(f"{name}={value!r} must be an integer >= 0")
+        if not isinstance(self.D, int) or self.D < 1:
+            raise SpecError(f"D={self.D!r} must be an integer >= 1")
+        if self.dtype not in ITEMSIZE:
+            raise SpecError(f"dtype={self.dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
+        if self.Hk == 0:
+            set_(self, "Hk", self.H)
+        if self.H and self.H % self.Hk:
+            raise SpecError(f"H={self.H} query heads are not a multiple of Hk={self.Hk} key/value heads")
+        set_(self, "causal", normalise_causal(self.causal))
+        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else float(self.scale))
+        if not math.isfinite(self.scale):
+            raise SpecError(f"scale={self.scale!r} must be finite")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def diagonal(self) -> int:
+        """Query i sees keys j <= i + diagonal (when causal)."""
+        return self.Sk - self.Sq if self.causal == "bottom-right" else 0
+
+    @property
+    def visible_pairs(self) -> int:
+        """How many (query, key) pairs one head has to score."""
+        if not self.causal:
+            return self.Sq * self.Sk
+        return sum(min(max(i + self.diagonal + 1, 0), self.Sk) for i in range(self.Sq))
+
+    @property
+    def flops(self) -> int:
+        """Forward floating-point operations by the field's rule: 4·B·H·Sq·Sk·D, half of it for causal."""
+        full = 4 * self.B * self.H * self.Sq * self.Sk * self.D
+        return full // 2 if self.causal else full
+
+    def __str__(self) -> str:
+        heads = f"H{self.H}" if self.H == self.Hk else f"H{self.H}/{self.Hk}"
+        lengths = f"S{self.Sq}" if self.Sq == self.Sk else f"S{self.Sq}x{self.Sk}"
+        mask = {False: "", "bottom-right": " causal", "top-left": " causal-top-left"}[self.causal]
+        return f"B{self.B} {heads} {lengths} D{self.D} {self.dtype}{mask}"
+
+
+class Tile(Mapping[str, int]):
+    """The named numbers that fix a kernel's tiles, e.g. `Tile(BLOCK_M=64, BLOCK_N=32)`; read as `tile.BLOCK_M`.
+
+    Immutable and hashable. Each number reaches the `.cu` as a macro of its name.
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, **numbers: int):
+        for name, value in numbers.items():
+            if not name.isupper() or not name.isidentifier():
+                raise SpecError(f"tile: {name!r} must be an upper-case identifier: it becomes a macro")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(f"tile: {name}={value!r} must be an integer >= 1")
+        object.__setattr__(self, "_numbers", dict(numbers))
+
+    @classmethod
+    def parse(cls, text: str) -> Tile:
+        """`"BLOCK_M=64,BLOCK_N=32"` -> Tile. Raises SpecError naming the part it cannot read."""
+        numbers = {}
+        for part in filter(None, (p.strip() for p in text.replace(" ", ",").split(","))):
+            name, equals, value = part.partition("=")
+            if not equals or not value.strip().isdigit():
+                raise SpecError(f"tile: {part!r} is not NAME=number, as in BLOCK_M=64,BLOCK_N=32")
+            numbers[name.strip()] = int(value)
+        return cls(**numbers)
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self._numbers[name]
+        except KeyError:
+            raise AttributeError(f"tile has no {name}: it has {', '.join(self._numbers)}") from None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a tile is immutable: make a new one to change {name}")
+
+    def __getitem__(self, name: str) -> int:
+        return self._numbers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self._numbers.items())))
+
+    def __reduce__(self) -> tuple:
+        return _tile, (self._numbers,)
+
+    def __repr__(self) -> str:
+        return f"Tile({self})"
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self._numbers.items())
+
+
+def _tile(numbers: dict[str, int]) -> Tile:
+    return Tile(**numbers)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One `.cu` entry point and everything Python knows of it.
+
+    `args` names the entry's parameters in order; `sandbox.arguments` gives each name its C type and its value.
+    `source` is filled in by the registry: the `.cu` beside the spec.
+    """
+
+    name: str
+    computes: Literal["forward", "backward"]
+    rung: int
+    summary: str  # one line for `list`: the idea of this rung
+    dtypes: tuple[str, ...]
+    min_arch: Arch
+    tiles: tuple[Tile, ...]  # best first
+    grid: Callable[[Problem, Tile], tuple[int, int, int]]
+    block: Callable[[Tile], tuple[int, int, int]]
+    smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
+    args: tuple[str, ...]
+    max_D: int = 256
+    supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
+    check_tile: Callable[[Problem, Tile], str | None] = lambda problem, tile: None
+    arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
+    source: Path = Path()
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise SpecError(f"kernel name {self.name!r} must be an identifier: it is the .cu entry point")
+        if not self.tiles:
+            raise SpecError(f"{self.name}: a kernel needs at least one tile")
+        for tile in self.tiles:
+            if set(tile) != set(self.tiles[0]):
+                raise SpecError(f"{self.name}: tile {tile} names other numbers than {self.tiles[0]}")
+        for dtype in self.dtypes:
+            if dtype not in ITEMSIZE:
+                raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
+
+    def refuses(self, problem: Problem, arch: Arch | None = None) -> str | None:
+        """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
+        if problem.dtype not in self.dtypes:
+            return f"{self.name}: dtype {problem.dtype} is not built: it takes {', '.join(self.dtypes)}"
+        if arch is not None and arch < self.min_arch:
+            need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
+            return f"{self.name}: needs compute capability {need} or later, this is {have}"
+        if problem.D > self.max_D:
+            return f"{self.name}: D={problem.D} is too large: head widths up to {self.max_D} are built"
+        if reason := self.supports(problem, arch):
+            return f"{self.name}: {reason}"
+        return None
+
+    def refuses_tile(self, problem: Problem, tile: Tile) -> str | None:
+        """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
+        if set(tile) != set(self.tiles[0]):
+            return f"{self.name}: tile {tile or '(empty)'} must name {', '.join(self.tiles[0])} and nothing else"
+        reason = self.check_tile(problem, tile)
+        return f"{self.name}: {reason}" if reason else None
+
+    def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
+        """The macros that carry geometry, dtype and mask from the spec to the `.cu`."""
+        return {
+            **tile,
+            "HEAD_DIM": problem.D,
+            "SMEM_BYTES": self.smem_bytes(problem, tile),
+            "CAUSAL": int(bool(problem.causal)),
+            f"DTYPE_{problem.dtype}": 1,
+        }

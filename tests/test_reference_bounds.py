@@ -1,0 +1,198 @@
+"""Rounding, the size of an ulp, and bounds that reject what is wrong and NaN above all."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from sandbox import reference
+from sandbox.reference import errors, lse_bound, max_error, naive, naive_backward, output_bound, round_to, ulp
+
+NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+INF, NAN = np.inf, np.nan
+
+
+def randn(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x", "expected"),
+    [
+        ("float16", 1 + 2**-11, 1.0),  # halfway between 1 and 1 + 2^-10: to even
+        ("float16", 1 + 3 * 2**-11, 1 + 2**-9),  # halfway, the even neighbour is above
+        ("float16", 65519.0, 65504.0),
+        ("float16", 65520.0, INF),
+        ("float16", -1e9, -INF),
+        ("bfloat16", 1 + 2**-8, 1.0),
+        ("bfloat16", 1 + 3 * 2**-8, 1 + 2**-6),
+        ("bfloat16", 1e38, float(np.float32(1e38).astype(ml_dtypes.bfloat16))),
+        ("float32", 0.1, float(np.float32(0.1))),
+        ("bfloat16", INF, INF),
+    ],
+)
+def test_round_to_by_hand(dtype, x, expected):
+    rounded = round_to(np.float32(x), dtype)
+    assert rounded.dtype == np.float32 and rounded == expected
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_round_to_is_idempotent_and_within_half_an_ulp(dtype):
+    x = randn(0, 1000) * np.float32(10) ** np.random.default_rng(1).integers(-3, 4, 1000)
+    rounded = round_to(x, dtype)
+    np.testing.assert_array_equal(round_to(rounded, NUMPY[dtype]), rounded)
+    assert (abs(rounded.astype(float) - x) <= ulp(x, dtype) / 2).all()
+    assert np.isnan(round_to(NAN, dtype))
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_ulp_is_the_gap_to_the_next_number(dtype):
+    form = ml_dtypes.finfo(NUMPY[dtype])
+    tiny = float(form.smallest_subnormal)
+    x = np.array([1, 1.5, 2, 3.999, 4, 1000, 0.3, float(form.tiny), float(form.tiny) / 2, tiny], NUMPY[dtype])
+    above = np.nextafter(x, np.array(INF, NUMPY[dtype]))
+    gap = above.astype(np.float64) - x.astype(np.float64)
+    np.testing.assert_array_equal(ulp(x, dtype), gap)
+    np.testing.assert_array_equal(ulp(-x, dtype), gap)
+    assert ulp(0, dtype) == tiny
+    assert np.isnan(ulp(INF, dtype)) and np.isnan(ulp(NAN, dtype))
+
+
+def test_an_unknown_dtype_is_named():
+    for call in (lambda: ulp(1, "float8"), lambda: round_to(1, np.float64), lambda: lse_bound(np.zeros(1), "int8")):
+        with pytest.raises(ValueError, match="float16, bfloat16, float32"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("x", "ref", "error"),
+    [
+        (1.5, 1.0, 0.5),
+        (NAN, 1.0, INF),
+        (INF, 1.0, INF),
+        (1.0, NAN, INF),
+        (1.0, INF, INF),
+        (NAN, INF, INF),
+        (INF, NAN, INF),
+        (-INF, INF, INF),
+        (NAN, NAN, 0.0),
+        (INF, INF, 0.0),
+        (-INF, -INF, 0.0),
+    ],
+)
+def test_errors_match_in_kind(x, ref, error):
+    np.testing.assert_array_equal(errors([0.0, x], [0.0, ref]), [0, error])
+    assert max_error([x, 0.0], [ref, 0.0]) == error
+
+
+def test_errors_refuse_to_broadcast():
+    with pytest.raises(ValueError, match=r"\(3, 1\)"):
+        max_error(np.zeros((3, 1)), np.zeros(3))
+    with pytest.raises(ValueError, match=r"\(3, 1\)"):
+        output_bound(np.zeros((3, 1)), np.zeros(3), "float32")
+    assert max_error(np.zeros((2, 0)), np.zeros((2, 0))) == 0
+
+
+def test_output_bound_by_hand():
+    ref, plain = np.array([[1.0, -3.0]]), np.array([[1.25, -3.0]])
+    assert output_bound(ref, plain, "float16") == 2 * 0.25 + 2**-9  # an ulp of float16 in [2, 4) is 2^-9
+    assert output_bound(ref, plain, "bfloat16", 3.0) == 3 * 0.25 + 2**-6
+    assert output_bound(np.zeros((0, 4)), np.zeros((0, 4)), "float32") == 2**-149
+
+
+def test_output_bound_skips_what_is_not_finite():
+    ref = np.array([[1.0, NAN], [2.0, 1.0]])
+    plain = np.array([[1.5, NAN], [INF, 1.0]])  # finite where ref is not, and the reverse, must not enter
+    assert output_bound(ref, plain, "float32") == 2 * 0.5 + 2**-22
+    assert np.isfinite(output_bound(np.full((1, 2), NAN), np.zeros((1, 2)), "float32"))
+    with pytest.raises(ValueError, match="overflow"):
+        output_bound(np.ones((1, 2)), np.full((1, 2), NAN), "float16")
+
+
+def test_lse_bound_by_hand():
+    ref = np.array([0.5, -20.0, -INF, NAN])
+    np.testing.assert_allclose(lse_bound(ref, "float32"), [1e-5, 2e-4, 0, 0], rtol=1e-12)
+    np.testing.assert_allclose(lse_bound(ref, "bfloat16"), [1e-3, 2e-2, 0, 0], rtol=1e-12)
+    passes = errors([0.5, -20.0, 0.0, 0.0], ref) <= lse_bound(ref, "float32")
+    assert passes.tolist() == [True, True, False, False]
+
+
+# --- the bound as a judge of whole results ---
+
+
+def problem(dtype, S=64, D=32):
+    return [round_to(randn(seed, 1, 2, S, D), dtype).astype(NUMPY[dtype]) for seed in range(4)]
+
+
+FAULTS = {
+    "a NaN": lambda q, k, v: poke(reference.attention(q, k, v, causal=True)[0], NAN),
+    "an inf": lambda q, k, v: poke(reference.attention(q, k, v, causal=True)[0], INF),
+    "scale 5% off": lambda q, k, v: reference.attention(q, k, v, causal=True, scale=1.05 / 32**0.5)[0],
+    "no mask": lambda q, k, v: reference.attention(q, k, v)[0],
+    "a diagonal one off": lambda q, k, v: reference.attention(q[:, :, :-1], k, v, causal=True)[0],
+    "heads swapped": lambda q, k, v: reference.attention(q[:, ::-1], k, v, causal=True)[0],
+    "zeros": lambda q, k, v: np.zeros(q.shape),
+}
+
+
+def poke(x, value):
+    x[0, 1, 5, 3] = value
+    return x
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_output_bound_rejects(dtype, fault):
+    q, k, v, _ = problem(dtype)
+    ref, plain = reference.attention(q, k, v, causal=True)[0], naive(q, k, v, causal=True)
+    wrong = FAULTS[fault](q, k, v)
+    rows = wrong.shape[2]
+    assert not max_error(wrong, ref[:, :, :rows]) <= output_bound(ref, plain, dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_bounds_accept_the_truth_rounded_and_the_yardstick(dtype, causal):
+    q, k, v, dout = problem(dtype)
+    ref = reference.attention(q, k, v, causal=causal)[0]
+    plain = naive(q, k, v, causal=causal)
+    bound = output_bound(ref, plain, dtype)
+    assert max_error(round_to(ref, dtype), ref) <= bound
+    assert 0 < max_error(plain, ref) <= bound
+    assert bound <= {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}[dtype]  # tight enough to mean something
+    truth = reference.attention_backward(dout, q, k, v, causal=causal)
+    for grad, ref_grad in zip(naive_backward(dout, q, k, v, causal=causal), truth, strict=True):
+        assert 0 < max_error(grad, ref_grad)
+        assert output_bound(ref_grad, grad, dtype, 3.0) <= {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.8}[dtype]
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_the_yardstick_holds_numbers_of_its_dtype(dtype):
+    q, k, v, dout = problem(dtype, S=20, D=8)
+    for x in (naive(q, k, v), *naive_backward(dout, q, k, v)):
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(x, round_to(x, dtype))
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    np.testing.assert_array_equal(naive(*wide, dtype=dtype), naive(q, k, v))
+    with pytest.raises(ValueError, match="float64"):
+        naive(*wide)  # no dtype to stand for
+
+
+def test_the_yardstick_rounds_scores_and_probabilities():
+    # bfloat16 keeps eight bits. S = (1 + 2^-7) · (255, 254) = (256.99, 255.98), and both round to 256: P is (1/2, 1/2),
+    # where S unrounded gives (0.73, 0.27).
+    q, k = np.full((1, 1, 1, 1), 1 + 2**-7), np.array([255.0, 254.0]).reshape(1, 1, 2, 1)
+    v = np.array([0.0, 1.0]).reshape(1, 1, 2, 1)
+    assert naive(q, k, v, scale=1, dtype="bfloat16").item() == 0.5
+    # Three equal scores: P = 1/3 rounds to 171/512. With dO = 1, dV is P, and dQ = Σ dS k shows dS = P (dP − delta)
+    # rounded: dP = v = (0, 0, 3), delta = 3 · 171/512, dS_2 = 171/512 · (3 − 513/512) = 0.66733 -> 171/256.
+    zero, one = np.zeros((1, 1, 1, 1)), np.ones((1, 1, 1, 1))
+    v, k = np.array([0.0, 0, 3]).reshape(1, 1, 3, 1), np.array([0.0, 0, 1]).reshape(1, 1, 3, 1)
+    dq, _, dv = naive_backward(one, zero, k, v, dtype="bfloat16")
+    assert (dv == 171 / 512).all()
+    assert dq.item() == 171 / 256
+
+
+def test_the_yardstick_overflows_where_plain_attention_does():
+    q = k = np.full((1, 1, 2, 64), 100.0)  # S = 64 · 1e4 / 8 = 80000 > 65504
+    assert np.isnan(naive(q, k, k, dtype="float16")).all()
+    assert (naive(q, k, k, dtype="bfloat16") == 100).all()
