@@ -80,9 +80,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     }
 
     if (query_row >= score.Sq) return;  // no barrier below
-    const bool sees_any = score.key_end(query_row + 1) > 0;
-    const float inverse = 1.0f / l;
-    for (int d = 0; d < HEAD_DIM; ++d)
-        O.row(b, h, query_row)[d] = dtype(sees_any ? O_smem[d * BLOCK_M + t] * inverse : 0.0f);
+    for (int d = 0; d < HEAD_DIM; ++d)  // l = 0: the row sees no key
+        O.row(b, h, query_row)[d] = dtype(l == 0.0f ? 0.0f : O_smem[d * BLOCK_M + t] / l);
     LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row] = m + logf(l);
 }

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import SpecError
 
@@ -70,6 +70,18 @@ class Problem:
         set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else float(self.scale))
         if not math.isfinite(self.scale):
             raise SpecError(f"scale={self.scale!r} must be finite")
+
+    @classmethod
+    def from_shape(cls, shape: str, **semantics: Any) -> Problem:
+        """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, and the other fields by name."""
+        parts = [part.strip() for part in shape.split(",")]
+        heads = parts[1].split("/") if len(parts) > 1 else []
+        numbers = [*parts[:1], *heads, *parts[2:]]
+        if len(parts) not in (4, 5) or len(heads) not in (1, 2) or not all(n.isdigit() for n in numbers):
+            raise SpecError(f'shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64')
+        lengths = [int(n) for n in parts[2:-1]]
+        Hk = int(heads[-1])
+        return cls(int(parts[0]), int(heads[0]), lengths[0], lengths[-1], int(parts[-1]), Hk=Hk, **semantics)
 
     @property
     def itemsize(self) -> int:

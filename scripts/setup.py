@@ -91,14 +91,15 @@ def install_torch_cpu() -> bool:
 
 def main() -> None:
     started = time.monotonic()
-    if sys.version_info < (3, 11):
-        fail("Python 3.11 or newer is needed, this is %d.%d; try PYTHON=python3.12 make setup" % sys.version_info[:2])
+    version = sys.version.split()[0]
+    if sys.version_info < (3, 11):  # noqa: UP036  (an older Python gets this far, to be told)
+        fail(f"Python 3.11 or newer is needed, this is {version}; try PYTHON=python3.12 make setup")
     if importlib.util.find_spec("ensurepip") is None:
         fail("this Python makes no virtual environments; apt-get install python3-venv, then run make again")
 
     cuda, why = choose_cuda()
     extra, torch = WHEELS[cuda]
-    made_for = f"Python {sys.version.split()[0]}, {extra}\n"
+    made_for = f"Python {version}, {extra}\n"
     refresh = READY.is_file() and READY.read_text() == made_for and PYTHON.exists()
     READY.unlink(missing_ok=True)
 

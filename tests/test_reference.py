@@ -1,6 +1,7 @@
 """The dense reference against numbers worked by hand, a scalar loop, PyTorch's autograd and finite differences."""
 
 import math
+import re
 import tracemalloc
 
 import ml_dtypes
@@ -90,11 +91,9 @@ def test_visible_by_hand():
 
 @pytest.mark.parametrize("causal", ["bottom_right", "yes", None, 1, 0.0, [True]])
 def test_unknown_causal_names_itself_and_the_choices(causal):
-    with pytest.raises(ValueError) as error:
+    message = f"causal={causal!r} must be one of False, True, 'bottom-right', 'top-left'"
+    with pytest.raises(ValueError, match=re.escape(message)):
         reference.attention(*qkv(), causal=causal)
-    assert repr(causal) in str(error.value)
-    for choice in ("False", "True", "'bottom-right'", "'top-left'"):
-        assert choice in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +107,8 @@ def test_unknown_causal_names_itself_and_the_choices(causal):
     ],
 )
 def test_shapes_that_do_not_fit_are_named(shapes):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape("got q {}, k {}, v {}".format(*shapes))):
         reference.attention(*(np.zeros(shape) for shape in shapes))
-    for shape in shapes:
-        assert str(shape) in str(error.value)
 
 
 def test_misshapen_gradients_are_named():
@@ -217,7 +214,8 @@ def test_gradients_are_finite_differences(causal):
 def test_rows_without_keys():
     q, k, v = qkv(H=2, Hk=1, Sq=5, Sk=2)  # bottom-right: rows 0, 1 and 2 see nothing
     out, lse = reference.attention(q, k, v, causal=True)
-    assert (out[:, :, :3] == 0).all() and (lse[:, :, :3] == -np.inf).all()
+    assert (out[:, :, :3] == 0).all()
+    assert (lse[:, :, :3] == -np.inf).all()
     assert np.isfinite(lse[:, :, 3:]).all()
     dq, dk, dv = reference.attention_backward(np.ones_like(q), q, k, v, out, lse, causal=True)
     assert (dq[:, :, :3] == 0).all()
@@ -231,8 +229,10 @@ def test_rows_without_keys():
 def test_empty_axes(B, Sq, Sk, causal):
     q, k, v = qkv(B=B, H=4, Hk=2, Sq=Sq, Sk=Sk)
     out, lse = reference.attention(q, k, v, causal=causal)
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
-    assert (out == 0).all() and (lse == -np.inf).all()  # a row of no keys, or no row
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert (out == 0).all()
+    assert (lse == -np.inf).all()
     grads = reference.attention_backward(np.ones_like(q), q, k, v, causal=causal)
     assert [g.shape for g in grads] == [x.shape for x in (q, k, v)]
     assert all((g == 0).all() for g in grads)
@@ -243,8 +243,10 @@ def test_scores_of_minus_infinity_are_no_keys():
     k[:] = -np.inf * np.sign(q[0, 0, 0, 0])  # every score of row 0 is −inf
     q[0, 0, 1] = -q[0, 0, 0]  # every score of row 1 is +inf
     out, lse = reference.attention(q, k, v)
-    assert out[0, 0, 0] == 0 and lse[0, 0, 0] == -np.inf
-    assert np.isnan(out[0, 0, 1]) and np.isnan(lse[0, 0, 1])
+    assert out[0, 0, 0] == 0
+    assert lse[0, 0, 0] == -np.inf
+    assert np.isnan(out[0, 0, 1])
+    assert np.isnan(lse[0, 0, 1])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])

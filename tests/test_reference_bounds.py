@@ -32,7 +32,8 @@ def randn(seed, *shape):
 )
 def test_round_to_by_hand(dtype, x, expected):
     rounded = round_to(np.float32(x), dtype)
-    assert rounded.dtype == np.float32 and rounded == expected
+    assert rounded.dtype == np.float32
+    assert rounded == expected
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
@@ -54,7 +55,8 @@ def test_ulp_is_the_gap_to_the_next_number(dtype):
     np.testing.assert_array_equal(ulp(x, dtype), gap)
     np.testing.assert_array_equal(ulp(-x, dtype), gap)
     assert ulp(0, dtype) == tiny
-    assert np.isnan(ulp(INF, dtype)) and np.isnan(ulp(NAN, dtype))
+    assert np.isnan(ulp(INF, dtype))
+    assert np.isnan(ulp(NAN, dtype))
 
 
 def test_an_unknown_dtype_is_named():
@@ -161,7 +163,7 @@ def test_the_bounds_accept_the_truth_rounded_and_the_yardstick(dtype, causal):
     assert bound <= {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}[dtype]  # tight enough to mean something
     truth = reference.attention_backward(dout, q, k, v, causal=causal)
     for grad, ref_grad in zip(naive_backward(dout, q, k, v, causal=causal), truth, strict=True):
-        assert 0 < max_error(grad, ref_grad)
+        assert max_error(grad, ref_grad) > 0
         assert output_bound(ref_grad, grad, dtype, 3.0) <= {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.8}[dtype]
 
 
@@ -177,19 +179,30 @@ def test_the_yardstick_holds_numbers_of_its_dtype(dtype):
         naive(*wide)  # no dtype to stand for
 
 
-def test_the_yardstick_rounds_scores_and_probabilities():
+def test_the_yardstick_rounds_scores_by_hand():
     # bfloat16 keeps eight bits. S = (1 + 2^-7) · (255, 254) = (256.99, 255.98), and both round to 256: P is (1/2, 1/2),
     # where S unrounded gives (0.73, 0.27).
     q, k = np.full((1, 1, 1, 1), 1 + 2**-7), np.array([255.0, 254.0]).reshape(1, 1, 2, 1)
     v = np.array([0.0, 1.0]).reshape(1, 1, 2, 1)
     assert naive(q, k, v, scale=1, dtype="bfloat16").item() == 0.5
-    # Three equal scores: P = 1/3 rounds to 171/512. With dO = 1, dV is P, and dQ = Σ dS k shows dS = P (dP − delta)
-    # rounded: dP = v = (0, 0, 3), delta = 3 · 171/512, dS_2 = 171/512 · (3 − 513/512) = 0.66733 -> 171/256.
-    zero, one = np.zeros((1, 1, 1, 1)), np.ones((1, 1, 1, 1))
-    v, k = np.array([0.0, 0, 3]).reshape(1, 1, 3, 1), np.array([0.0, 0, 1]).reshape(1, 1, 3, 1)
-    dq, _, dv = naive_backward(one, zero, k, v, dtype="bfloat16")
-    assert (dv == 171 / 512).all()
-    assert dq.item() == 171 / 256
+
+
+def test_the_yardstick_rounds_every_stored_step():
+    q, k, v, dout = (x[0, 0].astype(np.float32) for x in problem("bfloat16", S=16, D=8))
+
+    def stored(x):
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    S = stored(q @ k.T * 0.25)
+    P = np.exp(S - S.max(axis=1, keepdims=True))
+    P = stored(P / P.sum(axis=1, keepdims=True))
+    dP = stored(dout @ v.T)
+    dS = stored(P * (dP - (P * dP).sum(axis=1, keepdims=True)))
+    expected = [stored(x) for x in (P @ v, 0.25 * (dS @ k), 0.25 * (dS.T @ q), P.T @ dout)]
+    q, k, v, dout = (x[None, None] for x in (q, k, v, dout))
+    results = naive(q, k, v, scale=0.25, dtype="bfloat16"), *naive_backward(dout, q, k, v, scale=0.25, dtype="bfloat16")
+    for x, y in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(x[0, 0], y)
 
 
 def test_the_yardstick_overflows_where_plain_attention_does():

@@ -87,9 +87,11 @@ def test_rows_without_keys():
     q, k, v = qkv(Sq=9, Sk=3)
     for algorithm in (flash1, flash2):
         out, lse = algorithm(q, k, v, BLOCK_M=4, BLOCK_N=2, causal=True)
-        assert (out[:, :, :6] == 0).all() and (lse[:, :, :6] == -np.inf).all()
+        assert (out[:, :, :6] == 0).all()
+        assert (lse[:, :, :6] == -np.inf).all()
     dq, _, _ = flash2_backward(np.ones_like(q), q, k, v, out, lse, BLOCK_M=4, BLOCK_N=2, causal=True)
-    assert (dq[:, :, :6] == 0).all() and (dq[:, :, 7:] != 0).any()
+    assert (dq[:, :, :6] == 0).all()
+    assert (dq[:, :, 7:] != 0).any()
 
 
 @pytest.mark.parametrize("tile", [(0, 4), (4, 0), (-1, 4)])
@@ -98,6 +100,33 @@ def test_an_empty_tile_is_refused(tile):
     for call in (flash1, flash2):
         with pytest.raises(ValueError, match=f"BLOCK_M={tile[0]}, BLOCK_N={tile[1]}"):
             call(q, k, v, BLOCK_M=tile[0], BLOCK_N=tile[1])
+
+
+@pytest.mark.parametrize("causal", CAUSAL)
+@pytest.mark.parametrize(("Sq", "Sk"), [(11, 11), (5, 11), (11, 5)])
+def test_the_backward_visits_the_tiles_that_hold_a_visible_pair(monkeypatch, causal, Sq, Sk):
+    q, k, v = qkv(H=1, Hk=1, Sq=Sq, Sk=Sk)
+    visited = []
+
+    def load(x, row, rows, dtype):
+        if np.shares_memory(x, q):
+            visited.append(row)
+        return x[row : row + rows].astype(dtype)
+
+    monkeypatch.setattr("sandbox.reference.flash_backward.load", load)
+    out, lse = reference.attention(q, k, v, causal=causal)
+    flash2_backward(q + 1, q, k, v, out, lse, BLOCK_M=4, BLOCK_N=2, causal=causal)
+    seen = reference.visible(Sq, Sk, causal)
+    corners = ((m0, n0) for n0 in range(0, Sk, 2) for m0 in range(0, Sq, 4))
+    assert visited == [m0 for m0, n0 in corners if seen[m0 : m0 + 4, n0 : n0 + 2].any()]
+
+
+def test_misshapen_gradients_are_named():
+    q, k, v = qkv()
+    out, lse = flash2(q, k, v, BLOCK_M=4, BLOCK_N=4)
+    for name, wrong in (("dout", (q[:, :, 1:], out, lse)), ("out", (q, out[:1, :1], lse)), ("lse", (q, out, out))):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            flash2_backward(wrong[0], q, k, v, *wrong[1:], BLOCK_M=4, BLOCK_N=4)
 
 
 # --- inputs that point at the fault, through every forward ---

@@ -134,7 +134,7 @@ def _softmax(S: Array, seen: Mask) -> tuple[Array, Array]:
     """P (M, N) and LSE (M,) of S (M, N). Unseen entries of P are exactly 0, even in a row whose l is NaN."""
     m = or_zero(S.max(axis=1, initial=-np.inf))
     P = np.exp(S - m[:, None])
-    l = P.sum(axis=1)  # noqa: E741  the papers' name
+    l = P.sum(axis=1)
     return np.where(seen, P / or_one(l)[:, None], 0), m + np.log(l)
 
 

@@ -6,7 +6,6 @@ global memory, and `io_model` counts what they move. Tails need no guard here: a
 
 Arithmetic runs in `dtype`, float64 unless told otherwise; float32 follows a kernel's rounding more closely.
 """
-# ruff: noqa: E741  l is the papers' name for the row sum
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def _flash1_head(
             seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
             S = scores(Q_smem, K_smem, seen, scale)  # line 9
             m_tile = S.max(axis=1)  # line 10
-            P = np.where(seen, np.exp(S - or_zero(m_tile)[:, None]), 0)
+            P = np.exp(S - or_zero(m_tile)[:, None])
             l_tile = P.sum(axis=1)
             m_new = np.maximum(m_old, m_tile)  # line 11
             alpha, beta = np.exp(m_old - or_zero(m_new)), np.exp(m_tile - or_zero(m_new))
@@ -124,7 +123,7 @@ def _flash2_head(
             seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
             S = scores(Q_smem, K_smem, seen, scale)  # line 8
             m_new = np.maximum(m, S.max(axis=1))  # line 9
-            P = np.where(seen, np.exp(S - or_zero(m_new)[:, None]), 0)
+            P = np.exp(S - or_zero(m_new)[:, None])
             alpha = np.exp(m - or_zero(m_new))
             l = alpha * l + P.sum(axis=1)
             O_rmem = alpha[:, None] * O_rmem + dot_seen(P, V_smem, seen)  # line 10

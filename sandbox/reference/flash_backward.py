@@ -79,7 +79,7 @@ def _backward_head(
         K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 6
         dK_rmem = load(dK, n0, BLOCK_N, dtype)  # line 7: 0, or the sum over the group's earlier heads
         dV_rmem = load(dV, n0, BLOCK_N, dtype)
-        for m0 in range(query_start(n0, BLOCK_M, offset), Sq, BLOCK_M):  # line 8
+        for m0 in range(query_start(n0, BLOCK_M, Sq, offset), Sq, BLOCK_M):  # line 8
             Q_smem, dO_smem = load(Q, m0, BLOCK_M, dtype), load(dO, m0, BLOCK_M, dtype)  # line 9
             LSE_rmem, delta_rmem = load(LSE, m0, BLOCK_M, dtype), load(delta, m0, BLOCK_M, dtype)
             seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)

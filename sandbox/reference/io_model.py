@@ -23,6 +23,7 @@ class HbmBytes:
 
     @property
     def total(self) -> int:
+        """Bytes moved either way."""
         return sum(self.read.values()) + sum(self.written.values())
 
 

@@ -39,7 +39,7 @@ def shape_of(q: Array, k: Array, v: Array) -> Shape:
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(f"q must be (B, H, Sq, D) and k, v alike (B, Hk, Sk, D); got {shapes}")
     (B, H, Sq, D), (Bk, Hk, Sk, Dk) = q.shape, k.shape
-    if (B, D) != (Bk, Dk) or D == 0:
+    if (Bk, Dk) != (B, D) or D == 0:
         raise ValueError(f"q, k and v must share B and D, and D must be at least 1; got {shapes}")
     if Hk == 0 or H % Hk:
         raise ValueError(f"H={H} query heads must be a multiple of Hk={Hk} key/value heads; got {shapes}")
@@ -94,10 +94,10 @@ def key_end(m0: int, BLOCK_M: int, Sq: int, Sk: int, offset: int) -> int:
     return max(0, min(Sk, last_row + offset + 1))
 
 
-def query_start(n0: int, BLOCK_M: int, offset: int) -> int:
-    """First row of the first query tile that sees key n0: a multiple of BLOCK_M, possibly past Sq."""
+def query_start(n0: int, BLOCK_M: int, Sq: int, offset: int) -> int:
+    """First row, a multiple of BLOCK_M, of the first query tile that sees key n0; Sq when none does."""
     first_row = max(0, n0 - offset)
-    return first_row // BLOCK_M * BLOCK_M
+    return first_row // BLOCK_M * BLOCK_M if first_row < Sq else Sq
 
 
 def scores(Q: Array, K: Array, seen: Mask, scale: float) -> Array:
@@ -106,10 +106,10 @@ def scores(Q: Array, K: Array, seen: Mask, scale: float) -> Array:
 
 
 def dot_seen(A: Array, X: Array, seen: Mask) -> Array:
-    """A @ X, (M, N) by (N, D) -> (M, D), summed over the pairs `seen` (M, N) alone; A must be 0 elsewhere.
+    """A @ X, (M, N) by (N, D) -> (M, D), summed over the pairs `seen` (M, N) alone.
 
-    A zero in A is no mask when X holds NaN or inf: 0 · NaN = NaN. Rows of X that are not finite leave the
-    product and join only the sums that see them.
+    A must be 0 elsewhere, save in rows that are NaN as a whole. A zero is no mask when X holds NaN or inf, as
+    0 · NaN = NaN: rows of X that are not finite leave the product and join only the sums that see them.
     """
     finite = np.all(np.isfinite(X), axis=1)
     if finite.all():

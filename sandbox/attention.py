@@ -1,0 +1,215 @@
+"""The public door: attention on anybody's arrays.
+
+The first call with arrays of some shapes, strides, dtype and device checks everything, picks a kernel, compiles it and
+keeps a plan; later calls of the same kind look the plan up and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import choose, driver, registry, run
+from .dlpack import HOST, ArrayView, Device, Library, library_of
+from .errors import UnsupportedProblem
+from .spec import Kernel, Problem, Tile, normalise_causal
+from .staging import Staged
+
+Plan = Callable[[Any, Any, Any], tuple[Any, Any]]
+_plans: dict[tuple, Plan] = {}
+_MOST_PLANS = 4096
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T, masked) v, exactly as `attention_forward`; returns out, or (out, lse) with `return_lse`.
+
+    Raises UnsupportedProblem for tensors that require gradients: no backward kernel is built yet.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if library_of(array).requires_grad(array):
+            raise UnsupportedProblem(
+                f"{name} requires gradients, but no kernel computes the backward yet: call under torch.no_grad(), "
+                f"or pass {name}.detach()"
+            )
+    out, lse = attention_forward(
+        q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def attention_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """Exact attention, FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
+
+    q: (B, H, Sq, D); k, v: (B, Hk, Sk, D), Hk dividing H; float32, float16 or bfloat16; any strides with a unit stride
+    in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
+    causal: False; True, or "bottom-right", query i sees keys j <= i + Sk - Sq; "top-left", j <= i.
+    scale: 1/sqrt(D) by default. kernel: a name, by default the highest rung that takes the problem. tile: a Tile,
+    {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by default where the arrays are.
+
+    Returns out, of q's shape, dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp of the
+    scaled scores. A row that sees no key has out 0 and lse -inf. On a GPU the work is queued on the caller's current
+    stream; arrays that lie on the other side than `backend` are copied there and back.
+
+    Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
+    ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
+    """
+    library = library_of(q)
+    try:
+        key = (
+            library.signature(q), library.signature(k), library.signature(v), causal, scale, kernel, tile, backend,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (TypeError, AttributeError):  # a tile given as a dict, or arrays of several libraries: see below
+        key, plan = None, None
+    if plan is None:
+        plan = _make_plan(q, k, v, causal, scale, kernel, tile, backend)
+        if key is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan(q, k, v)
+
+
+def reload() -> None:
+    """Forget plans, loaded kernels and specs, so that edited files count from the next call on."""
+    _plans.clear()
+    run.forget()
+    registry.forget()
+
+
+def _make_plan(
+    q: Any, k: Any, v: Any, causal: Any, scale: float | None, kernel: Any, tile: Any, backend: str | None
+) -> Plan:
+    library = library_of(q)
+    for name, array in (("k", k), ("v", v)):
+        if library_of(array) is not library:
+            raise UnsupportedProblem(
+                f"q is a {library.name} array and {name} a {library_of(array).name} array: pass arrays of one library"
+            )
+    views = {"q": library.view(q), "k": library.view(k), "v": library.view(v)}
+    problem = problem_of(views, causal, scale)
+    home = views["q"].device
+    device = _device(home, backend)
+    arch = driver.device(device[1]).arch if device[0] == "cuda" else None
+    if isinstance(kernel, str):
+        kernel = registry.get(kernel)
+    if kernel is None:
+        kernel = choose.choose_kernel(problem, "forward", arch)
+    if kernel.computes != "forward":
+        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the forward")
+    tile = choose.choose_tile(kernel, problem, arch, run.as_tile(tile))
+    if 0 in views["q"].shape:
+        return lambda q, k, v: _outputs(library, q, problem)
+    if device != home:
+        return _staged_plan(library, kernel, tile, problem, device)
+    return _direct_plan(library, kernel, tile, problem, device, views, _outputs(library, q, problem))
+
+
+def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None) -> Problem:
+    """The problem that q, k and v pose. Raises UnsupportedProblem naming the value that does not fit."""
+    for name, view in views.items():
+        if len(view.shape) != 4:
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be (B, heads, S, D), four dimensions")
+        if view.shape[3] > 1 and view.strides[3] != 1:
+            raise UnsupportedProblem(
+                f"{name} has stride {view.strides[3]} in D: it must be 1 (pass a contiguous copy of {name})"
+            )
+    q, k, v = views["q"], views["k"], views["v"]
+    for name, view in (("k", k), ("v", v)):
+        if view.dtype != q.dtype:
+            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: they must have one dtype")
+        if view.device != q.device:
+            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move them together")
+        if (view.shape[0], view.shape[3]) != (q.shape[0], q.shape[3]):
+            raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B and D must be the same")
+    if v.shape != k.shape:
+        raise UnsupportedProblem(f"k has shape {k.shape} and v {v.shape}: they must be the same")
+    B, H, Sq, D = q.shape
+    Hk, Sk = k.shape[1:3]
+    if D == 0:
+        raise UnsupportedProblem(f"q has shape {q.shape}: D must be at least 1")
+    if H % Hk if Hk else H:
+        raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
+    return Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=normalise_causal(causal), scale=scale)  # type: ignore[arg-type]
+
+
+def _name(device: Device) -> str:
+    return "cpu" if device == HOST else f"{device[0]}:{device[1]}"
+
+
+def _device(home: Device, backend: str | None) -> Device:
+    if backend not in (None, "cpu", "cuda"):
+        raise UnsupportedProblem(f'backend={backend!r} is not known: choose "cuda" or "cpu"')
+    if backend is None or backend == home[0]:
+        return home
+    return HOST if backend == "cpu" else ("cuda", 0)
+
+
+def _outputs(library: Library, q: Any, problem: Problem) -> tuple[Any, Any]:
+    """Uninitialised (out, lse). `out` has q's order of dimensions where that leaves a unit stride in D."""
+    out = library.empty_like(q)
+    if problem.D > 1 and library.view(out).strides[3] != 1:
+        out = library.empty(q, (problem.B, problem.H, problem.Sq, problem.D), problem.dtype)
+    return out, library.empty(q, (problem.B, problem.H, problem.Sq), "float32")
+
+
+def _direct_plan(
+    library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, views: Mapping[str, ArrayView],
+    outputs: tuple[Any, Any],
+) -> Plan:  # fmt: skip
+    """A plan for arrays that are where the kernel runs. `outputs` shows what out and lse look like."""
+    out, lse = library.view(outputs[0]), library.view(outputs[1])
+    tensors = {"Q": views["q"], "K": views["k"], "V": views["v"], "O": out, "LSE": lse}
+    prepared = run.prepare(kernel, tile, problem, tensors, device)
+    pointer, stream, on_gpu = library.pointer, library.stream, device != HOST
+    shapes, dense = (out.shape, lse.shape), library.view(library.empty_like(outputs[0])).strides == out.strides
+    del outputs, tensors, views
+
+    def plan(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out = library.empty_like(q) if dense else library.empty(q, shapes[0], problem.dtype)
+        lse = library.empty(q, shapes[1], "float32")
+        addresses = (pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse))
+        prepared(addresses, stream(q) if on_gpu else 0)
+        return out, lse
+
+    return plan
+
+
+def _staged_plan(library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Plan:
+    """A plan for arrays on the other side: copied to `device`, computed there, and copied back."""
+
+    def plan(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out, lse = _outputs(library, q, problem)
+        arrays = {"Q": q, "K": k, "V": v, "O": out, "LSE": lse}
+        staged = {name: Staged(library.view(array), device) for name, array in arrays.items()}
+        for name in ("Q", "K", "V"):
+            staged[name].send()
+        prepared = run.prepare(kernel, tile, problem, staged, device)
+        prepared(tuple(s.pointer for s in staged.values()))
+        prepared.wait()
+        for name in ("O", "LSE"):
+            staged[name].fetch()
+        return out, lse
+
+    return plan

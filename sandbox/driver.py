@@ -1,0 +1,227 @@
+"""The CUDA driver: the one module that talks to libcuda.
+
+Everything works in the device's primary context, which PyTorch and CuPy use too, so that their arrays and streams are
+ours. All calls go through NVIDIA's bindings but one: cuLaunchKernel is called through ctypes, with every argument but
+the stream converted beforehand, because a launch is what people count microseconds of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from .errors import DriverError, GpuUnavailable
+from .spec import Arch
+
+Dim3 = tuple[int, int, int]
+_SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
+_DEFAULT_SMEM = 48 * 1024  # more dynamic shared memory than this a kernel has to opt in to
+
+
+@lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    """libcuda, initialised. Raises GpuUnavailable at once, without trying anything that could wait for a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise GpuUnavailable(
+            "no NVIDIA driver: libcuda.so.1 is not on this machine (install the driver, or use backend='cpu')"
+        ) from error
+    status = library.cuInit(0)
+    if status == _NO_DEVICE:
+        raise GpuUnavailable("the NVIDIA driver sees no GPU (check nvidia-smi and CUDA_VISIBLE_DEVICES)")
+    if status == _NOT_INITIALIZED:
+        raise GpuUnavailable("CUDA cannot be used in a forked process: start it with the 'spawn' method")
+    if status != _SUCCESS:
+        raise GpuUnavailable(f"the NVIDIA driver does not start: cuInit returned {status} (does nvidia-smi work?)")
+    return library
+
+
+@lru_cache(maxsize=1)
+def _bindings() -> Any:
+    _libcuda()
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise GpuUnavailable(f"CUDA's Python bindings are missing ({error}): pip install cuda-python") from error
+    return driver
+
+
+def _call(name: str, *args: Any, about: str = "") -> Any:
+    """One driver call; returns its result, or raises DriverError naming the call."""
+    driver = _bindings()
+    status, *results = getattr(driver, name)(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _error(int(status), f"{name}({about})")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _error(code: int, call: str) -> DriverError:
+    driver = _bindings()
+    _, name = driver.cuGetErrorName(driver.CUresult(code))
+    _, text = driver.cuGetErrorString(driver.CUresult(code))
+    named = name.decode() if name else str(code)
+    return DriverError(f"{call}: {named} ({text.decode() if text else 'unknown'})", code=code, name=named)
+
+
+def available() -> bool:
+    """Whether there is a GPU to use."""
+    try:
+        return device_count() > 0
+    except GpuUnavailable:
+        return False
+
+
+@lru_cache(maxsize=1)
+def device_count() -> int:
+    """GPUs that this process sees. Raises GpuUnavailable when there is no driver."""
+    return _call("cuDeviceGetCount")
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver serves, as "13.0"."""
+    version = _call("cuDriverGetVersion")
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its primary context."""
+
+    ordinal: int
+    name: str
+    arch: Arch
+    sm_count: int
+    smem_per_block: int  # the most a block may opt in to, bytes
+    context: Any
+
+    def make_current(self) -> None:
+        """Bind the primary context to the calling thread."""
+        _call("cuCtxSetCurrent", self.context)
+
+    def synchronize(self, after: str = "") -> None:
+        """Wait for all work; an error of an earlier launch shows up here, so say which in `after`."""
+        self.make_current()
+        _call("cuCtxSynchronize", about=f"after {after}" if after else "")
+
+
+@lru_cache(maxsize=None)
+def device(ordinal: int = 0) -> Device:
+    """The GPU of that number. Raises GpuUnavailable."""
+    if ordinal >= device_count():
+        raise GpuUnavailable(f"there is no GPU {ordinal}: this process sees {device_count()}")
+    driver = _bindings()
+    handle = _call("cuDeviceGet", ordinal)
+    name = _call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode()
+    context = _call("cuDevicePrimaryCtxRetain", handle)
+
+    def attribute(which: str) -> int:
+        return _call("cuDeviceGetAttribute", getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which}"), handle)
+
+    arch = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
+    smem = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+    return Device(ordinal, name, arch, attribute("MULTIPROCESSOR_COUNT"), smem, context)
+
+
+class CudaFunction:
+    """One kernel's entry point in a loaded cubin."""
+
+    def __init__(self, cubin: bytes, entry: str, device: Device):
+        self.entry, self.device = entry, device
+        device.make_current()
+        self._module = _call("cuModuleLoadData", cubin, about=f"{entry}, {len(cubin)} bytes")
+        self._function = _call("cuModuleGetFunction", self._module, entry.encode(), about=entry)
+
+    def attribute(self, which: str) -> int:
+        """A CU_FUNC_ATTRIBUTE, such as "NUM_REGS"."""
+        attributes = _bindings().CUfunction_attribute
+        return _call("cuFuncGetAttribute", getattr(attributes, f"CU_FUNC_ATTRIBUTE_{which}"), self._function)
+
+    def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
+        """Blocks that the driver says fit on an SM at once."""
+        return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
+
+    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, table: ctypes.Array) -> Callable[[int], None]:
+        """A call that launches on a stream (its handle as an int) with whatever `table`'s arguments hold by then.
+
+        Opts in to large shared memory. Raises DriverError naming kernel and geometry, now or when launching.
+        """
+        about = f"{self.entry}, grid={grid}, block={block}, smem={smem_bytes}"
+        if smem_bytes > _DEFAULT_SMEM:
+            attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call("cuFuncSetAttribute", self._function, attribute, smem_bytes, about=about)
+        launch = _libcuda().cuLaunchKernel
+        fixed = (ctypes.c_void_p(int(self._function)), *map(ctypes.c_uint, (*grid, *block, smem_bytes)))
+        parameters, none, pointer = ctypes.byref(table), ctypes.c_void_p(), ctypes.c_void_p
+        several_devices = device_count() > 1
+
+        def run(stream: int) -> None:
+            if several_devices:
+                self.device.make_current()
+            status = launch(*fixed, pointer(stream), parameters, none)
+            if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                self.device.make_current()
+                status = launch(*fixed, pointer(stream), parameters, none)
+            if status:
+                raise _error(status, f"cuLaunchKernel({about})")
+
+        return run
+
+
+class Event:
+    """A point in a stream's work, for timing."""
+
+    def __init__(self) -> None:
+        self._event = _call("cuEventCreate", 0)
+
+    def record(self, stream: int = 0) -> None:
+        """Mark the end of what has been given to `stream` so far."""
+        _call("cuEventRecord", self._event, stream)
+
+    def synchronize(self) -> None:
+        """Wait until the mark is reached."""
+        _call("cuEventSynchronize", self._event)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """GPU time between two marks that have both been reached."""
+        return _call("cuEventElapsedTime", earlier._event, self._event) * 1e-3
+
+    def __del__(self) -> None:
+        if event := getattr(self, "_event", None):
+            _bindings().cuEventDestroy(event)
+
+
+class DeviceMemory:
+    """Bytes on a GPU, freed with the object."""
+
+    def __init__(self, nbytes: int, device: Device):
+        self.nbytes, self._device = nbytes, device
+        device.make_current()
+        self.pointer = int(_call("cuMemAlloc", max(nbytes, 1), about=f"{nbytes} bytes"))
+
+    def fill(self, byte: int) -> None:
+        """Set every byte."""
+        if self.nbytes:
+            self._device.make_current()
+            _call("cuMemsetD8", self.pointer, byte, self.nbytes)
+
+    def __del__(self) -> None:
+        if pointer := getattr(self, "pointer", 0):
+            _bindings().cuMemFree(pointer)
+
+
+def write(pointer: int, address: int, nbytes: int, device: Device) -> None:
+    """Copy from host memory at `address` to GPU memory at `pointer`, after all earlier work."""
+    if nbytes:
+        device.make_current()
+        _call("cuMemcpyHtoD", pointer, address, nbytes)
+
+
+def read(address: int, pointer: int, nbytes: int, device: Device) -> None:
+    """Copy from GPU memory at `pointer` to host memory at `address`, after all earlier work."""
+    if nbytes:
+        device.make_current()
+        _call("cuMemcpyDtoH", address, pointer, nbytes)
