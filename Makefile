@@ -7,7 +7,7 @@ READY := .venv/ready
 .PHONY: help setup run test lint clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## make .venv anew, or refresh it: PYTHON=python3.12 and SANDBOX_CUDA=12|13|none choose
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .errors import SpecError
 from .spec import Kernel, Problem
@@ -45,6 +45,15 @@ class Score(ctypes.Structure):
     )
 
 
+class Launch(Protocol):
+    """Launches a prepared kernel on tensors at these addresses, in the order of its `args`, on a CUDA stream.
+
+    Safe from several threads. On the CPU backend it returns when the work is done.
+    """
+
+    def __call__(self, pointers: tuple[int, ...], stream: int = 0) -> None: ...
+
+
 class Row(NamedTuple):
     """One kind of argument: its C type, and either a tensor's name to follow or a value from the problem."""
 
@@ -64,31 +73,24 @@ ARGUMENTS: dict[str, Row] = {
 
 
 class ArgumentBlock:
-    """The arguments of one kernel for one problem, packed; `table` is the `void**` to launch with.
+    """The arguments of one kernel for one problem, packed.
 
-    `pointers` refills the tensors' addresses in the order of `tensor_names`.
+    `table` is the `void**` to launch with; `slots` hold the tensors' addresses, in the order of the spec's `args`.
     """
 
     def __init__(self, kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]):
         unknown = [name for name in kernel.args if name not in ARGUMENTS]
         if unknown:
             raise SpecError(f"{kernel.name}: args {', '.join(unknown)} are not in sandbox/arguments.py")
-        self.values: list = []
-        self.tensor_names = [name for name in kernel.args if ARGUMENTS[name].value is None]
-        for name in kernel.args:
-            ctype, value = ARGUMENTS[name]
-            if value is not None:
-                self.values.append(value(problem))
-            elif ctype is View:
-                self.values.append(View(tensors[name].pointer, *tensors[name].strides[:3]))
-            else:
-                self.values.append(ctype(tensors[name].pointer))
+        self.values = [_pack(ARGUMENTS[name], problem, tensors.get(name)) for name in kernel.args]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
-        by_name = dict(zip(kernel.args, self.values, strict=True))
         # A tensor's address is the first word of its argument, whether a view or a bare pointer.
-        self._slots = [ctypes.c_void_p.from_buffer(by_name[name]) for name in self.tensor_names]
+        packed = zip(kernel.args, self.values, strict=True)
+        self.slots = [ctypes.c_void_p.from_buffer(value) for name, value in packed if ARGUMENTS[name].value is None]
 
-    def refill(self, pointers: tuple[int, ...]) -> None:
-        """Put in the tensors' addresses, in the order of `tensor_names`."""
-        for slot, pointer in zip(self._slots, pointers, strict=True):
-            slot.value = pointer
+
+def _pack(row: Row, problem: Problem, tensor: Tensor | None) -> Any:
+    if row.value is not None:
+        return row.value(problem)
+    assert tensor is not None, "the caller names every tensor of the spec's args"
+    return View(tensor.pointer, *tensor.strides[:3]) if row.ctype is View else row.ctype(tensor.pointer)

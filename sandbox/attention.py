@@ -138,9 +138,9 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     q, k, v = views["q"], views["k"], views["v"]
     for name, view in (("k", k), ("v", v)):
         if view.dtype != q.dtype:
-            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: they must have one dtype")
+            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
         if view.device != q.device:
-            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move them together")
+            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move one")
         if (view.shape[0], view.shape[3]) != (q.shape[0], q.shape[3]):
             raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B and D must be the same")
     if v.shape != k.shape:
@@ -182,7 +182,7 @@ def _direct_plan(
     out, lse = library.view(outputs[0]), library.view(outputs[1])
     tensors = {"Q": views["q"], "K": views["k"], "V": views["v"], "O": out, "LSE": lse}
     prepared = run.prepare(kernel, tile, problem, tensors, device)
-    pointer, stream, on_gpu = library.pointer, library.stream, device != HOST
+    launch, pointer, stream, on_gpu = prepared.launch, library.pointer, library.stream, device != HOST
     shapes, dense = (out.shape, lse.shape), library.view(library.empty_like(outputs[0])).strides == out.strides
     del outputs, tensors, views
 
@@ -190,7 +190,7 @@ def _direct_plan(
         out = library.empty_like(q) if dense else library.empty(q, shapes[0], problem.dtype)
         lse = library.empty(q, shapes[1], "float32")
         addresses = (pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse))
-        prepared(addresses, stream(q) if on_gpu else 0)
+        launch(addresses, stream(q) if on_gpu else 0)
         return out, lse
 
     return plan
@@ -206,7 +206,7 @@ def _staged_plan(library: Library, kernel: Kernel, tile: Tile, problem: Problem,
         for name in ("Q", "K", "V"):
             staged[name].send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
-        prepared(tuple(s.pointer for s in staged.values()))
+        prepared.launch(tuple(s.pointer for s in staged.values()))
         prepared.wait()
         for name in ("O", "LSE"):
             staged[name].fetch()

@@ -1,4 +1,4 @@
-"""Problems and inputs to try kernels on: a few real ones for `run`, a sweep for `check`, inputs that point at a fault."""
+"""Problems and inputs to try kernels on: real ones for `run`, a sweep for `check`, inputs that point at a fault."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _integers(q: Array, k: Array, v: Array) -> None:
 def _offset(q: Array, k: Array, v: Array) -> None:
     """+0.5: no result near 0, so that relative errors are honest."""
     for x in (q, k, v):
-        x += 0.5
+        np.add(x, 0.5, out=x)
 
 
 def _large(q: Array, k: Array, v: Array) -> None:

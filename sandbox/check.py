@@ -81,8 +81,8 @@ def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Til
         done = trial.forward(kernel, chosen, problem, *inputs, device, repeats=repeats)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
-    except SandboxError as error:
-        return Result(*head, ok=False, message=str(error))
+    except SandboxError as failure:
+        return Result(*head, ok=False, message=str(failure))
     compiled, note = done.prepared.compiled, ""
     if report and compiled is None:
         compiled, note = _static_report(kernel, chosen, case)

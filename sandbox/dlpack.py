@@ -11,7 +11,6 @@ import ctypes
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -189,13 +188,13 @@ class _Capsule(Library):
         capsule = array.__dlpack__(stream=1) if device == "cuda" else array.__dlpack__()
         tensor = _tensor_in(capsule)
         code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
-        name = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}.get((code, bits), f"code {code}, {bits} bit")
+        name = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}.get(
+            (code, bits), f"code {code}, {bits} bit"
+        )
         dtype = _dtype(name if lanes == 1 else f"{name} x {lanes}", self.name)
         shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-        if tensor.strides:
-            strides = tuple(tensor.strides[i] for i in range(tensor.ndim))
-        else:
-            strides = _contiguous_strides(shape)
+        stored = tensor.strides  # absent when contiguous
+        strides = tuple(stored[i] for i in range(tensor.ndim)) if stored else _contiguous_strides(shape)
         pointer = (tensor.data or 0) + tensor.byte_offset
         return ArrayView(pointer, shape, strides, dtype, (device, tensor.device.device_id), (array, capsule))
 
@@ -215,24 +214,26 @@ class _Capsule(Library):
 
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
+_by_type: dict[type, Library] = {}
+_DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}  # (DLDataTypeCode, bits)
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
-
-
-@lru_cache(maxsize=256)
-def _library_of(kind: type) -> Library | None:
-    for base in kind.__mro__:  # a subclass (torch.nn.Parameter) is of its base's library
-        if library := _KNOWN.get(base.__module__.partition(".")[0]):
-            return library
-    return _CAPSULE if hasattr(kind, "__dlpack__") else None
 
 
 def library_of(array: Any) -> Library:
     """The adapter for `array`. Raises UnsupportedProblem when it is no array at all."""
-    library = _library_of(type(array))
+    kind = type(array)
+    library = _by_type.get(kind)
     if library is None:
-        raise UnsupportedProblem(
-            f"{type(array).__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
-        )
+        # A subclass, such as torch.nn.Parameter, is of its base's library.
+        modules = [base.__module__.partition(".")[0] for base in kind.__mro__]
+        library = next((_KNOWN[module] for module in modules if module in _KNOWN), None)
+        if library is None and hasattr(kind, "__dlpack__"):
+            library = _CAPSULE
+        if library is None or not hasattr(kind, "__dlpack__"):
+            raise UnsupportedProblem(
+                f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
+            )
+        _by_type[kind] = library
     return library
 
 
@@ -252,7 +253,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def _element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     if any(stride % itemsize for stride in strides):
-        raise UnsupportedProblem(f"strides {strides} (bytes) are not multiples of the item size {itemsize}: copy the array")
+        raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
     return tuple(stride // itemsize for stride in strides)
 
 

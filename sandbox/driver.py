@@ -8,15 +8,15 @@ the stream converted beforehand, because a launch is what people count microseco
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
+from .arguments import ArgumentBlock, Launch
 from .errors import DriverError, GpuUnavailable
-from .spec import Arch
+from .spec import Arch, Dim3
 
-Dim3 = tuple[int, int, int]
 _SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
 _DEFAULT_SMEM = 48 * 1024  # more dynamic shared memory than this a kernel has to opt in to
 
@@ -108,7 +108,7 @@ class Device:
         _call("cuCtxSynchronize", about=f"after {after}" if after else "")
 
 
-@lru_cache(maxsize=None)
+@cache
 def device(ordinal: int = 0) -> Device:
     """The GPU of that number. Raises GpuUnavailable."""
     if ordinal >= device_count():
@@ -144,8 +144,8 @@ class CudaFunction:
         """Blocks that the driver says fit on an SM at once."""
         return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
-    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, table: ctypes.Array) -> Callable[[int], None]:
-        """A call that launches on a stream (its handle as an int) with whatever `table`'s arguments hold by then.
+    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
+        """A call that launches on tensors at the given addresses, on a stream (its handle).
 
         Opts in to large shared memory. Raises DriverError naming kernel and geometry, now or when launching.
         """
@@ -153,22 +153,26 @@ class CudaFunction:
         if smem_bytes > _DEFAULT_SMEM:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem_bytes, about=about)
-        launch = _libcuda().cuLaunchKernel
-        fixed = (ctypes.c_void_p(int(self._function)), *map(ctypes.c_uint, (*grid, *block, smem_bytes)))
-        parameters, none, pointer = ctypes.byref(table), ctypes.c_void_p(), ctypes.c_void_p
+        call, lock, slots, handle = _libcuda().cuLaunchKernel, threading.Lock(), arguments.slots, ctypes.c_void_p()
+        geometry = map(ctypes.c_uint, (*grid, *block, smem_bytes))
+        all_arguments = (ctypes.c_void_p(int(self._function)), *geometry, handle, arguments.table, ctypes.c_void_p())
         several_devices = device_count() > 1
 
-        def run(stream: int) -> None:
-            if several_devices:
-                self.device.make_current()
-            status = launch(*fixed, pointer(stream), parameters, none)
-            if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                self.device.make_current()
-                status = launch(*fixed, pointer(stream), parameters, none)
+        def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
+            with lock:  # nobody else refills the arguments until the driver has copied them
+                for slot, pointer in zip(slots, pointers):  # noqa: B905  (strict= costs a tenth of the overhead)
+                    slot.value = pointer
+                handle.value = stream
+                if several_devices:
+                    self.device.make_current()
+                status = call(*all_arguments)
+                if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                    self.device.make_current()
+                    status = call(*all_arguments)
             if status:
                 raise _error(status, f"cuLaunchKernel({about})")
 
-        return run
+        return launch
 
 
 class Event:

@@ -19,7 +19,7 @@ from typing import Any
 from . import cache, sources
 from .errors import CompileError, ToolchainMissing, UnsupportedProblem
 
-INSTALL = 'pip install "attention-sandbox[cuda12]" (driver 525 or later) or "attention-sandbox[cuda13]" (580 or later)'
+INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on) or "[nvrtc13]" (from 580 on)'
 INCLUDE_DIR = Path(__file__).resolve().parent.parent / "kernels_cu" / "include"
 
 
@@ -86,7 +86,7 @@ def compile(
     seconds = time.perf_counter() - start
     resources = parse_resources(log, entry, source)
     if fingerprint:
-        meta = dict(name=f"{entry} {arch}", log=log, resources=asdict(resources), seconds=seconds)
+        meta = {"name": f"{entry} {arch}", "log": log, "resources": asdict(resources), "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, log, resources, flags, seconds, False)
 

@@ -27,7 +27,7 @@ def _kernels() -> dict[str, Kernel]:
         specs = getattr(module, "kernels", None) or (getattr(module, "kernel", None),)
         for kernel in specs:
             if not isinstance(kernel, Kernel):
-                raise SpecError(f"kernels_cu/{module_info.name}.py must define `kernel`, a Kernel (or `kernels`, several)")
+                raise SpecError(f"kernels_cu/{module_info.name}.py must define `kernel`, a Kernel, or `kernels`")
             if not source.is_file():
                 raise SpecError(f"kernels_cu/{module_info.name}.py has no {source.name} beside it")
             if kernel.name in found:

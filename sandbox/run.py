@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from . import arch as architectures
 from . import driver, nvrtc
-from .arguments import ArgumentBlock, Tensor
+from .arguments import ArgumentBlock, Launch, Tensor
 from .choose import choose_tile
 from .cpu import build
 from .cpu.launch import CpuFunction
@@ -37,18 +36,7 @@ class Prepared:
     seconds: float
     cached: bool
     compiled: Compiled | None  # None on the CPU backend
-    _block: ArgumentBlock
-    _launch: Callable[[int], None]
-    _lock: threading.Lock
-
-    def __call__(self, pointers: tuple[int, ...], stream: int = 0) -> None:
-        """Launch on tensors at these addresses, in the order of the spec's `args`; on the CPU, return when done.
-
-        The tensors' shapes and strides are those that the kernel was prepared for. Safe from several threads.
-        """
-        with self._lock:  # nobody else refills the arguments until the driver has copied them
-            self._block.refill(pointers)
-            self._launch(stream)
+    launch: Launch  # on tensors of the shapes and strides that it was prepared for
 
     def wait(self) -> None:
         """Until the GPU has done all its work; an error of this kernel's launch is raised here, with its name."""
@@ -64,21 +52,17 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     grid, threads = kernel.grid(problem, tile), kernel.block(tile)
     for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
         if size > limit:
-            raise UnsupportedProblem(f"{kernel.name}: {problem} needs a grid of {size} blocks along {axis}, over {limit}")
+            raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
     arguments = ArgumentBlock(kernel, problem, tensors)
     defines = tuple(kernel.defines(problem, tile).items())
     smem = kernel.smem_bytes(problem, tile)
-    compiled, launch = None, None
-    if device != HOST:
-        compiled, cuda_function = _on_gpu(kernel, defines, device[1])
-        launch = cuda_function.launcher(grid, threads, smem, arguments.table)
-        seconds, cached = compiled.seconds, compiled.cached
-    else:
+    if device == HOST:
         built, cpu_function = _on_cpu(kernel, defines)
-        launch = lambda stream: cpu_function.launch(grid, threads, smem, arguments.table)  # noqa: E731
-        seconds, cached = built.seconds, built.cached
-    lock = threading.Lock()
-    return Prepared(kernel, tile, problem, device, seconds, cached, compiled, arguments, launch, lock)
+        launch = cpu_function.launcher(grid, threads, smem, arguments)
+        return Prepared(kernel, tile, problem, device, built.seconds, built.cached, None, launch)
+    compiled, cuda_function = _on_gpu(kernel, defines, device[1])
+    launch = cuda_function.launcher(grid, threads, smem, arguments)
+    return Prepared(kernel, tile, problem, device, compiled.seconds, compiled.cached, compiled, launch)
 
 
 @lru_cache(maxsize=512)

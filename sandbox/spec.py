@@ -16,6 +16,7 @@ from .errors import SpecError
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
 Causal = Literal[False, "bottom-right", "top-left"]
 Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
+Dim3 = tuple[int, int, int]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -78,7 +79,7 @@ class Problem:
         heads = parts[1].split("/") if len(parts) > 1 else []
         numbers = [*parts[:1], *heads, *parts[2:]]
         if len(parts) not in (4, 5) or len(heads) not in (1, 2) or not all(n.isdigit() for n in numbers):
-            raise SpecError(f'shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64')
+            raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
         lengths = [int(n) for n in parts[2:-1]]
         Hk = int(heads[-1])
         return cls(int(parts[0]), int(heads[0]), lengths[0], lengths[-1], int(parts[-1]), Hk=Hk, **semantics)
@@ -107,7 +108,7 @@ class Problem:
         return full // 2 if self.causal else full
 
     def __str__(self) -> str:
-        heads = f"H{self.H}" if self.H == self.Hk else f"H{self.H}/{self.Hk}"
+        heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H}/{self.Hk}"
         lengths = f"S{self.Sq}" if self.Sq == self.Sk else f"S{self.Sq}x{self.Sk}"
         mask = {False: "", "bottom-right": " causal", "top-left": " causal-top-left"}[self.causal]
         return f"B{self.B} {heads} {lengths} D{self.D} {self.dtype}{mask}"
@@ -120,6 +121,7 @@ class Tile(Mapping[str, int]):
     """
 
     __slots__ = ("_numbers",)
+    _numbers: dict[str, int]
 
     def __init__(self, **numbers: int):
         for name, value in numbers.items():
@@ -190,8 +192,8 @@ class Kernel:
     dtypes: tuple[str, ...]
     min_arch: Arch
     tiles: tuple[Tile, ...]  # best first
-    grid: Callable[[Problem, Tile], tuple[int, int, int]]
-    block: Callable[[Tile], tuple[int, int, int]]
+    grid: Callable[[Problem, Tile], Dim3]
+    block: Callable[[Tile], Dim3]
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
     args: tuple[str, ...]
     max_D: int = 256
@@ -219,7 +221,7 @@ class Kernel:
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             return f"{self.name}: needs compute capability {need} or later, this is {have}"
-        if problem.D > self.max_D:
+        if self.max_D < problem.D:
             return f"{self.name}: D={problem.D} is too large: head widths up to {self.max_D} are built"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"

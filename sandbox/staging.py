@@ -30,9 +30,9 @@ class Staged:
     def send(self) -> None:
         """Home -> device."""
         if self._memory:
-            self._memory.write(self._home)
+            driver.write(self._start, self._home, self._nbytes, driver.device(self._device[1]))
         else:
-            driver.device(self._home_device[1]).synchronize()  # the caller's streams may not wait for a copy by themselves
+            driver.device(self._home_device[1]).synchronize()  # a copy does not wait for every stream
             driver.read(self._start, self._home, self._nbytes, driver.device(self._home_device[1]))
 
     def fetch(self) -> None:

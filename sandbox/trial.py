@@ -64,19 +64,19 @@ def _wall_clock(prepared: run.Prepared, pointers: tuple[int, ...], repeats: int)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        prepared(pointers)
+        prepared.launch(pointers)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
 def _gpu_time(prepared: run.Prepared, pointers: tuple[int, ...], repeats: int) -> float:
-    prepared(pointers)
+    prepared.launch(pointers)
     prepared.wait()  # a fault of the kernel is raised here, with its name
     times = []
     for _ in range(repeats):
         before, after = driver.Event(), driver.Event()
         before.record()
-        prepared(pointers)
+        prepared.launch(pointers)
         after.record()
         after.synchronize()
         times.append(after.seconds_since(before))

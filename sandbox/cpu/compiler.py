@@ -52,7 +52,9 @@ def _find(chosen: str, path: str) -> HostCompiler:
 
 
 def _identity(command: tuple[str, ...]) -> str:
-    said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    said = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
     if said.returncode:
         raise ToolchainMissing(f"{shlex.join(command)} --version fails: {said.stderr.strip()[:500]}")
     return f"{said.stdout.strip()} on {_processor()}"

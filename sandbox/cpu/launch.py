@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import lru_cache
+import threading
+from functools import cache
 from pathlib import Path
 
+from ..arguments import ArgumentBlock, Launch
 from ..errors import LaunchError, SpecError
+from ..spec import Dim3
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
 _ERROR_BYTES = 4096
-Dim3 = tuple[int, int, int]
 
 
 class _Launch(ctypes.Structure):
@@ -40,20 +42,29 @@ class CpuFunction:
         self._entry = ctypes.cast(loaded.sandbox_entry, ctypes.c_void_p)
         self._smem = ctypes.cast(loaded.sandbox_dynamic_smem_address, ctypes.c_void_p)
 
-    def launch(self, grid: Dim3, block: Dim3, smem_bytes: int, table: ctypes.Array) -> None:
-        """Run the whole grid and return when it is done; other Python threads go on meanwhile.
+    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
+        """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
 
-        Raises LaunchError with what a barrier, a warp collective or a trap had to say.
+        It raises LaunchError with what a barrier, a warp collective or a trap had to say.
         """
         if smem_bytes > MAX_DYNAMIC_SMEM:
             raise SpecError(f"{self.entry}: {smem_bytes} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
-        message = ctypes.create_string_buffer(_ERROR_BYTES)
-        launch = _Launch(
-            self._entry, ctypes.addressof(table), self._smem, grid, block, smem_bytes, workers(),
-            ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
-        )  # fmt: skip
-        if self._run(ctypes.byref(launch)):
-            raise LaunchError(f"{self.entry} on the CPU backend: {message.value.decode(errors='replace')}")
+        lock = threading.Lock()
+
+        def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
+            message = ctypes.create_string_buffer(_ERROR_BYTES)
+            description = _Launch(
+                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, smem_bytes, workers(),
+                ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
+            )  # fmt: skip
+            with lock:
+                for slot, pointer in zip(arguments.slots, pointers, strict=True):
+                    slot.value = pointer
+                failed = self._run(ctypes.byref(description))
+            if failed:
+                raise LaunchError(f"{self.entry} on the CPU backend: {message.value.decode(errors='replace')}")
+
+        return launch
 
 
 def workers() -> int:
@@ -62,6 +73,6 @@ def workers() -> int:
     return max(1, int(chosen)) if chosen else len(os.sched_getaffinity(0))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)

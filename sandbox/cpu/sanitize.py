@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..spec import Dim3
 from . import build
 from .build import Sanitizer
-from .launch import Dim3
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,5 @@
+"""`python -m sandbox`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,277 @@
+"""`python -m sandbox …`: parses and prints, nothing else.
+
+Exit status: 0 when all is well, 1 when a result is wrong or something fails, 2 for a usage error or an unsupported
+problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from . import arch as architectures
+from . import cache as disk_cache
+from . import check as checking
+from . import choose, doctor, registry, report, run
+from .cases import Case
+from .errors import SandboxError, SpecError, UnknownKernel, UnsupportedProblem
+from .spec import ITEMSIZE, Kernel, Problem, Tile
+
+T = TypeVar("T")
+_USAGE = (UnsupportedProblem, SpecError, UnknownKernel)
+
+
+class _Commands(click.Group):
+    """Turns this project's exceptions into one message and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SandboxError as error:
+            Console(stderr=True, highlight=False, soft_wrap=True).print(f"sandbox: {error}", markup=False)
+            ctx.exit(2 if isinstance(error, _USAGE) else 1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def cli() -> None:
+    """A research sandbox for attention kernels in raw CUDA C++: edit a .cu, compile, launch, verify, measure."""
+
+
+def main() -> None:
+    """Entry point of `sandbox` and `python -m sandbox`."""
+    cli(prog_name="sandbox")
+
+
+# ---- options that several commands share
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+_kernels = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+_tile = click.option("--tile", help="Use this tile, as BLOCK_M=64,BLOCK_N=32.")
+_backend = click.option("--backend", type=click.Choice(["cuda", "cpu"]), help="By default cuda if there is a GPU.")
+_causal = click.option(
+    "--causal",
+    is_flag=False,
+    flag_value="bottom-right",
+    type=click.Choice(["bottom-right", "top-left"]),
+    help="Mask the future; alone it means bottom-right.",
+)
+_dtype = click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="float16", show_default=True)
+
+
+def _chosen(names: tuple[str, ...]) -> list[Kernel]:
+    return [registry.get(name) for name in names] or list(registry.kernels().values())
+
+
+def _parsed_tile(text: str | None) -> Tile | None:
+    return Tile.parse(text) if text else None
+
+
+# ---- printing
+
+
+def _console() -> Console:
+    # A table in a file or a pipe is as wide as it needs to be; on a screen it folds.
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, default=_plain, indent=2))
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
+
+
+def _followed(results: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """The same results, with the latest one shown on the terminal while work goes on."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.completed} done"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        for result in results:
+            progress.update(task, advance=1, description=describe(result))
+            yield result
+
+
+def _exit_status(results: list[checking.Result]) -> int:
+    """1 when anything is wrong; 2 when nothing could be tried at all."""
+    if any(r.ok is False for r in results):
+        return 1
+    return 0 if any(r.ok for r in results) else 2
+
+
+# ---- commands
+
+
+@cli.command("list")
+@_json
+def list_(as_json: bool) -> None:
+    """The ladder: kernel, rung, dtypes, head widths, architecture, idea."""
+    kernels = registry.kernels().values()
+    if as_json:
+        fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source")
+        _print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
+    else:
+        _console().print(report.ladder_table(kernels))
+
+
+@cli.command("doctor")
+@_json
+def doctor_(as_json: bool) -> None:
+    """What this machine has, what is missing, and how to get it."""
+    findings = doctor.examine()
+    if as_json:
+        _print_json(findings)
+    else:
+        _console().print(report.doctor_table(findings))
+    sys.exit(int(any(f.required and not f.ok for f in findings)))
+
+
+@cli.command("compile")
+@_kernels
+@click.option("--arch", "archs", default=run.DEFAULT_ARCH, show_default=True, help="One or several, comma-separated.")
+@click.option("-D", "--head-dim", "widths", default="64,128", show_default=True, help="Head widths, comma-separated.")
+@_dtype
+@_causal
+@_tile
+@_json
+def compile_(
+    kernels: tuple[str, ...], archs: str, widths: str, dtype: str, causal: str | None, tile: str | None, as_json: bool
+) -> None:
+    """Registers, spills, shared memory, occupancy, compile time of every tile. Needs no GPU."""
+    if not all(width.strip().isdigit() for width in widths.split(",")):
+        raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
+    wanted = _parsed_tile(tile)
+    rows, refused = [], []
+    for kernel in _chosen(kernels):
+        for arch in archs.split(","):
+            target = architectures.parse(arch.strip())
+            for D in map(int, widths.split(",")):
+                problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
+                for t in (wanted,) if wanted else kernel.tiles:
+                    if reason := kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, t, target):
+                        refused.append(reason)
+                        continue
+                    compiled = run.compile(kernel, D=D, dtype=dtype, causal=causal or False, arch=arch.strip(), tile=t)
+                    x, y, z = kernel.block(t)
+                    smem, r = kernel.smem_bytes(problem, t), compiled.resources
+                    occupancy = architectures.occupancy(target, x * y * z, r.registers, smem + r.smem_static)
+                    what = f"D{D} {dtype}{' causal' if causal else ''}"
+                    rows.append((kernel, what, str(t), compiled, smem, occupancy))
+    if not rows:
+        raise UnsupportedProblem("\n".join(refused))
+    if as_json:
+        keys = ("kernel", "for", "tile", "arch", "resources", "smem_dynamic", "occupancy", "seconds", "cached")
+        values = [(k.name, w, t, c.arch, c.resources, s, o, c.seconds, c.cached) for k, w, t, c, s, o in rows]
+        _print_json([dict(zip(keys, value, strict=True)) for value in values])
+    else:
+        _console().print(report.compiled_table(rows))
+        for reason in dict.fromkeys(refused):
+            click.echo(f"not compiled: {reason}", err=True)
+
+
+@cli.command("run")
+@_kernels
+@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the named problems; grouped heads as B,H/Hk,S,D.")
+@_dtype
+@_causal
+@_tile
+@_backend
+@_json
+def run_(
+    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Compile, launch, verify, report: one line for each kernel and problem.
+
+    --dtype and --causal go with --shape; the named problems have their own.
+    """
+    device = checking.pick_device(backend)
+    cases = None
+    if shape:
+        problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+        cases = [Case("--shape", problem)]
+    forward = [k for k in _chosen(kernels) if k.computes == "forward"]
+    results = list(_followed(checking.run_cases(forward, device, _parsed_tile(tile), cases), lambda r: r.case))
+    if as_json:
+        _print_json(results)
+    else:
+        _console().print(report.results_table(results))
+        for text in report.failures(results):
+            _console().print(text)
+    sys.exit(_exit_status(results))
+
+
+@cli.command("check")
+@_kernels
+@_tile
+@_backend
+@_json
+def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, as_json: bool) -> None:
+    """The correctness sweep: ragged lengths, masks, dtypes, layouts, and inputs that point at a fault."""
+    device = checking.pick_device(backend)
+    forward = [k for k in _chosen(kernels) if k.computes == "forward"]
+    results = list(_followed(checking.sweep(forward, device, _parsed_tile(tile)), lambda r: f"{r.kernel} {r.case}"))
+    if as_json:
+        _print_json(results)
+    else:
+        for text in report.failures(r for r in results if r.ok is False):
+            _console().print(text)
+        counts = {state: sum(r.ok is state for r in results) for state in (True, False, None)}
+        _console().print(f"{counts[True]} ok, {counts[False]} wrong, {counts[None]} not taken, on {device[0]}")
+    sys.exit(_exit_status(results))
+
+
+@cli.group("cache")
+def cache_() -> None:
+    """The compiled objects kept on disk."""
+
+
+@cache_.command("ls")
+@_json
+def cache_ls(as_json: bool) -> None:
+    """Every entry: what, size, age."""
+    rows = [
+        {"key": entry.key, "name": entry.meta.get("name", ""), "bytes": size, "made": made}
+        for entry, size, made in disk_cache.entries()
+    ]
+    if as_json:
+        _print_json({"directory": disk_cache.directory(), "entries": rows})
+        return
+    for row in sorted(rows, key=lambda row: row["made"]):
+        click.echo(f"{row['key'][:12]}  {row['bytes'] / 1024:8.1f} KiB  {_age(row['made']):>8}  {row['name']}")
+    click.echo(f"{len(rows)} entries, {sum(row['bytes'] for row in rows) / 2**20:.1f} MiB in {disk_cache.directory()}")
+
+
+def _age(made: float) -> str:
+    seconds = max(0.0, time.time() - made)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@cache_.command("clear")
+@_json
+def cache_clear(as_json: bool) -> None:
+    """Remove every entry."""
+    removed = disk_cache.clear()
+    if as_json:
+        _print_json({"directory": disk_cache.directory(), "removed": removed})
+    else:
+        click.echo(f"removed {removed} entries from {disk_cache.directory()}")
