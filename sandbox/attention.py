@@ -131,7 +131,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     for name, view in views.items():
         if len(view.shape) != 4:
             raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be (B, heads, S, D), four dimensions")
-        if view.shape[3] > 1 and view.strides[3] != 1:
+        if view.strides[3] != 1 and view.shape[3] > 1 and 0 not in view.shape:
             raise UnsupportedProblem(
                 f"{name} has stride {view.strides[3]} in D: it must be 1 (pass a contiguous copy of {name})"
             )

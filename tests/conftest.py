@@ -1,0 +1,116 @@
+"""One suite, two backends: a test that takes `device` runs on the CPU backend, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sandbox import dlpack, driver, nvrtc
+from sandbox.cpu import build
+from sandbox.cpu.launch import CpuFunction
+from sandbox.dlpack import HOST, Device
+from sandbox.staging import Staged
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of this run's own, shared by its workers."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-cache"
+    os.environ["SANDBOX_CACHE_DIR"] = str(path)
+    return path
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for one test."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("SANDBOX_CACHE_DIR", str(path))
+    return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    try:
+        driver.device()
+        reason = ""
+    except Exception as error:
+        reason = str(error)
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Where to run: ("cpu", 0), and ("cuda", 0) where there is a GPU."""
+    return HOST if request.param == "cpu" else ("cuda", 0)
+
+
+class RawArguments:
+    """Arguments of a kernel without a spec: arrays, and ctypes values."""
+
+    def __init__(self, values: Sequence[Any]):
+        self.values = values
+        self.table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        self.slots: list = []
+
+
+@pytest.fixture
+def run_cuda(tmp_path: Path, device: Device):
+    """Compile CUDA source text and launch one of its kernels on `device`, in place, on NumPy arrays and ctypes values.
+
+    run_cuda(text, entry, *args, grid=1, block=32, smem=0, defines={})
+    """
+
+    def run(text: str, entry: str, *args: Any, grid: Any = 1, block: Any = 32, smem: int = 0, defines: Any = None) -> None:
+        source = tmp_path / f"{entry}.cu"
+        source.write_text(text)
+        grid, block = (((n, 1, 1) if isinstance(n, int) else n) for n in (grid, block))
+        arrays = {i: Staged(raw_view(a), device) for i, a in enumerate(args) if isinstance(a, np.ndarray)}
+        values = [ctypes.c_void_p(arrays[i].pointer) if i in arrays else a for i, a in enumerate(args)]
+        if device == HOST:
+            for i in arrays:
+                values[i] = ctypes.c_void_p(args[i].ctypes.data)
+            function: Any = CpuFunction(build.library(source, entry, defines or {}).path, entry)
+        else:
+            gpu = driver.device(0)
+            for staged in arrays.values():
+                staged.send()
+            arch = f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+            function = driver.CudaFunction(nvrtc.compile(source, entry, arch, defines).cubin, entry, gpu)
+        function.launcher(grid, block, smem, RawArguments(values))(())
+        if device != HOST:
+            gpu.synchronize(after=entry)
+            for staged in arrays.values():
+                staged.fetch()
+
+    return run
+
+
+def raw_view(array: np.ndarray) -> dlpack.ArrayView:
+    """A contiguous array of any dtype as bytes-compatible view (the dtype only counts for its size)."""
+    assert array.flags.c_contiguous
+    flat = array.reshape(-1).view(np.uint8)
+    if flat.nbytes % 2:
+        flat = np.concatenate([flat, np.zeros(1, np.uint8)])
+    return dlpack.ArrayView(array.ctypes.data, (flat.nbytes // 2,), (1,), "float16", HOST, array)
+
+
+@pytest.fixture
+def project_copy(tmp_path: Path) -> Path:
+    """The project's own packages and tests, copied, to add files to."""
+    copy = tmp_path / "project"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("sandbox", "kernels_cu", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
