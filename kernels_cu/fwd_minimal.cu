@@ -1,21 +1,13 @@
 // Rung 1: attention forward, one thread per query row.
 //
-//   for each tile of BLOCK_N keys:   S = scale * Q K^T, masked          O = softmax(S) V
-//                                    m_new = max(m, rowmax(S))          LSE = log(sum(exp(S)))
-//                                    alpha = exp(m - m_new)
-//                                    P = exp(S - m_new)
-//                                    l = alpha * l + rowsum(P)
-//                                    O = alpha * O + P V
-//   O /= l;  LSE = m + log(l)        (FlashAttention-2, Algorithm 1: one division, at the end)
-//
-// Thread t of a block owns query row m0 + t and needs nobody else's numbers, but all threads read the same keys and
-// values, so the block loads each K/V tile once. A row's Q and O (2 * HEAD_DIM floats) do not fit in registers at
-// HEAD_DIM = 256; they live in shared memory, transposed, so that a warp's 32 rows fall into 32 different banks:
+// Thread t of a block owns query row m0 + t and needs no other row's numbers, but all threads read the same keys and
+// values, so the block loads each K/V tile once. A row's Q and O, 2 * HEAD_DIM floats, do not fit into registers at
+// HEAD_DIM = 256; they live in shared memory, transposed, so that the 32 rows of a warp fall into 32 banks:
 //
 //   Q_smem, O_smem [HEAD_DIM][BLOCK_M]    column t belongs to thread t alone: no barrier
-//   K_smem, V_smem [BLOCK_N][HEAD_DIM]    everybody reads the same word: a broadcast
+//   K_smem, V_smem [BLOCK_N][HEAD_DIM]    all threads read the same word: a broadcast
 //
-// Read it beside sandbox/reference/flash.py, flash2.
+// FlashAttention-2's Algorithm 1 (arXiv:2307.08691); read it beside flash2 in sandbox/reference/flash.py.
 #include "common.cuh"
 #include "score.cuh"
 
@@ -34,7 +26,6 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     float* O_smem = Q_smem + HEAD_DIM * BLOCK_M;
     float* K_smem = O_smem + HEAD_DIM * BLOCK_M;
     float* V_smem = K_smem + BLOCK_N * HEAD_DIM;
-
     const int t = threadIdx.x, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M, query_row = m0 + t;
 
     for (int d = 0; d < HEAD_DIM; ++d) {
@@ -56,14 +47,13 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
             const float q = Q_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j) S_rmem[j] += q * K_smem[j * HEAD_DIM + d];
         }
-        float m_new = m;
+        float m_new = m, row_sum = 0.0f;
         for (int j = 0; j < BLOCK_N; ++j) {
             S_rmem[j] = score.score(S_rmem[j], query_row, n0 + j);
             m_new = fmaxf(m_new, S_rmem[j]);
         }
-        const float shift = m_new == -INF ? 0.0f : m_new;  // a row that has seen no key yet: exp(-INF - 0) = 0, not NaN
+        const float shift = m_new == -INF ? 0.0f : m_new;  // no key seen yet: exp(-INF - 0) is 0, not NaN
         const float alpha = expf(m - shift);
-        float row_sum = 0.0f;
         for (int j = 0; j < BLOCK_N; ++j) {
             S_rmem[j] = expf(S_rmem[j] - shift);  // P
             row_sum += S_rmem[j];

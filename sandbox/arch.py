@@ -52,7 +52,7 @@ def parse(name: str) -> Arch:
     arch = (int(match[1]), int(match[2])) if match else None
     if arch not in _LIMITS:
         known = ", ".join(f"sm_{major}{minor}" for major, minor in _LIMITS)
-        raise UnsupportedProblem(f'arch "{name}" is not known: choose one of {known}, with or without its suffix a')
+        raise UnsupportedProblem(f'arch "{name}" is not known: choose one of {known}, also with its suffix a or f')
     return arch
 
 
@@ -85,10 +85,11 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
     smem = cdiv(smem_bytes + limit.smem_reserved, limit.smem_unit) * limit.smem_unit
     bounds = {
         "registers": warps_by_registers // (cdiv(warps, WARP_UNIT) * WARP_UNIT),
-        "shared memory": limit.smem_per_sm // smem if smem else limit.blocks_per_sm,
+        "shared memory": limit.smem_per_sm // max(smem, 1),
         "warps": limit.warps_per_sm // warps,
         "blocks": limit.blocks_per_sm,
     }
+    if smem_bytes > limit.smem_per_block:
+        bounds["shared memory"] = 0
     limiter = min(bounds, key=lambda name: bounds[name])
-    blocks = bounds[limiter] if smem_bytes <= limit.smem_per_block else 0
-    return Occupancy(blocks, blocks * warps / limit.warps_per_sm, limiter if blocks else "shared memory")
+    return Occupancy(bounds[limiter], bounds[limiter] * warps / limit.warps_per_sm, limiter)

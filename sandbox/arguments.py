@@ -84,6 +84,7 @@ class ArgumentBlock:
             raise SpecError(f"{kernel.name}: args {', '.join(unknown)} are not in sandbox/arguments.py")
         self.values = [_pack(ARGUMENTS[name], problem, tensors.get(name)) for name in kernel.args]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
+        self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
         # A tensor's address is the first word of its argument, whether a view or a bare pointer.
         packed = zip(kernel.args, self.values, strict=True)
         self.slots = [ctypes.c_void_p.from_buffer(value) for name, value in packed if ARGUMENTS[name].value is None]

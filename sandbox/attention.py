@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import choose, driver, registry, run
-from .dlpack import HOST, ArrayView, Device, Library, library_of
+from .dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .errors import UnsupportedProblem
 from .spec import Kernel, Problem, Tile, normalise_causal
 from .staging import Staged
@@ -119,11 +119,31 @@ def _make_plan(
     if kernel.computes != "forward":
         raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the forward")
     tile = choose.choose_tile(kernel, problem, arch, run.as_tile(tile))
-    if 0 in views["q"].shape:
-        return lambda q, k, v: _outputs(library, q, problem)
+    out_shape, lse_shape = (problem.B, problem.H, problem.Sq, problem.D), (problem.B, problem.H, problem.Sq)
+    out_strides, lse_strides = dense_strides(out_shape, views["q"].strides), dense_strides(lse_shape)
+    new_out = library.allocator(q, out_shape, out_strides, problem.dtype)
+    new_lse = library.allocator(q, lse_shape, lse_strides, "float32")
+    if 0 in out_shape:
+        return lambda q, k, v: (new_out(), new_lse())
     if device != home:
-        return _staged_plan(library, kernel, tile, problem, device)
-    return _direct_plan(library, kernel, tile, problem, device, views, _outputs(library, q, problem))
+        return _staged_plan(library, kernel, tile, problem, device, new_out, new_lse)
+    tensors = {
+        "Q": views["q"],
+        "K": views["k"],
+        "V": views["v"],
+        "O": library.view(new_out()),
+        "LSE": library.view(new_lse()),
+    }
+    launch = run.prepare(kernel, tile, problem, tensors, device).launch
+    pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
+    del q, k, v, views, tensors  # a plan keeps no array alive
+
+    def plan(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out, lse = new_out(), new_lse()
+        launch((pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse)), stream())
+        return out, lse
+
+    return plan
 
 
 def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None) -> Problem:
@@ -166,50 +186,22 @@ def _device(home: Device, backend: str | None) -> Device:
     return HOST if backend == "cpu" else ("cuda", 0)
 
 
-def _outputs(library: Library, q: Any, problem: Problem) -> tuple[Any, Any]:
-    """Uninitialised (out, lse). `out` has q's order of dimensions where that leaves a unit stride in D."""
-    out = library.empty_like(q)
-    if problem.D > 1 and library.view(out).strides[3] != 1:
-        out = library.empty(q, (problem.B, problem.H, problem.Sq, problem.D), problem.dtype)
-    return out, library.empty(q, (problem.B, problem.H, problem.Sq), "float32")
-
-
-def _direct_plan(
-    library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, views: Mapping[str, ArrayView],
-    outputs: tuple[Any, Any],
+def _staged_plan(
+    library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, new_out: Callable[[], Any],
+    new_lse: Callable[[], Any],
 ) -> Plan:  # fmt: skip
-    """A plan for arrays that are where the kernel runs. `outputs` shows what out and lse look like."""
-    out, lse = library.view(outputs[0]), library.view(outputs[1])
-    tensors = {"Q": views["q"], "K": views["k"], "V": views["v"], "O": out, "LSE": lse}
-    prepared = run.prepare(kernel, tile, problem, tensors, device)
-    launch, pointer, stream, on_gpu = prepared.launch, library.pointer, library.stream, device != HOST
-    shapes, dense = (out.shape, lse.shape), library.view(library.empty_like(outputs[0])).strides == out.strides
-    del outputs, tensors, views
-
-    def plan(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        out = library.empty_like(q) if dense else library.empty(q, shapes[0], problem.dtype)
-        lse = library.empty(q, shapes[1], "float32")
-        addresses = (pointer(q), pointer(k), pointer(v), pointer(out), pointer(lse))
-        launch(addresses, stream(q) if on_gpu else 0)
-        return out, lse
-
-    return plan
-
-
-def _staged_plan(library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Plan:
     """A plan for arrays on the other side: copied to `device`, computed there, and copied back."""
 
     def plan(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        out, lse = _outputs(library, q, problem)
-        arrays = {"Q": q, "K": k, "V": v, "O": out, "LSE": lse}
+        arrays = {"Q": q, "K": k, "V": v, "O": new_out(), "LSE": new_lse()}
         staged = {name: Staged(library.view(array), device) for name, array in arrays.items()}
         for name in ("Q", "K", "V"):
             staged[name].send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
-        prepared.launch(tuple(s.pointer for s in staged.values()))
+        prepared.launch(tuple(twin.pointer for twin in staged.values()))
         prepared.wait()
         for name in ("O", "LSE"):
             staged[name].fetch()
-        return out, lse
+        return arrays["O"], arrays["LSE"]
 
     return plan

@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,20 @@ from .errors import CacheError
 
 _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
 _STAGING = ".new-"  # prefix of folders on their way in or out
+_OURS = re.compile(r"[0-9a-f]{40}|headers-[0-9a-f]{16}")  # entries, and the headers that nvrtc unpacks
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cached object: `files` by name, all verified; `meta` as it was put."""
+    """One cached object: `files` by name, verified when they were read; `meta` as it was put.
+
+    The content is held in memory: another process may clear the cache at any moment.
+    """
 
     key: str
     path: Path
     meta: dict[str, Any]
-
-    def read(self, name: str) -> bytes:
-        """Content of one file of the entry."""
-        return (self.path / name).read_bytes()
+    files: dict[str, bytes] = field(repr=False)
 
 
 def directory() -> Path:
@@ -70,16 +72,13 @@ def get(key: str) -> Entry | None:
     path = directory() / key
     try:
         recorded = json.loads((path / "entry.json").read_bytes())
-        for name, digest in recorded["files"].items():
-            if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
-                raise ValueError(name)
-        return Entry(key, path, recorded["meta"])
-    except FileNotFoundError:
-        if path.exists():
+        files = {name: (path / name).read_bytes() for name in recorded["files"]}
+        if {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} != recorded["files"]:
+            raise ValueError("digest")
+        return Entry(key, path, {**recorded["meta"]}, files)
+    except (ValueError, KeyError, TypeError, OSError):
+        if os.path.lexists(path):
             _remove(path)
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        _remove(path)
         return None
 
 
@@ -110,13 +109,23 @@ def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
     raise CacheError(f"cache entry {root / key} does not stay as it is written: check the disk, or {_REMEDY}")
 
 
-def entries() -> Iterator[tuple[Entry, int, float]]:
-    """Every readable entry with its size in bytes and the time it was made (seconds since the epoch)."""
+@dataclass(frozen=True)
+class Listed:
+    """An entry as `entries` sees it: `nbytes` on disk; `made`, seconds since the epoch."""
+
+    key: str
+    meta: dict[str, Any]
+    nbytes: int
+    made: float
+
+
+def entries() -> Iterator[Listed]:
+    """Every entry whose record can be read, by key."""
     for path in sorted(directory().iterdir()):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             recorded = json.loads((path / "entry.json").read_bytes())
-            size = sum(file.stat().st_size for file in path.iterdir())
-            yield Entry(path.name, path, recorded["meta"]), size, recorded["made"]
+            nbytes = sum(file.stat().st_size for file in path.iterdir())
+            yield Listed(path.name, {**recorded["meta"]}, nbytes, float(recorded["made"]))
 
 
 def clear() -> int:
@@ -127,9 +136,9 @@ def clear() -> int:
     removed = 0
     for path in directory().iterdir():
         with contextlib.suppress(OSError):
-            if (path / "entry.json").exists() and not path.name.startswith("."):
+            if _OURS.fullmatch(path.name):
+                removed += (path / "entry.json").exists()
                 _remove(path)
-                removed += 1
             elif path.name.startswith(_STAGING) and time.time() - path.stat().st_mtime > 600:
                 shutil.rmtree(path, ignore_errors=True)
     return removed
@@ -137,7 +146,9 @@ def clear() -> int:
 
 def _remove(path: Path) -> None:
     """Take an entry out of sight in one step, then delete it: a reader never sees half of it."""
-    with contextlib.suppress(OSError):
-        aside = Path(tempfile.mkdtemp(prefix=_STAGING, dir=path.parent))
-        os.rename(path, aside / "removed")
-        shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # somebody else removed it first
+        aside = tempfile.mkdtemp(prefix=_STAGING, dir=path.parent)
+        try:
+            os.rename(path, os.path.join(aside, "removed"))
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)

@@ -32,16 +32,15 @@ class Case:
 def named_cases(small: bool) -> list[Case]:
     """Real problems, fp32, fp16 and bf16 among them. `small`: with fewer heads, for the CPU backend."""
     heads = (lambda H: max(1, H // 6)) if small else (lambda H: H)
-    suffix = " (fewer heads)" if small else ""
     gpt2 = Problem(1, heads(12), 1024, 1024, 64, dtype="float16")  # GPT-2 small, one sequence of its full context
     causal = dataclasses.replace(gpt2, causal="bottom-right")
-    cross = Problem(2, heads(8), 1000, 77, 40)  # image positions attend to 77 text tokens
+    cross = Problem(2, heads(8), 1000, 77, 40)  # ragged: image positions attend to 77 text tokens
     grouped = Problem(2, heads(12), 512, 512, 128, Hk=heads(12) // 2, dtype="bfloat16", causal="bottom-right")
     return [
-        Case(f"GPT-2 small{suffix}", gpt2),
-        Case(f"GPT-2 small, causal{suffix}", causal),
-        Case(f"ragged cross-attention{suffix}", cross),
-        Case(f"grouped heads, (B, S, H, D) view{suffix}", grouped, layout="bshd"),
+        Case("gpt2", gpt2),
+        Case("causal", causal),
+        Case("cross", cross),
+        Case("groups", grouped, layout="bshd"),
     ]
 
 

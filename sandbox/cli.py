@@ -7,22 +7,26 @@ problem.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from . import arch as architectures
 from . import cache as disk_cache
 from . import check as checking
 from . import choose, doctor, registry, report, run
 from .cases import Case
-from .errors import SandboxError, SpecError, UnknownKernel, UnsupportedProblem
+from .errors import CompileError, SandboxError, SpecError, UnknownKernel, UnsupportedProblem
 from .spec import ITEMSIZE, Kernel, Problem, Tile
 
 T = TypeVar("T")
@@ -36,7 +40,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except SandboxError as error:
-            Console(stderr=True, highlight=False, soft_wrap=True).print(f"sandbox: {error}", markup=False)
+            _say(f"sandbox: {error}", stderr=True)
             ctx.exit(2 if isinstance(error, _USAGE) else 1)
 
 
@@ -78,18 +82,31 @@ def _parsed_tile(text: str | None) -> Tile | None:
 
 
 def _console() -> Console:
-    # A table in a file or a pipe is as wide as it needs to be; on a screen it folds.
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+    # A table in a file or a pipe is as wide as it needs to be, unless somebody says how wide; on a screen it folds.
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if known else 200)
+
+
+def _say(text: str | Text, **where: Any) -> None:
+    """Prose, unbroken: the terminal breaks it where it must, and a path can be copied."""
+    Console(highlight=False, soft_wrap=True, **where).print(text, markup=False)
 
 
 def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, default=_plain, indent=2))
+    click.echo(json.dumps(_plain(value), indent=2))
 
 
 def _plain(value: object) -> object:
+    """As JSON has it: a NaN or an infinity, which it cannot write, becomes null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
 def _followed(results: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
@@ -108,11 +125,10 @@ def _followed(results: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]
             yield result
 
 
-def _exit_status(results: list[checking.Result]) -> int:
+def _exit_status(verdicts: Iterable[bool | None]) -> int:
     """1 when anything is wrong; 2 when nothing could be tried at all."""
-    if any(r.ok is False for r in results):
-        return 1
-    return 0 if any(r.ok for r in results) else 2
+    seen = set(verdicts)
+    return 1 if False in seen else 0 if True in seen else 2
 
 
 # ---- commands
@@ -154,35 +170,48 @@ def compile_(
     kernels: tuple[str, ...], archs: str, widths: str, dtype: str, causal: str | None, tile: str | None, as_json: bool
 ) -> None:
     """Registers, spills, shared memory, occupancy, compile time of every tile. Needs no GPU."""
-    if not all(width.strip().isdigit() for width in widths.split(",")):
+    if not all(width.strip().isdecimal() for width in widths.split(",")):
         raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
+    targets = [name.strip() for name in archs.split(",")]
+    problems = [Problem(1, 1, 1, 1, int(D), dtype=dtype, causal=causal or False) for D in widths.split(",")]  # type: ignore[arg-type]
     wanted = _parsed_tile(tile)
-    rows, refused = [], []
-    for kernel in _chosen(kernels):
-        for arch in archs.split(","):
-            target = architectures.parse(arch.strip())
-            for D in map(int, widths.split(",")):
-                problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
-                for t in (wanted,) if wanted else kernel.tiles:
-                    if reason := kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, t, target):
-                        refused.append(reason)
-                        continue
-                    compiled = run.compile(kernel, D=D, dtype=dtype, causal=causal or False, arch=arch.strip(), tile=t)
-                    x, y, z = kernel.block(t)
-                    smem, r = kernel.smem_bytes(problem, t), compiled.resources
-                    occupancy = architectures.occupancy(target, x * y * z, r.registers, smem + r.smem_static)
-                    what = f"D{D} {dtype}{' causal' if causal else ''}"
-                    rows.append((kernel, what, str(t), compiled, smem, occupancy))
-    if not rows:
-        raise UnsupportedProblem("\n".join(refused))
+    tried = [
+        (kernel, target, problem, t)
+        for kernel, target, problem in itertools.product(_chosen(kernels), targets, problems)
+        for t in ((wanted,) if wanted else kernel.tiles)
+    ]
+    costs = list(_followed(itertools.starmap(_cost, tried), lambda c: f"{c.kernel} {c.problem}"))
     if as_json:
-        keys = ("kernel", "for", "tile", "arch", "resources", "smem_dynamic", "occupancy", "seconds", "cached")
-        values = [(k.name, w, t, c.arch, c.resources, s, o, c.seconds, c.cached) for k, w, t, c, s, o in rows]
-        _print_json([dict(zip(keys, value, strict=True)) for value in values])
+        _print_json(costs)
     else:
-        _console().print(report.compiled_table(rows))
-        for reason in dict.fromkeys(refused):
-            click.echo(f"not compiled: {reason}", err=True)
+        if any(c.ok for c in costs):
+            console = _console()
+            console.print(report.compiled_table(costs, console.width))
+        for message in _distinct(c.message for c in costs if c.ok is not True):
+            _say(f"not compiled: {message}", stderr=True)
+    sys.exit(_exit_status(c.ok for c in costs))
+
+
+def _cost(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> report.Cost:
+    arch = architectures.parse(target)
+    head = (kernel.name, str(problem).partition(" S1 ")[2], str(tile), target)
+    try:
+        if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
+            raise UnsupportedProblem(reason)
+        compiled = run.compile(kernel, problem.D, problem.dtype, problem.causal, target, tile)
+    except UnsupportedProblem as refusal:
+        return report.Cost(*head, ok=None, message=str(refusal))
+    except CompileError as error:
+        return report.Cost(*head, ok=False, message=str(error))
+    x, y, z = kernel.block(tile)
+    smem, resources = kernel.smem_bytes(problem, tile), compiled.resources
+    occupancy = architectures.occupancy(arch, x * y * z, resources.registers, smem + resources.smem_static)
+    return report.Cost(*head, True, resources, smem, occupancy, compiled.seconds, compiled.cached)
+
+
+def _distinct(messages: Iterable[str]) -> Iterable[str]:
+    """Of compilers' messages that differ in nothing but the options, the first."""
+    return {message.partition("\n\noptions: ")[0]: message for message in reversed([*messages])}.values()
 
 
 @cli.command("run")
@@ -211,10 +240,11 @@ def run_(
     if as_json:
         _print_json(results)
     else:
-        _console().print(report.results_table(results))
+        console = _console()
+        console.print(report.results_table(results, console.width))
         for text in report.failures(results):
-            _console().print(text)
-    sys.exit(_exit_status(results))
+            _say(text)
+    sys.exit(_exit_status(r.ok for r in results))
 
 
 @cli.command("check")
@@ -231,10 +261,10 @@ def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, as_j
         _print_json(results)
     else:
         for text in report.failures(r for r in results if r.ok is False):
-            _console().print(text)
+            _say(text)
         counts = {state: sum(r.ok is state for r in results) for state in (True, False, None)}
-        _console().print(f"{counts[True]} ok, {counts[False]} wrong, {counts[None]} not taken, on {device[0]}")
-    sys.exit(_exit_status(results))
+        _say(f"{counts[True]} ok, {counts[False]} wrong, {counts[None]} not taken, on {device[0]}")
+    sys.exit(_exit_status(r.ok for r in results))
 
 
 @cli.group("cache")
@@ -247,8 +277,8 @@ def cache_() -> None:
 def cache_ls(as_json: bool) -> None:
     """Every entry: what, size, age."""
     rows = [
-        {"key": entry.key, "name": entry.meta.get("name", ""), "bytes": size, "made": made}
-        for entry, size, made in disk_cache.entries()
+        {"key": entry.key, "name": entry.meta.get("name", ""), "bytes": entry.nbytes, "made": entry.made}
+        for entry in disk_cache.entries()
     ]
     if as_json:
         _print_json({"directory": disk_cache.directory(), "entries": rows})

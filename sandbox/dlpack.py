@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,10 @@ class ArrayView:
 
 
 class Library:
-    """What this project needs of an array library. `name` is the word for messages."""
+    """What this project needs of an array library. `name` is the word for messages.
+
+    `allocator` and `stream` return calls without arguments, so that a plan made once can run them often.
+    """
 
     name: str
 
@@ -58,17 +63,13 @@ class Library:
         """The array as an ArrayView. Raises UnsupportedProblem naming a dtype or device that is not served."""
         raise NotImplementedError
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        """A new contiguous array of this library on `like`'s device."""
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """A call that makes a new array of this library on `like`'s device; `strides` are dense, in any order."""
         raise NotImplementedError
 
-    def empty_like(self, like: Any) -> Any:
-        """A new array of `like`'s shape, dtype, device, and of its order of dimensions where it is dense."""
-        raise NotImplementedError
-
-    def stream(self, array: Any) -> int:
-        """Handle of the CUDA stream on which the caller works with this array's device."""
-        return 0
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
+        return int  # int() is 0, the default stream
 
     def requires_grad(self, array: Any) -> bool:
         """Whether automatic differentiation follows this array."""
@@ -95,11 +96,10 @@ class _NumPy(Library):
         strides = _element_strides(array.strides, ITEMSIZE[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
 
-    def empty(self, like: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.empty(shape, numpy_dtype(dtype))
-
-    def empty_like(self, like: np.ndarray) -> np.ndarray:
-        return np.empty_like(like, subok=False)
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        lying, axes = _permuted(shape, strides)
+        kind = numpy_dtype(dtype)
+        return lambda: np.empty(lying, kind).transpose(axes)
 
 
 class _CuPy(Library):
@@ -116,22 +116,22 @@ class _CuPy(Library):
         strides = _element_strides(array.strides, ITEMSIZE[dtype])
         return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         import cupy
 
-        with like.device:
-            return cupy.empty(shape, numpy_dtype(dtype))
+        lying, axes = _permuted(shape, strides)
+        device, kind = like.device, numpy_dtype(dtype)
 
-    def empty_like(self, like: Any) -> Any:
+        def allocate() -> Any:
+            with device:
+                return cupy.empty(lying, kind).transpose(axes)
+
+        return allocate
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
         import cupy
 
-        with like.device:
-            return cupy.empty_like(like)
-
-    def stream(self, array: Any) -> int:
-        import cupy
-
-        return cupy.cuda.get_current_stream(array.device.id).ptr
+        return lambda: cupy.cuda.get_current_stream(ordinal).ptr
 
 
 class _PyTorch(Library):
@@ -140,8 +140,7 @@ class _PyTorch(Library):
     def signature(self, array: Any) -> Hashable:
         return array.shape, array.stride(), array.dtype, array.device
 
-    def pointer(self, array: Any) -> int:
-        return array.data_ptr()
+    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]  # no Python frame: five calls a launch
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
@@ -153,16 +152,13 @@ class _PyTorch(Library):
         device = (kind, array.device.index or 0)
         return ArrayView(array.data_ptr(), tuple(array.shape), array.stride(), dtype, device, array)
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+        return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
 
-    def empty_like(self, like: Any) -> Any:
-        return sys.modules["torch"].empty_like(like, requires_grad=False)
-
-    def stream(self, array: Any) -> int:
+    def stream(self, ordinal: int) -> Callable[[], int]:
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
-        return sys.modules["torch"]._C._cuda_getCurrentRawStream(array.device.index)
+        return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
     def requires_grad(self, array: Any) -> bool:
         return array.requires_grad and sys.modules["torch"].is_grad_enabled()
@@ -194,22 +190,19 @@ class _Capsule(Library):
         dtype = _dtype(name if lanes == 1 else f"{name} x {lanes}", self.name)
         shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
         stored = tensor.strides  # absent when contiguous
-        strides = tuple(stored[i] for i in range(tensor.ndim)) if stored else _contiguous_strides(shape)
+        strides = tuple(stored[i] for i in range(tensor.ndim)) if stored else dense_strides(shape)
         pointer = (tensor.data or 0) + tensor.byte_offset
         return ArrayView(pointer, shape, strides, dtype, (device, tensor.device.device_id), (array, capsule))
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
         if self.view(like).device != HOST or namespace is None:
             raise UnsupportedProblem(
                 f"results cannot be made as {type(like).__name__}: pass NumPy, CuPy or PyTorch arrays, "
                 "for instance torch.from_dlpack(array)"
             )
-        return namespace.from_dlpack(np.empty(shape, numpy_dtype(dtype)))
-
-    def empty_like(self, like: Any) -> Any:
-        view = self.view(like)
-        return self.empty(like, view.shape, view.dtype)
+        new = _KNOWN["numpy"].allocator(like, shape, strides, dtype)
+        return lambda: namespace.from_dlpack(new())
 
 
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
@@ -257,11 +250,25 @@ def _element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]
     return tuple(stride // itemsize for stride in strides)
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * shape[i + 1]
+def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides without gaps for `shape`, the dimensions nested as strides `like` nest them (as in C order without).
+
+    The last dimension stays innermost; a broadcast one, of stride 0, goes outermost.
+    """
+    outer = list(range(len(shape) - 1))
+    if like is not None:
+        outer.sort(key=lambda i: -like[i] if like[i] else -sys.maxsize)
+    strides, step = [1] * len(shape), max(shape[-1], 1)
+    for i in reversed(outer):
+        strides[i] = step
+        step *= max(shape[i], 1)
     return tuple(strides)
+
+
+def _permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
+    order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
+    return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))
 
 
 # ---- the capsule: dlpack.h's DLTensor, the first member of DLManagedTensor

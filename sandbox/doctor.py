@@ -67,8 +67,7 @@ def _gpu() -> list[Finding]:
 
 
 def _compiler() -> str:
-    found = compiler.find()
-    return f"{' '.join(found.command)}: {found.identity.splitlines()[0]}"
+    return compiler.find().identity.splitlines()[0]
 
 
 def _try(what: str, look: Callable[[], str], required: bool = False) -> Finding:

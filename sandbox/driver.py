@@ -158,10 +158,15 @@ class CudaFunction:
         all_arguments = (ctypes.c_void_p(int(self._function)), *geometry, handle, arguments.table, ctypes.c_void_p())
         several_devices = device_count() > 1
 
+        filled: tuple[int, ...] = ()
+
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
+            nonlocal filled
             with lock:  # nobody else refills the arguments until the driver has copied them
-                for slot, pointer in zip(slots, pointers):  # noqa: B905  (strict= costs a tenth of the overhead)
-                    slot.value = pointer
+                if pointers != filled:  # a loop gets the same memory again and again from its allocator
+                    for slot, pointer in zip(slots, pointers, strict=True):
+                        slot.value = pointer
+                    filled = pointers
                 handle.value = stream
                 if several_devices:
                     self.device.make_current()

@@ -20,6 +20,11 @@ from . import cache, sources
 from .errors import CompileError, ToolchainMissing, UnsupportedProblem
 
 INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on) or "[nvrtc13]" (from 580 on)'
+_USED = re.compile(r"Compiling entry function '(\w+)'(?:(?!Compiling entry).)*?\b(Used \d+ registers[^\n]*)", re.DOTALL)
+_PROPERTIES = re.compile(
+    r"Function properties for (\w+)\n[^\n]*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+_WARNING = re.compile(r"\bwarning\b(?!-)|\bC75\d\d\b", re.IGNORECASE)  # C75xx: ptxas serialises wgmma, and why
 INCLUDE_DIR = Path(__file__).resolve().parent.parent / "kernels_cu" / "include"
 
 
@@ -55,6 +60,7 @@ def compile(
 ) -> Compiled:
     """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`.
 
+    `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
     Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
     for an architecture that this NVRTC cannot target.
     """
@@ -64,51 +70,54 @@ def compile(
             f"arch {arch} cannot be targeted by NVRTC {library.version}: it knows {', '.join(library.archs)}"
         )
     source = source.resolve()
-    include_dirs = (INCLUDE_DIR, *library.include_dirs)
+    if not source.is_file():
+        raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
+    folders = (INCLUDE_DIR, *include_dirs())
     flags = (
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "-lineinfo",
         "--ptxas-options=-v",
+        *library.no_cache,
         *options,
         *(f"-D{name}={value}" for name, value in (defines or {}).items()),
-        *(f"--include-path={folder}" for folder in include_dirs),
+        *(f"--include-path={folder}" for folder in folders),
     )
-    fingerprint = sources.fingerprint(source, include_dirs)
+    fingerprint = sources.fingerprint(source, folders)
     key = cache.make_key(kind="cubin", source=fingerprint, entry=entry, flags=flags, nvrtc=library.identity)
     if fingerprint and (found := cache.get(key)):
         meta = found.meta
         resources = Resources(**{**meta["resources"], "warnings": tuple(meta["resources"]["warnings"])})
-        cubin, ptx = found.read("cubin"), found.read("ptx").decode()
+        cubin, ptx = found.files["cubin"], found.files["ptx"].decode()
         return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
     start = time.perf_counter()
     cubin, ptx, log = _compile(source, flags)
     seconds = time.perf_counter() - start
     resources = parse_resources(log, entry, source)
-    if fingerprint:
+    if fingerprint and fingerprint == sources.fingerprint(source, folders):  # not when edited while it compiled
         meta = {"name": f"{entry} {arch}", "log": log, "resources": asdict(resources), "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, log, resources, flags, seconds, False)
 
 
 def parse_resources(log: str, entry: str, source: Path) -> Resources:
-    """The figures of one entry point from the log that `--ptxas-options=-v` makes NVRTC write."""
-    match = re.search(
-        rf"entry function '{re.escape(entry)}'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
-        log,
-        re.DOTALL,
-    )
-    if not match:
-        entries = ", ".join(re.findall(r"entry function '(\w+)'", log)) or "none"
+    """The figures of one entry point from the log that `--ptxas-options=-v` makes NVRTC write.
+
+    Spills of device functions that were not inlined count for every entry: the log does not say who calls them.
+    """
+    used = {match[1]: match[2] for match in _USED.finditer(log)}
+    functions = {name: tuple(map(int, numbers)) for name, *numbers in _PROPERTIES.findall(log)}
+    if entry not in used or entry not in functions:
         raise CompileError(
-            f'{source}: no entry point {entry}: the file has {entries} (is it extern "C" __global__?)',
+            f'{source}: no entry point {entry}: the file has {", ".join(used) or "none"} '
+            '(is it extern "C" __global__?)',
             source=str(source), options=(), log=log,
         )  # fmt: skip
-    smem = re.search(r"(\d+) bytes smem", match[5])
-    warnings = tuple(line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.I))
-    stack, stores, loads, registers = (int(match[i]) for i in range(1, 5))
-    return Resources(registers, int(smem[1]) if smem else 0, stack, stores, loads, warnings)
+    stack = functions[entry][0]
+    stores, loads = (sum(functions[f][i] for f in functions if f == entry or f not in used) for i in (1, 2))
+    registers, smem = (re.search(rf"(\d+) {what}", used[entry]) for what in ("registers", "bytes smem"))
+    warnings = tuple(line.strip() for line in log.splitlines() if _WARNING.search(line))
+    return Resources(int(registers[1]) if registers else 0, int(smem[1]) if smem else 0, stack, stores, loads, warnings)
 
 
 def version() -> str:
@@ -118,7 +127,10 @@ def version() -> str:
 
 def include_dirs() -> tuple[Path, ...]:
     """Where the CUDA headers that fit this NVRTC are. Raises ToolchainMissing."""
-    return _library().include_dirs
+    library = _library()
+    if tuple(map(int, library.version.split("."))) >= (13, 3):
+        return (_bundled_headers(library),)
+    return (_installed_headers(library.version),)
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class _Library:
     version: str
     identity: str  # version and file of the library: two builds of one version differ
     archs: tuple[str, ...]
-    include_dirs: tuple[Path, ...]
+    no_cache: tuple[str, ...]  # NVRTC 12.9 and later have a cache of their own, a hit in which leaves no log to read
 
 
 @lru_cache(maxsize=1)
@@ -144,41 +156,45 @@ def _library() -> _Library:
     except RuntimeError as error:  # what the bindings raise when the shared library is not there
         raise ToolchainMissing(f"the NVRTC library is missing: {INSTALL}\n({error})") from error
     names = [f"sm_{number}" for number in numbers]
-    archs = (*names, *(f"{name}a" for name in names if int(name[3:]) >= 90))
+    # with every instruction of that very chip (a), or of its family (f)
+    specific = [
+        f"{name}{suffix}" for name in names for suffix, since in (("a", 90), ("f", 100)) if int(name[3:]) >= since
+    ]
     stat = loaded.stat()
     identity = f"{major}.{minor} {loaded.name} {stat.st_size} {stat.st_mtime_ns}"
-    return _Library(nvrtc, f"{major}.{minor}", identity, archs, (_headers(nvrtc, major, minor, identity),))
+    no_cache = ("--no-cache",) if (major, minor) >= (12, 9) else ()
+    return _Library(nvrtc, f"{major}.{minor}", identity, (*names, *specific), no_cache)
 
 
-def _headers(nvrtc: Any, major: int, minor: int, identity: str) -> Path:
+@lru_cache(maxsize=1)
+def _installed_headers(nvrtc_version: str) -> Path:
     """The folder of CUDA headers whose major version is NVRTC's; a mix of majors would compile and be wrong."""
     from cuda.pathfinder import find_nvidia_header_directory
 
-    if (major, minor) >= (13, 3):
-        return _bundled_headers(nvrtc, identity)
+    major = nvrtc_version.split(".")[0]
     folder = find_nvidia_header_directory("cudart")
     if folder is None:
-        raise ToolchainMissing(f"CUDA headers (cuda_fp16.h) for NVRTC {major}.{minor} are missing: {INSTALL}")
+        raise ToolchainMissing(f"CUDA headers (cuda_fp16.h) for NVRTC {nvrtc_version} are missing: {INSTALL}")
     found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", (Path(folder) / "cuda_runtime_api.h").read_text("latin1"))
-    found_major = int(found[1]) // 1000 if found else 0
+    found_major = str(int(found[1]) // 1000) if found else "unknown"
     if found_major != major:
         raise ToolchainMissing(
-            f"the CUDA headers in {folder} are of CUDA {found_major}, NVRTC is {major}.{minor}: install headers of the "
-            f"same major version, nvidia-cuda-runtime{'-cu12' if major == 12 else f'=={major}.*'}"
+            f"the CUDA headers in {folder} are of CUDA {found_major}, NVRTC is {nvrtc_version}: install headers of the "
+            f'same major version: pip install "nvidia-cuda-runtime{"-cu12" if major == "12" else f"=={major}.*"}"'
         )
     return Path(folder)
 
 
-def _bundled_headers(nvrtc: Any, identity: str) -> Path:
+def _bundled_headers(library: _Library) -> Path:
     """NVRTC 13.3 and later carry their headers within; unpack them once, into the cache."""
-    place = cache.directory() / ("headers-" + cache.make_key(nvrtc=identity)[:16])
+    place = cache.directory() / ("headers-" + cache.make_key(nvrtc=library.identity)[:16])
     if not place.is_dir():
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=cache.directory()) as staging:
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as staging:
             unpacked = Path(staging) / "headers"
             unpacked.mkdir()
-            _run(nvrtc, "", "unpack.cu", ("--gpu-architecture=sm_90", f"--use-bundled-headers={unpacked}"))
+            _run(library.api, b"", "unpack.cu", ("--gpu-architecture=sm_90", f"--use-bundled-headers={unpacked}"))
             if not (unpacked / "cuda_fp16.h").exists():
-                raise ToolchainMissing(f"NVRTC ({identity}) did not unpack its bundled headers into {unpacked}")
+                raise ToolchainMissing(f"NVRTC ({library.identity}) did not unpack its bundled headers into {unpacked}")
             try:
                 unpacked.rename(place)
             except OSError:  # another process was first
@@ -190,7 +206,7 @@ def _bundled_headers(nvrtc: Any, identity: str) -> Path:
 def _compile(source: Path, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
     """(cubin, PTX, log), or CompileError."""
     nvrtc = _library().api
-    cubin, ptx, log = _run(nvrtc, source.read_text(), str(source), flags)
+    cubin, ptx, log = _run(nvrtc, source.read_bytes(), str(source), flags)
     if not cubin:
         shown = log.strip() or "NVRTC gave no reason"
         options = " ".join(flags)
@@ -201,9 +217,9 @@ def _compile(source: Path, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
     return cubin, ptx, log
 
 
-def _run(nvrtc: Any, text: str, name: str, flags: Sequence[str]) -> tuple[bytes, str, str]:
+def _run(nvrtc: Any, text: bytes, name: str, flags: Sequence[str]) -> tuple[bytes, str, str]:
     """One NVRTC program from text to (cubin, PTX, log); cubin is empty when the source was refused."""
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None)
+    _, program = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, None, None)
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         read = lambda what: _read(nvrtc, program, what)  # noqa: E731

@@ -7,8 +7,10 @@ import difflib
 import importlib
 import pkgutil
 import sys
+import traceback
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import kernels_cu
 
@@ -22,18 +24,33 @@ FOLDER = Path(kernels_cu.__path__[0]).resolve()
 def _kernels() -> dict[str, Kernel]:
     found: dict[str, Kernel] = {}
     for module_info in pkgutil.iter_modules(kernels_cu.__path__):
-        module = importlib.import_module(f"kernels_cu.{module_info.name}")
+        module = _load(module_info.name)
         source = FOLDER / f"{module_info.name}.cu"
         specs = getattr(module, "kernels", None) or (getattr(module, "kernel", None),)
         for kernel in specs:
             if not isinstance(kernel, Kernel):
-                raise SpecError(f"kernels_cu/{module_info.name}.py must define `kernel`, a Kernel, or `kernels`")
+                raise SpecError(
+                    f"kernels_cu/{module_info.name}.py must define `kernel`, a Kernel, or `kernels`, several: "
+                    f"it defines {kernel!r}"
+                )
             if not source.is_file():
                 raise SpecError(f"kernels_cu/{module_info.name}.py has no {source.name} beside it")
             if kernel.name in found:
                 raise SpecError(f"kernel {kernel.name} is defined twice, in {found[kernel.name].source} and {source}")
             found[kernel.name] = dataclasses.replace(kernel, source=source)
     return dict(sorted(found.items(), key=lambda item: (item[1].computes, item[1].rung, item[0])))
+
+
+def _load(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"kernels_cu.{name}")
+    except SpecError as error:
+        raise SpecError(f"kernels_cu/{name}.py: {error}") from error
+    except Exception as error:  # whatever a spec's own mistakes raise
+        path = str(FOLDER / f"{name}.py")
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        raise SpecError(f"kernels_cu/{name}.py, line {line}: {type(error).__name__}: {error}") from error
 
 
 def kernels() -> dict[str, Kernel]:

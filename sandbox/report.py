@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
@@ -11,18 +12,18 @@ from rich.text import Text
 from .arch import Occupancy
 from .check import Result
 from .doctor import Finding
-from .nvrtc import Compiled
+from .nvrtc import Resources
 from .spec import Kernel
+
+WIDE = 118  # columns from which a case fits on one line
 
 
 def si_time(seconds: float | None) -> str:
     """Seconds in the unit that leaves one to three digits before the point."""
     if seconds is None:
         return "-"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"
-    return ""
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if seconds * f >= 0.9995), ("µs", 1e6))
+    return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def _kib(nbytes: int | None) -> str:
@@ -30,82 +31,144 @@ def _kib(nbytes: int | None) -> str:
 
 
 def _error(value: float | None) -> str:
-    return "-" if value is None else ("NaN or inf" if not math.isfinite(value) else f"{value:.1e}")
+    if value is None:
+        return "-"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if math.isfinite(value) else str(value)
 
 
-def _verdict(ok: bool | None) -> Text:
-    return {True: Text("ok", "green"), False: Text("WRONG", "bold red"), None: Text("skipped", "yellow")}[ok]
+def _verdict(result: Result) -> Text:
+    if result.ok is None:
+        return Text("skip", "yellow")
+    return Text("ok", "green") if result.ok else Text("WRONG" if result.error is not None else "FAIL", "bold red")
 
 
-def _table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+_SLOW = "regs +n: n bytes of each thread are spilled, or on its stack, in slow memory"
+
+
+def _registers(resources: Resources | None) -> Text:
+    """Registers a thread, and what should not be: see _SLOW."""
+    if resources is None:
+        return Text("-")
+    slow = _slow(resources)
+    return Text(f"{resources.registers} +{slow}", "bold red") if slow else Text(f"{resources.registers}")
+
+
+def _slow(resources: Resources | None) -> int:
+    return (resources.spill_stores + resources.spill_loads or resources.stack) if resources else 0
+
+
+def _table(*columns: str, right: Sequence[str] = (), caption: str = "") -> Table:
+    table = Table(caption=caption or None, caption_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
 
 
-def results_table(results: Iterable[Result]) -> Table:
-    """What `run` prints: one line a case."""
-    numbers = ("compile", "regs", "spills", "smem", "error", "bound", "LSE error", "time", "TFLOP/s")
-    table = _table("kernel", "problem", "backend", *numbers, "", right=numbers)
+def results_table(results: Sequence[Result], width: int) -> Table:
+    """What `run` prints: one line a case, or two where the screen is narrow."""
+    archs = sorted({r.arch for r in results if r.backend == "cpu" and r.arch})
+    notes = [f"cpu: emulated, slow by nature; regs and smem are NVRTC's for {', '.join(archs)}"] if archs else []
+    caption = "\n".join((*notes, *({_SLOW} if any(_slow(r.resources) for r in results) else ())))
+    if width >= WIDE:
+        numbers = ["regs", "smem", "compile", "error <= bound", "time", "TFLOP/s"]
+        table = _table("kernel", "case", "problem", *numbers, "", right=numbers, caption=caption)
+    else:
+        numbers = ["regs\nsmem", "compile", "error\n<= bound", "time\nTFLOP/s"]
+        table = _table("kernel and case\nproblem", *numbers, "", right=numbers, caption=caption)
     for r in results:
-        compile_time = "cached" if r.cached else si_time(r.compile_seconds)
-        spills = str(r.resources.spill_stores + r.resources.spill_loads) if r.resources else "-"
-        what = Text.assemble((r.case, ""), "\n", (r.problem, "dim"))
-        table.add_row(
-            r.kernel, what, r.backend if r.backend == "cuda" else "cpu\n(emulated)", compile_time,
-            str(r.resources.registers) if r.resources else "-", spills, _kib(r.smem_dynamic), _error(r.error),
-            _error(r.bound), _error(r.lse_error), si_time(r.seconds), f"{r.tflops:.2f}" if r.tflops else "-",
-            _verdict(r.ok),
-        )  # fmt: skip
+        compiling = "cached" if r.cached else si_time(r.compile_seconds)
+        regs, smem = _registers(r.resources), _kib(r.smem_dynamic)
+        speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
+        error, bound, time = _error(r.error), _error(r.bound), si_time(r.seconds)
+        against = "" if r.error is None or r.bound is None else f"{'<=' if r.error <= r.bound else '>'} {bound}"
+        if width >= WIDE:
+            error = f"{error} {against}"
+            table.add_row(r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, _verdict(r))
+        else:
+            what = Text.assemble(r.kernel, " ", r.case, "\n", (r.problem, "dim"))
+            held = Text.assemble(regs, "\n", smem)
+            table.add_row(what, held, compiling, f"{error}\n{against}", f"{time}\n{speed}", _verdict(r))
     return table
 
 
-def failures(results: Iterable[Result]) -> Iterable[Text]:
-    """What went wrong, and notes, one paragraph each."""
+def failures(results: Iterable[Result]) -> Iterator[Text]:
+    """What went wrong, and notes: one paragraph for each reason, with the cases that share it."""
+    sharing: dict[tuple[str, str], list[Result]] = {}
     for r in results:
-        if r.ok is False:
-            reason = r.message or (
-                f"error {_error(r.error)} against a bound of {_error(r.bound)}; "
-                f"LSE {'exceeds its bound by ' + _error(r.lse_excess) if (r.lse_excess or 0) > 0 else 'ok'}"
-            )
-            yield Text.assemble(("WRONG ", "bold red"), f"{r.kernel} on {r.case} [{r.backend}]: {reason}")
-        elif r.message:
-            yield Text.assemble(("note ", "yellow"), f"{r.kernel} on {r.case}: {r.message}")
+        if r.ok is False or r.message:
+            sharing.setdefault((r.kernel, _reason(r).partition("\n\noptions: ")[0]), []).append(r)
+    for same in sharing.values():
+        r = same[0]
+        cases = ", ".join(r.case for r in same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")
+        mark = Text("note", "yellow") if r.ok is not False else _verdict(r)
+        yield Text.assemble(mark, f" {r.kernel} on {cases} [{r.backend}]: {_reason(r).removeprefix(f'{r.kernel}: ')}")
 
 
-def compiled_table(rows: Iterable[tuple[Kernel, str, str, Compiled, int, Occupancy]]) -> Table:
-    """What `compile` prints: (kernel, what for, tile, compiled, dynamic shared memory, occupancy)."""
-    numbers = ("regs", "spills", "stack", "smem", "blocks/SM", "occupancy", "compile")
-    table = _table("kernel", "for", "tile", "arch", *numbers, "limited by", right=numbers)
-    for kernel, what, tile, compiled, smem, occupancy in rows:
-        r = compiled.resources
-        spills = r.spill_stores + r.spill_loads
-        table.add_row(
-            kernel.name, what, tile, compiled.arch, str(r.registers), Text(str(spills), "bold red" if spills else ""),
-            str(r.stack), _kib(smem + r.smem_static), str(occupancy.blocks_per_sm), f"{occupancy.fraction:.0%}",
-            "cached" if compiled.cached else si_time(compiled.seconds), occupancy.limiter,
-        )  # fmt: skip
+def _reason(r: Result) -> str:
+    if r.ok is not False or r.error is None:
+        return r.message
+    lse = f"exceeds its bound by {_error(r.lse_excess)}" if (r.lse_excess or 0) > 0 else "ok"
+    numbers = f"error {_error(r.error)} against a bound of {_error(r.bound)}; LSE {lse}"
+    return "; ".join(filter(None, (numbers, r.message)))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one tile of a kernel costs on `arch`. `message` says why there are no numbers: the kernel does not take the
+    tile or the problem (`ok` is None), or the compiler refused it (`ok` is False)."""
+
+    kernel: str
+    problem: str  # what of it the compiler sees: head width, dtype, mask
+    tile: str
+    arch: str
+    ok: bool | None
+    resources: Resources | None = None
+    smem_dynamic: int | None = None
+    occupancy: Occupancy | None = None
+    seconds: float | None = None
+    cached: bool | None = None
+    message: str = ""
+
+
+def compiled_table(costs: Sequence[Cost], width: int) -> Table:
+    """What `compile` prints: one line a tile, or two where the screen is narrow."""
+    caption = _SLOW if any(_slow(c.resources) for c in costs) else ""
+    if width >= WIDE:
+        numbers = ["regs", "smem", "blocks/SM", "occupancy", "compile"]
+        table = _table("kernel", "problem", "arch", "tile", *numbers, "limited by", right=numbers, caption=caption)
+        table.columns[3].no_wrap = True  # to be copied
+    else:
+        numbers = ["regs\nsmem", "blocks\nper SM", "compile"]
+        last = "occupancy\nlimited by"
+        table = _table("kernel, arch\nproblem", "tile", *numbers, last, right=numbers, caption=caption)
+    for c in costs:
+        r, o = c.resources, c.occupancy
+        if r is None or o is None or c.smem_dynamic is None:
+            continue
+        regs, smem, blocks = _registers(r), _kib(c.smem_dynamic + r.smem_static), str(o.blocks_per_sm)
+        compiling, occupancy = "cached" if c.cached else si_time(c.seconds), f"{o.fraction:.0%}"
+        if width >= WIDE:
+            table.add_row(c.kernel, c.problem, c.arch, c.tile, regs, smem, blocks, occupancy, compiling, o.limiter)
+        else:
+            what = Text.assemble(c.kernel, " ", c.arch, "\n", (c.problem, "dim"))
+            held = Text.assemble(regs, "\n", smem)
+            table.add_row(what, c.tile.replace(",", "\n"), held, blocks, compiling, f"{occupancy}\n{o.limiter}")
     return table
 
 
 def ladder_table(kernels: Iterable[Kernel]) -> Table:
     """What `list` prints."""
-    table = _table("kernel", "computes", "rung", "dtypes", "D", "arch", "idea")
+    table = _table("kernel", "rung", "dtypes", "D", "arch", "idea")
     for k in kernels:
         arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}{k.arch_suffix}+"
-        table.add_row(k.name, k.computes, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
+        table.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
     return table
 
 
 def doctor_table(findings: Iterable[Finding]) -> Table:
     """What `doctor` prints."""
-    table = _table("", "what", "found", "how to get it")
+    table = _table("", "what", "found, or how to get it")
     for f in findings:
-        mark = (
-            Text("ok", "green")
-            if f.ok
-            else Text("needed" if f.required else "missing", "red" if f.required else "yellow")
-        )
-        table.add_row(mark, f.what, f.found, "" if f.ok else f.remedy)
+        missing = Text("needed", "bold red") if f.required else Text("missing", "yellow")
+        table.add_row(Text("ok", "green") if f.ok else missing, f.what, f.found if f.ok else f.remedy)
     return table

@@ -6,6 +6,7 @@ Frozen, self-validating values with no third-party import, so that a spec in `ke
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,13 @@ Dim3 = tuple[int, int, int]
 def cdiv(a: int, b: int) -> int:
     """⌈a / b⌉."""
     return -(-a // b)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    """`value`, also a NumPy integer, as an int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise SpecError(f"{name}={value!r} must be an integer >= {least}")
+    return operator.index(value)
 
 
 def normalise_causal(causal: bool | str) -> Causal:
@@ -55,12 +63,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        for name in ("B", "H", "Sq", "Sk", "Hk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise SpecError(f"{name}={value!r} must be an integer >= 0")
-        if not isinstance(self.D, int) or self.D < 1:
-            raise SpecError(f"D={self.D!r} must be an integer >= 1")
+        for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1)):
+            set_(self, name, _integer(name, getattr(self, name), least))
         if self.dtype not in ITEMSIZE:
             raise SpecError(f"dtype={self.dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
         if self.Hk == 0:
@@ -68,7 +72,10 @@ class Problem:
         if self.H and self.H % self.Hk:
             raise SpecError(f"H={self.H} query heads are not a multiple of Hk={self.Hk} key/value heads")
         set_(self, "causal", normalise_causal(self.causal))
-        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else float(self.scale))
+        try:
+            set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else float(self.scale))
+        except (TypeError, ValueError):
+            raise SpecError(f"scale={self.scale!r} must be a number") from None
         if not math.isfinite(self.scale):
             raise SpecError(f"scale={self.scale!r} must be finite")
 
@@ -78,10 +85,12 @@ class Problem:
         parts = [part.strip() for part in shape.split(",")]
         heads = parts[1].split("/") if len(parts) > 1 else []
         numbers = [*parts[:1], *heads, *parts[2:]]
-        if len(parts) not in (4, 5) or len(heads) not in (1, 2) or not all(n.isdigit() for n in numbers):
+        if len(parts) not in (4, 5) or len(heads) not in (1, 2) or not all(n.isdecimal() for n in numbers):
             raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
         lengths = [int(n) for n in parts[2:-1]]
         Hk = int(heads[-1])
+        if len(heads) == 2 and not Hk:
+            raise SpecError(f"shape {shape!r}: Hk=0 key/value heads serve no query head")
         return cls(int(parts[0]), int(heads[0]), lengths[0], lengths[-1], int(parts[-1]), Hk=Hk, **semantics)
 
     @property
@@ -127,18 +136,19 @@ class Tile(Mapping[str, int]):
         for name, value in numbers.items():
             if not name.isupper() or not name.isidentifier():
                 raise SpecError(f"tile: {name!r} must be an upper-case identifier: it becomes a macro")
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SpecError(f"tile: {name}={value!r} must be an integer >= 1")
-        object.__setattr__(self, "_numbers", dict(numbers))
+            numbers[name] = _integer(f"tile: {name}", value, 1)
+        object.__setattr__(self, "_numbers", numbers)
 
     @classmethod
     def parse(cls, text: str) -> Tile:
         """`"BLOCK_M=64,BLOCK_N=32"` -> Tile. Raises SpecError naming the part it cannot read."""
-        numbers = {}
+        numbers: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.replace(" ", ",").split(","))):
             name, equals, value = part.partition("=")
-            if not equals or not value.strip().isdigit():
+            if not equals or not value.strip().isdecimal():
                 raise SpecError(f"tile: {part!r} is not NAME=number, as in BLOCK_M=64,BLOCK_N=32")
+            if name.strip() in numbers:
+                raise SpecError(f"tile: {name.strip()} is named twice in {text!r}")
             numbers[name.strip()] = int(value)
         return cls(**numbers)
 
@@ -205,6 +215,10 @@ class Kernel:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise SpecError(f"kernel name {self.name!r} must be an identifier: it is the .cu entry point")
+        if self.computes not in ("forward", "backward"):
+            raise SpecError(f'{self.name}: computes={self.computes!r} must be "forward" or "backward"')
+        if not self.dtypes:
+            raise SpecError(f"{self.name}: a kernel needs at least one dtype")
         if not self.tiles:
             raise SpecError(f"{self.name}: a kernel needs at least one tile")
         for tile in self.tiles:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import itertools
 import json
 import os
 import statistics
@@ -17,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, cycle
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ extern "C" __global__ void toy(float* x, float s) {{
     x[blockIdx.x * blockDim.x + threadIdx.x] *= s + {salt}.0f;
 }}
 """
-_salt = itertools.count(time.time_ns() % 1_000_000)
+_salt = count(time.time_ns() % 1_000_000)
 
 
 def timed(call: Callable[[], object], repeats: int, calls: int = 1, after: Callable[[], object] = lambda: None) -> list:
@@ -104,6 +105,7 @@ def launches() -> Iterator[tuple[str, list]]:
     tile = kernel.tiles[0]
     prepared = run.prepare(kernel, tile, problem, views, views["Q"].device)
     pointers = tuple(view.pointer for view in views.values())
+    both = (pointers, (pointers[1], pointers[0], *pointers[2:]))
 
     function = run._on_gpu(kernel, tuple(kernel.defines(problem, tile).items()), 0)[1]
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
@@ -116,7 +118,8 @@ def launches() -> Iterator[tuple[str, list]]:
 
     contenders: dict[str, Callable[[], object]] = {
         "launch, bare ctypes cuLaunchKernel": bare,
-        "launch, prepared": lambda: prepared.launch(pointers),
+        "launch, prepared": partial(prepared.launch, pointers),
+        "launch, prepared, other addresses each time": partial(next, (prepared.launch(p) for p in cycle(both))),
         "attention_forward, B1 H1 S32 D64 fp16, PyTorch": forward,
         "torch scaled_dot_product_attention, the same": lambda: torch.nn.functional.scaled_dot_product_attention(
             q, k, v

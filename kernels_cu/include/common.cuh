@@ -41,3 +41,60 @@ __device__ __forceinline__ void load_tile(float* tile, View<const dtype> tensor,
         tile[i] = row < S ? to_float(tensor.row(b, h, row)[i % HEAD_DIM]) : 0.0f;
     }
 }
+
+// The largest, or the sum, of x over the WIDTH lanes (a power of two) that share a row; every lane gets it.
+template <int WIDTH>
+__device__ __forceinline__ float row_max(float x) {
+    for (int lanes = WIDTH / 2; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+template <int WIDTH>
+__device__ __forceinline__ float row_sum(float x) {
+    for (int lanes = WIDTH / 2; lanes; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+
+// Four neighbouring elements, as one load fetches them: their address is a multiple of their size.
+struct __align__(4 * sizeof(dtype)) dtype4 {
+    unsigned words[sizeof(dtype)];
+};
+__device__ __forceinline__ float4 to_float4(dtype4 x) {
+    const dtype* e = reinterpret_cast<const dtype*>(x.words);
+    return make_float4(to_float(e[0]), to_float(e[1]), to_float(e[2]), to_float(e[3]));
+}
+
+// Rows row0 .. + ROWS and columns col0 .. + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, by a block of X * Y
+// threads, four elements a load where the tensor is aligned for it, all of a thread's loads under way before it uses the
+// first. What lies beyond row S or column HEAD_DIM becomes zero.
+template <int ROWS, int COLS, int PITCH, int X, int Y>
+__device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor, int b, int h, int row0, int S, int col0) {
+    static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "each thread loads as much");
+    constexpr int R = ROWS / Y, C = COLS / (4 * X);
+    const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
+    const dtype* from = tensor.row(b, h, row) + col;
+    const long long step = Y * tensor.stride_s;
+    tile += threadIdx.y * PITCH + 4 * threadIdx.x;
+    if (HEAD_DIM % 4 == 0 && (reinterpret_cast<unsigned long long>(from) | step * sizeof(dtype)) % sizeof(dtype4) == 0) {
+        dtype4 values[R][C];
+#pragma unroll
+        for (int r = 0; r < R; ++r, from += step)
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+                values[r][c] = dtype4{};
+                if (row + r * Y < S && col + c * 4 * X < HEAD_DIM)
+                    values[r][c] = *reinterpret_cast<const dtype4*>(from + c * 4 * X);
+            }
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c) *reinterpret_cast<float4*>(tile + r * Y * PITCH + c * 4 * X) = to_float4(values[r][c]);
+    } else {
+#pragma unroll 1
+        for (int r = 0; r < R; ++r, from += step, tile += Y * PITCH)
+#pragma unroll 1
+            for (int c = 0; c < C * 4 * X; c += 4 * X)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    tile[c + e] = row + r * Y < S && col + c + e < HEAD_DIM ? to_float(from[c + e]) : 0.0f;
+    }
+}

@@ -24,5 +24,10 @@ struct Score {
         const int last_row = min(query_end, Sq) - 1;
         return min(Sk, last_row + diagonal + 1);
     }
+
+    // Keys before here are seen by all of the query rows from `query_row` on.
+    __device__ __forceinline__ int key_all(int query_row) const {
+        return CAUSAL ? min(Sk, query_row + diagonal + 1) : Sk;
+    }
 };
 static_assert(sizeof(Score) == 16, "Score differs from sandbox/arguments.py");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import cache, sources
+from ..errors import ToolchainMissing
 from ..nvrtc import INCLUDE_DIR
 from . import compiler as host
 from .compiler import HostCompiler
@@ -22,10 +24,17 @@ Sanitizer = Literal["address", "thread"]
 _OPTIONS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-march=native", "-fno-strict-aliasing", "-pthread")
 # Fibers have small stacks of their own, and frames must be walkable for a report.
 _SANITIZE = {
-    "address": ("-fsanitize=address,bounds", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-DSANDBOX_ASAN"),
+    "address": (
+        "-fsanitize=address,bounds,alignment",
+        "-fno-sanitize-recover=all",
+        "-fno-omit-frame-pointer",
+        "-DSANDBOX_ASAN",
+    ),
     "thread": ("-fsanitize=thread", "-fno-omit-frame-pointer", "-DSANDBOX_TSAN"),
 }
-_DYNAMIC = re.compile(r"extern\s+__shared__[^;{}()\[\]]*(?:\([^;{}()]*\)[^;{}()\[\]]*)*?\b(\w+)\s*\[\s*\]\s*;")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# extern __shared__ __align__(16) float smem[];  in any order of the specifiers
+_DYNAMIC = re.compile(r"\bextern\b(?=[^;{}\[]*\b__shared__\b)[^;{}\[]*?(\w+)\s*\[\s*\]\s*;")
 
 
 @dataclass(frozen=True)
@@ -41,40 +50,45 @@ def library(source: Path, entry: str, defines: Mapping[str, object]) -> Built:
     """The shared library of one kernel. Raises CompileError, ToolchainMissing."""
     compiler = host.find()
     runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
-    return _build(
-        compiler,
-        f"{entry}.so",
-        source.resolve(),
-        translation_unit(source.resolve(), entry),
-        ("-shared", *_kernel_options(compiler, defines)),
-        link=(str(runtime.path),),
-    )
+    # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
+    link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
+    return _kernel(compiler, source, entry, _kernel_options(compiler, defines), link)
 
 
-def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer) -> Built:
-    """A program that runs one launch of the kernel, read from a file, under a sanitizer (see main.cpp)."""
+def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer) -> tuple[Built, Built]:
+    """A program that runs one launch, read from a file, under a sanitizer (see main.cpp), and the kernel for it.
+
+    Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else.
+    Raises CompileError, ToolchainMissing.
+    """
     compiler = host.find()
-    text = translation_unit(source.resolve(), entry)
+    if "ziglang" in compiler.command:
+        raise ToolchainMissing("the ziglang package has no sanitizers to link with: apt-get install g++, or set CXX")
     instrumented = _SANITIZE[sanitizer]
     # The runtime and main() only talk to the tool; they are not instrumented themselves.
-    plain = tuple(option for option in instrumented if option.startswith("-D"))
-    runtime = f'{_runtime_text()}#include "{HERE / "main.cpp"}"\n'
-    objects = _build(compiler, "runtime.o", HERE / "main.cpp", runtime, ("-c", *_OPTIONS, *plain))
-    built = _build(
-        compiler,
-        entry,
-        source.resolve(),
-        text,
-        (*_kernel_options(compiler, defines), *instrumented, "-O1"),
-        link=(str(objects.path),),
+    text = f'{_runtime_text()}#include "{HERE / "main.cpp"}"\n'
+    plain = (*_OPTIONS, *(option for option in instrumented if option.startswith("-D")))
+    objects = _build(compiler, "main.o", HERE / "main.cpp", text, ("-c", *plain))
+    runner = _build(
+        compiler, sanitizer, HERE / "main.cpp", "", (*_OPTIONS, *instrumented, "-rdynamic"), (str(objects.path), "-ldl")
     )
-    built.path.chmod(0o700)
-    return built
+    runner.path.chmod(0o700)
+    return runner, _kernel(compiler, source, entry, (*_kernel_options(compiler, defines), *instrumented, "-O1"))
+
+
+def _kernel(
+    compiler: HostCompiler, source: Path, entry: str, options: tuple[str, ...], link: tuple[str, ...] = ()
+) -> Built:
+    text = translation_unit(source.resolve(), entry)
+    return _build(compiler, f"{entry}.so", source.resolve(), text, ("-shared", *options), link)
 
 
 def translation_unit(source: Path, entry: str) -> str:
     """The C++ around the unmodified `.cu`: the shim before it; the entry and its dynamic shared memory after it."""
-    names = dict.fromkeys(_DYNAMIC.findall(source.read_text()))
+    files, _ = sources.included_files(source, INCLUDE_DIRS)
+    names: dict[str, None] = {}
+    for file in files:
+        names |= dict.fromkeys(_DYNAMIC.findall(_COMMENT.sub(" ", file.read_text(errors="replace"))))
     return "\n".join(
         (
             '#include "cuda_cpu.h"',
@@ -89,12 +103,14 @@ def translation_unit(source: Path, entry: str) -> str:
 
 
 def _runtime_text() -> str:
-    return f'#include "{HERE / "runtime.cpp"}"\n'
+    portable = "#define SANDBOX_PORTABLE_FIBERS\n" if os.environ.get("SANDBOX_PORTABLE_FIBERS") == "1" else ""
+    return f'{portable}#include "{HERE / "runtime.cpp"}"\n'
 
 
 def _kernel_options(compiler: HostCompiler, defines: Mapping[str, object]) -> tuple[str, ...]:
     return (
         *_OPTIONS,
+        "-UNDEBUG",  # which zig defines; a kernel's assert is to be checked, as under NVRTC
         # `extern thread_local` arrays are plain memory: no call to an initialiser on each use
         *(("-fno-extern-tls-init",) if compiler.is_gcc else ()),
         *(f"-D{name}={value}" for name, value in defines.items()),

@@ -31,7 +31,7 @@ class HostCompiler:
 
 def find() -> HostCompiler:
     """`$CXX`, else g++, clang++, or the `ziglang` package. Raises ToolchainMissing with what to install."""
-    return _find(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    return _find(os.environ.get("CXX", "").strip(), os.environ.get("PATH", ""))
 
 
 @lru_cache(maxsize=8)
@@ -57,7 +57,7 @@ def _identity(command: tuple[str, ...]) -> str:
     )
     if said.returncode:
         raise ToolchainMissing(f"{shlex.join(command)} --version fails: {said.stderr.strip()[:500]}")
-    return f"{said.stdout.strip()} on {_processor()}"
+    return f"{shlex.join(command)}: {said.stdout.strip()} on {_processor()}"
 
 
 @lru_cache(maxsize=1)

@@ -38,7 +38,7 @@ sandbox_switch:
 
 inline void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
     // At entry the ABI wants rsp = 8 mod 16, as after a call; the word below the return address ends a backtrace.
-    uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + size) - 2;
+    uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + size) - 1;
     *--top = reinterpret_cast<uintptr_t>(entry);
     for (int saved = 0; saved < 6; ++saved) *--top = 0;
     top[7] = 0;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from functools import cache
@@ -13,6 +14,7 @@ from ..errors import LaunchError, SpecError
 from ..spec import Dim3
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
+MAX_THREADS = 1024  # of a block, on every architecture
 _ERROR_BYTES = 4096
 
 
@@ -49,6 +51,8 @@ class CpuFunction:
         """
         if smem_bytes > MAX_DYNAMIC_SMEM:
             raise SpecError(f"{self.entry}: {smem_bytes} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
+        if not 1 <= math.prod(block) <= MAX_THREADS or math.prod(grid) < 1:
+            raise SpecError(f"{self.entry}: a grid {grid} of blocks {block}: a block has 1 to {MAX_THREADS} threads")
         lock = threading.Lock()
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:

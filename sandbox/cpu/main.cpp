@@ -1,15 +1,14 @@
 // A program that runs one launch, read from a file, so that a sanitizer sees the kernel and little else. Every buffer is
-// allocated with its exact size: one element too far is out of bounds. Linked with one kernel and the runtime.
+// allocated with its exact size: one element too far is out of bounds. Linked with the runtime; loads the kernel.
 //
 // The file, all numbers int64: grid[3], block[3], smem_bytes, workers, buffer count, argument count;
 // for each buffer: size, bytes; for each argument: size, buffer to point to (or -1), bytes.
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "runtime.h"
 
-extern "C" void sandbox_entry(void** args);
-extern "C" char* sandbox_dynamic_smem_address();
 
 namespace {
 
@@ -34,15 +33,16 @@ dim3 read_dim3(FILE* file) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    FILE* file = argc > 1 ? fopen(argv[1], "rb") : nullptr;
-    if (!file) {
-        fprintf(stderr, "usage: %s LAUNCH_FILE\n", argv[0]);
+    FILE* file = argc == 3 ? fopen(argv[2], "rb") : nullptr;
+    void* kernel = file ? dlopen(argv[1], RTLD_NOW) : nullptr;
+    if (!kernel) {
+        fprintf(stderr, "usage: %s KERNEL_LIBRARY LAUNCH_FILE\n%s\n", argv[0], file ? dlerror() : "");
         return 2;
     }
     static char error[4096];
     cpu::Launch launch{};
-    launch.entry = sandbox_entry;
-    launch.dynamic_smem = sandbox_dynamic_smem_address;
+    launch.entry = reinterpret_cast<void (*)(void**)>(dlsym(kernel, "sandbox_entry"));
+    launch.dynamic_smem = reinterpret_cast<char* (*)()>(dlsym(kernel, "sandbox_dynamic_smem_address"));
     launch.grid = read_dim3(file);
     launch.block = read_dim3(file);
     launch.smem_bytes = read_number(file);

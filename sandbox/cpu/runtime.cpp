@@ -40,6 +40,13 @@ namespace {
 
 constexpr unsigned WARP = 32;
 constexpr size_t STACK_BYTES = 512 * 1024, GUARD_BYTES = 64 * 1024;  // reserved; only what is touched is committed
+#if defined(SANDBOX_TSAN)
+constexpr bool TSAN = true;
+constexpr unsigned MAX_FIBERS = 4096;  // the tool can tell 8128 threads apart
+#else
+constexpr bool TSAN = false;
+constexpr unsigned MAX_FIBERS = 16384;  // a stack and its guard are two mappings, and Linux allows a process 65530
+#endif
 
 enum class State { ready, at_barrier, in_collective, returned };
 
@@ -49,15 +56,17 @@ struct Fiber : Thread {
     Site site;           // of the barrier or collective it waits in
     Collective what;
     unsigned mask;       // of the collective
-    unsigned handed_in;  // how many collectives so far: its parity picks the warp's buffer
+    uint64_t value;      // that it hands in
     char* stack;
     void* tool;          // the sanitizer's idea of this fiber
+    char order[2];       // addresses that ThreadSanitizer hangs __syncwarp's ordering on, in turn
+    unsigned turn;
 };
 
-struct Warp {
-    uint64_t values[2][WARP];
-    char order[2];  // addresses that ThreadSanitizer hangs __syncwarp's ordering on
-};
+bool same_place(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+bool same_collective(const Fiber& a, const Fiber& b) {
+    return a.state == State::in_collective && b.state == State::in_collective && a.what == b.what && a.mask == b.mask;
+}
 
 // This OS thread's copy of the kernel's shared memory: `__shared__` is thread_local, so that it is the TLS block of the
 // kernel's library, with the dynamic part somewhere inside.
@@ -102,16 +111,16 @@ struct SharedMemory {
 
 struct Block {
     const Launch& launch;
-    unsigned threads, warps;
+    unsigned threads;
     Fiber* fibers;
-    Warp* warp;
+    uint64_t values[WARP];  // handed in by the lanes of the warp whose turn it is
     Context scheduler;
     void* scheduler_tool = nullptr;
     const void* scheduler_stack = nullptr;  // bounds that AddressSanitizer asks for
     size_t scheduler_stack_size = 0;
     unsigned generation = 0;  // of the block's barrier
-    char order[2] = {};       // as Warp::order, for __syncthreads
-    char whole = 0;           // the same for the beginning and end of a block
+    char order[2] = {};       // as Fiber::order, for __syncthreads
+    char begun = 0, ended = 0;  // the same for the beginning and end of a block
     SharedMemory smem;
     char* message = nullptr;
 
@@ -120,7 +129,8 @@ struct Block {
     bool run(dim3 index);
 
     void resume(Fiber& fiber);
-    bool run_warp(unsigned w);
+    bool run_warp(unsigned first);
+    bool release_collectives(unsigned first, unsigned last);
     bool release_barrier();
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
@@ -158,18 +168,16 @@ void fiber_main() {
 #if defined(SANDBOX_ASAN)
     __sanitizer_finish_switch_fiber(nullptr, &current->scheduler_stack, &current->scheduler_stack_size);
 #endif
-    acquire(&current->whole);
+    acquire(&current->begun);
     current->launch.entry(current->launch.args);
-    release(&current->whole);
+    release(&current->ended);
     self().state = State::returned;
     pause(true);
 }
 
 Block::Block(const Launch& launch) : launch(launch), smem(launch) {
     threads = launch.block.x * launch.block.y * launch.block.z;
-    warps = (threads + WARP - 1) / WARP;
     fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
-    warp = static_cast<Warp*>(calloc(warps, sizeof(Warp)));
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         void* stack = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
@@ -185,6 +193,8 @@ Block::Block(const Launch& launch) : launch(launch), smem(launch) {
         fiber.block_dim = launch.block;
         fiber.grid_dim = launch.grid;
         fiber.lane = t % WARP;
+        const unsigned lanes = threads - t / WARP * WARP;
+        fiber.warp_mask = lanes < WARP ? (1u << lanes) - 1 : ~0u;
 #if defined(SANDBOX_TSAN)
         fiber.tool = __tsan_create_fiber(0);
 #endif
@@ -201,8 +211,7 @@ Block::~Block() {
         __tsan_destroy_fiber(fibers[t].tool);
 #endif
     }
-    free(fibers);
-    free(warp);
+    if (!TSAN) free(fibers);  // the tool would take it for a race with a fiber that was given up
     free(message);
 }
 
@@ -222,45 +231,59 @@ void Block::resume(Fiber& fiber) {
 }
 
 // Runs the lanes of one warp, in turn, until each waits at the barrier, waits for lanes that cannot come, or has ended.
-// A lane changes over at every collective, so that all its partners read their values before it hands in the next.
-bool Block::run_warp(unsigned w) {
-    const unsigned first = w * WARP, last = first + WARP < threads ? first + WARP : threads;
-    for (bool any = true; any && !message;) {
-        any = false;
-        for (unsigned t = first; t < last && !message; ++t) {
-            if (fibers[t].state == State::ready) {
-                resume(fibers[t]);
-                any = true;
-            }
+bool Block::run_warp(unsigned first) {
+    const unsigned last = first + WARP < threads ? first + WARP : threads;
+    do {
+        for (unsigned t = first; t < last; ++t) {
+            if (fibers[t].state == State::ready) resume(fibers[t]);
+            if (message) return false;
         }
+    } while (release_collectives(first, last));
+    return true;
+}
+
+// Lets those lanes go on whose partners have all come. Called when none runs: every lane has read what its last
+// collective gave it, and `values` is free.
+bool Block::release_collectives(unsigned first, unsigned last) {
+    bool any = false;
+    for (unsigned t = first; t < last; ++t) {
+        const Fiber fiber = fibers[t];
+        if (fiber.state != State::in_collective) continue;
+        const unsigned mask = fiber.mask & fiber.warp_mask;
+        bool complete = true;
+        for (unsigned lane = 0; lane < WARP; ++lane) {
+            if (mask >> lane & 1) complete &= same_collective(fibers[first + lane], fiber);
+        }
+        for (unsigned lane = 0; complete && lane < WARP; ++lane) {
+            if (!(mask >> lane & 1)) continue;
+            values[lane] = fibers[first + lane].value;
+            fibers[first + lane].state = State::ready;
+        }
+        any |= complete;
     }
-    return !message;
+    return any;
 }
 
 bool Block::run(dim3 index) {
     if (message) return false;
-    acquire(&whole);  // the block before this one on the same OS thread
+    acquire(&ended);  // the block before this one on the same OS thread
     smem.poison();
-    release(&whole);
+    release(&begun);
     generation = 0;
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         fiber.block_idx = {index.x, index.y, index.z};
         fiber.state = State::ready;
-        fiber.handed_in = 0;
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
     }
     current = this;
     for (;;) {
-        for (unsigned w = 0; w < warps; ++w) {
-            if (!run_warp(w)) return false;
+        for (unsigned first = 0; first < threads; first += WARP) {
+            if (!run_warp(first)) return false;
         }
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
-        if (returned == threads) {
-            acquire(&whole);
-            return true;
-        }
+        if (returned == threads) return true;
         if (!release_barrier()) {
             explain_deadlock();
             return false;
@@ -271,7 +294,7 @@ bool Block::run(dim3 index) {
 // True when every thread of the block waits at one and the same barrier: then all go on.
 bool Block::release_barrier() {
     for (unsigned t = 0; t < threads; ++t) {
-        if (fibers[t].state != State::at_barrier || fibers[t].site.line != fibers[0].site.line) return false;
+        if (fibers[t].state != State::at_barrier || !same_place(fibers[t].site, fibers[0].site)) return false;
     }
     for (unsigned t = 0; t < threads; ++t) fibers[t].state = State::ready;
     ++generation;
@@ -304,7 +327,8 @@ void Block::explain_deadlock() {
         const Fiber& fiber = fibers[t];
         unsigned end = t + 1;
         while (end < threads && fibers[end].state == fiber.state &&
-               (fiber.state == State::returned || fibers[end].site.line == fiber.site.line)) ++end;
+               (fiber.state == State::returned || same_place(fibers[end].site, fiber.site)) &&
+               (fiber.state != State::in_collective || same_collective(fibers[end], fiber))) ++end;
         if (++groups <= 8) {
             const char* plural = end - t > 1 ? "s" : "";
             char who[48], where[320];
@@ -332,18 +356,20 @@ void Block::explain_deadlock() {
 struct Grid {
     const Launch& launch;
     uint64_t blocks;
-    uint64_t next = 0;  // taken atomically by the workers
+    uint64_t workers, next = 0;  // the next block, taken atomically by the workers
     int failed = 0;
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 };
 
 void* work(void* argument) {
     Grid& grid = *static_cast<Grid*>(argument);
+    pthread_mutex_lock(&grid.lock);  // until it is known how many workers there are
+    const uint64_t workers = grid.workers;
+    pthread_mutex_unlock(&grid.lock);
     const dim3& extent = grid.launch.grid;
     Block block(grid.launch);
-    for (;;) {
-        const uint64_t index = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
-        if (index >= grid.blocks || __atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) return nullptr;
+    uint64_t index = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
+    while (index < grid.blocks && !__atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) {
         const dim3 at(index % extent.x, index / extent.x % extent.y, index / extent.x / extent.y);
         if (!block.run(at)) {
             pthread_mutex_lock(&grid.lock);
@@ -351,7 +377,10 @@ void* work(void* argument) {
             __atomic_store_n(&grid.failed, 1, __ATOMIC_RELAXED);
             pthread_mutex_unlock(&grid.lock);
         }
+        // For ThreadSanitizer in fixed shares: blocks of one worker are ordered, so that neighbours must not share one.
+        index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
+    return nullptr;
 }
 
 }  // namespace
@@ -369,45 +398,39 @@ extern "C" void sandbox_barrier(Site site) {
 extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site) {
     Fiber& fiber = self();
     Block& block = *current;
-    const unsigned first = static_cast<unsigned>(&fiber - block.fibers) / WARP * WARP;
-    Warp& warp = block.warp[first / WARP];
-    const unsigned parity = fiber.handed_in++ % 2;
-    if (!(mask >> fiber.lane & 1)) {
-        block.fail("%s(mask 0x%08x) %s:%d: lane %u calls it but is not in its mask", name_of(what), mask, site.file,
-                   site.line, fiber.lane);
-        pause(true);
-    }
-    // Only __syncwarp orders memory; a shuffle or a vote does not (CUDA C++ Programming Guide, warp intrinsics).
-    if (what == Collective::syncwarp) release(&warp.order[parity]);
-    warp.values[parity][fiber.lane] = value;
     fiber.state = State::in_collective;
     fiber.site = site;
     fiber.what = what;
     fiber.mask = mask;
-    bool complete = true;
-    for (unsigned lane = 0; lane < WARP; ++lane) {
-        if (!(mask >> lane & 1)) continue;
-        const unsigned t = first + lane;
-        if (t >= block.threads || block.fibers[t].state != State::in_collective) {
-            complete = false;
-            continue;
-        }
-        const Fiber& other = block.fibers[t];
-        if (other.what != what || other.mask != mask) {
-            block.fail("mismatched warp collectives in warp %u:\n  lane %u calls %s(mask 0x%08x) %s:%d\n"
-                       "  lane %u calls %s(mask 0x%08x) %s:%d", first / WARP, fiber.lane, name_of(what), mask, site.file,
-                       site.line, lane, name_of(other.what), other.mask, other.site.file, other.site.line);
-            pause(true);
-        }
+    if (!(mask >> fiber.lane & 1)) {
+        const unsigned t = static_cast<unsigned>(&fiber - block.fibers);
+        block.fail("%s(mask 0x%08x) %s:%d: lane %u (thread %u) calls it but is not in its mask", name_of(what), mask,
+                   site.file, site.line, fiber.lane, t);
+        pause(true);
     }
-    if (complete) {
+    char* order = nullptr;
+    // Only __syncwarp orders memory; a shuffle or a vote does not (CUDA C++ Programming Guide, warp intrinsics).
+    if (TSAN && what == Collective::syncwarp) {
+        order = &fiber.order[fiber.turn++ % 2];  // of the lane that comes first
         for (unsigned lane = 0; lane < WARP; ++lane) {
-            if (mask >> lane & 1) block.fibers[first + lane].state = State::ready;
+            if (!(mask & fiber.warp_mask & 1u << lane) || lane == fiber.lane) continue;
+            const Fiber& other = (&fiber - fiber.lane)[lane];
+            if (same_collective(other, fiber)) order = reinterpret_cast<char*>(other.value);
         }
+        value = reinterpret_cast<uint64_t>(order);
+        release(order);
     }
+    fiber.value = value;
     pause();
-    if (what == Collective::syncwarp) acquire(&warp.order[parity]);
-    return warp.values[parity];
+    if (order) acquire(order);
+    return block.values;
+}
+
+extern "C" void sandbox_fence() {
+    static char order;  // all fences are ordered as they happen
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    acquire(&order);
+    release(&order);
 }
 
 extern "C" void sandbox_trap(const char* reason, Site site) {
@@ -419,14 +442,17 @@ extern "C" void sandbox_trap(const char* reason, Site site) {
 }
 
 extern "C" int sandbox_launch(const Launch* launch) {
-    Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z};
+    Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z, 1};
     launch->error[0] = '\0';
-    const uint64_t workers = launch->workers < grid.blocks ? launch->workers : grid.blocks;
-    pthread_t* others = static_cast<pthread_t*>(calloc(workers + 1, sizeof(pthread_t)));
-    uint64_t started = 0;
-    while (started + 1 < workers && pthread_create(&others[started], nullptr, work, &grid) == 0) ++started;
+    const uint64_t threads = static_cast<uint64_t>(launch->block.x) * launch->block.y * launch->block.z;
+    uint64_t most = launch->workers < grid.blocks ? launch->workers : grid.blocks;
+    if (most * threads > MAX_FIBERS) most = MAX_FIBERS / threads;
+    pthread_t* others = static_cast<pthread_t*>(calloc(most + 1, sizeof(pthread_t)));
+    pthread_mutex_lock(&grid.lock);
+    while (grid.workers < most && pthread_create(&others[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
+    pthread_mutex_unlock(&grid.lock);
     work(&grid);
-    for (uint64_t i = 0; i < started; ++i) pthread_join(others[i], nullptr);
+    for (uint64_t i = 1; i < grid.workers; ++i) pthread_join(others[i], nullptr);
     free(others);
     return grid.failed;
 }

@@ -17,14 +17,14 @@ namespace cpu {
 struct Thread {  // what a kernel may know of the CUDA thread it runs in
     uint3 thread_idx, block_idx;
     dim3 block_dim, grid_dim;
-    unsigned lane;
+    unsigned lane, warp_mask;  // its place in the warp; the lanes that the warp has: a last one may be partial
 };
 
 struct Site { const char* file; int line; };  // where in the .cu
 
 constexpr unsigned MAX_DYNAMIC_SMEM = 227 * 1024;  // the most that any architecture gives a block
 
-enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce };
+enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce, ldmatrix, mma };
 
 extern "C" {
 // The running CUDA thread. initial-exec: one instruction to read it, and the runtime is small enough for static TLS.
@@ -32,8 +32,16 @@ extern __attribute__((tls_model("initial-exec"))) thread_local Thread* sandbox_s
 
 // Waits until every thread of the block has come to this very place.
 void sandbox_barrier(Site site);
-// Hands in `value`; returns the 32 values of the warp once every lane in `mask` has called the same collective.
+// Hands in `value`; returns the 32 values of the warp, to be read at once, when every lane in `mask` (that the warp has)
+// has called the same collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);
+// What is written before a fence is seen by whoever passes one later.
+void sandbox_fence();
+// cp.async: a copy of `valid` bytes, then zeros up to `bytes`, that happens only when its group is waited for, so that
+// a missing wait shows; commit closes a group; wait completes all closed groups but the newest `pending`.
+void sandbox_copy_later(void* to, const void* from, unsigned bytes, unsigned valid);
+void sandbox_commit_copies();
+void sandbox_wait_for_copies(unsigned pending);
 // Ends the launch with an error.
 [[noreturn]] void sandbox_trap(const char* reason, Site site);
 

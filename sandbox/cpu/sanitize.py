@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import struct
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,7 @@ def run(
     `buffers` maps an argument's position to the contiguous array it points to. Blocks run side by side on one OS
     thread each under ThreadSanitizer, so that races between blocks are seen too.
     """
-    program = build.program(source, entry, defines, sanitizer)
+    program, kernel = build.program(source, entry, defines, sanitizer)
     blocks = grid[0] * grid[1] * grid[2]
     positions = list(buffers)
     numbers = (*grid, *block, smem_bytes, min(blocks, 64) if sanitizer == "thread" else 1, len(buffers), len(arguments))
@@ -58,18 +60,27 @@ def run(
             buffer = positions.index(position) if position in buffers else -1
             file.write(struct.pack("2q", ctypes.sizeof(argument), buffer) + bytes(argument))
         file.flush()
-        # ThreadSanitizer of older compilers cannot start where the kernel randomises addresses widely.
-        fixed_layout = [shutil.which("setarch") or "", "-R"] if shutil.which("setarch") else []
         done = subprocess.run(
-            [*fixed_layout, str(program.path), file.name],
+            [*_fixed_layout(), str(program.path), str(kernel.path), file.name],
             capture_output=True,
             text=True,
             errors="replace",
             timeout=timeout,
             check=False,
-            env={"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "history_size=4", "PATH": "/usr/bin:/bin"},
+            env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "history_size=4"},
         )
     text = (done.stderr + done.stdout).strip()
     places = re.findall(r"([\w.-]+\.cuh?):(\d+)", text)
     lines = tuple(dict.fromkeys((name, int(line)) for name, line in places))
     return Report(done.returncode == 0, text, lines)
+
+
+@cache
+def _fixed_layout() -> tuple[str, ...]:
+    """ThreadSanitizer of older compilers cannot start where Linux randomises addresses widely; a container may forbid
+    to switch that off.
+    """
+    command = ("setarch", "-R")
+    if shutil.which("setarch") and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+        return command
+    return ()

@@ -3,7 +3,6 @@
 // The generated translation unit is: this header, the unmodified `.cu`, the dynamic shared memory, and SANDBOX_ENTRY.
 // Where a call has a place in the file to report, the place is a default argument filled in by the compiler.
 #pragma once
-#include <assert.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,6 +18,7 @@
 #define __noinline__ __attribute__((noinline))  // glibc's headers spell an attribute so: nothing may include them later
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
+#define alignas(n) __align__(n)  // which may stand anywhere: `__shared__ alignas(128) float a[4];`
 #define __shared__ thread_local  // an OS thread runs one block at a time; `extern` ones are one buffer, see SANDBOX_DYNAMIC
 #define __CUDA_ARCH__ 900
 #define SANDBOX_CPU 1  // for code that must know where it runs
@@ -37,9 +37,14 @@ inline void __syncthreads(SANDBOX_SITE) { cpu::sandbox_barrier(site); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, SANDBOX_SITE) {
     cpu::sandbox_collective(cpu::Collective::syncwarp, mask, 0, site);
 }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() {}
+inline void __threadfence() { cpu::sandbox_fence(); }
+inline void __threadfence_block() { cpu::sandbox_fence(); }
 [[noreturn]] inline void __trap(SANDBOX_SITE) { cpu::sandbox_trap("__trap()", site); }
+#ifdef NDEBUG
+#define assert(condition) ((void)0)
+#else
+#define assert(condition) ((condition) ? (void)0 : cpu::sandbox_trap("assert(" #condition ")", {__FILE__, __LINE__}))
+#endif
 
 // ---- shuffles and votes
 
@@ -51,18 +56,27 @@ template <class To, class From> inline To bits(From from) {  // From's bits in t
     return to;
 }
 
+[[noreturn]] inline void wrong_source(unsigned mask, int source, Site site) {
+    char reason[128];
+    snprintf(reason, sizeof reason, "lane %u shuffles from lane %d, which is not in its mask 0x%08x or not in the block",
+             sandbox_self->lane, source, mask);
+    sandbox_trap(reason, site);
+}
+
 // The value of the lane that `source` names, counted within groups of `width` lanes; mine when it names none.
 template <class T> inline T shuffle(Collective what, unsigned mask, T mine, int source, int width, Site site) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
     const uint64_t* values = sandbox_collective(what, mask, bits<uint64_t>(mine), site);
     const int lane = int(sandbox_self->lane), first = lane & ~(width - 1);
     if (what == Collective::shfl) source = first + (source & (width - 1));
-    if (source < first || source >= first + width) return mine;
-    if (!(mask >> source & 1)) sandbox_trap("shuffle from a lane outside the mask", site);
+    // An xor may reach into earlier groups, but not into later ones.
+    if ((source < first && what != Collective::shfl_xor) || source >= first + width) return mine;
+    if (!(mask & sandbox_self->warp_mask & 1u << source)) wrong_source(mask, source, site);
     return bits<T>(values[source]);
 }
 
 template <class F> inline void for_lanes(unsigned mask, const uint64_t* values, F f) {
+    mask &= sandbox_self->warp_mask;
     for (int lane = 0; lane < 32; ++lane)
         if (mask >> lane & 1) f(lane, values[lane]);
 }
@@ -105,7 +119,7 @@ inline int __any_sync(unsigned mask, int predicate, SANDBOX_SITE) {
     return cpu::ballot(cpu::Collective::any, mask, predicate != 0, site) != 0;
 }
 inline int __all_sync(unsigned mask, int predicate, SANDBOX_SITE) {
-    return cpu::ballot(cpu::Collective::all, mask, predicate != 0, site) == mask;
+    return cpu::ballot(cpu::Collective::all, mask, predicate != 0, site) == (mask & cpu::sandbox_self->warp_mask);
 }
 template <class T> inline unsigned __match_any_sync(unsigned mask, T value, SANDBOX_SITE) {
     const uint64_t mine = cpu::bits<uint64_t>(value);
@@ -189,15 +203,17 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 // ---- arithmetic. glibc has names of its own for some of these (__expf), hence the macros.
 
-#define SANDBOX_MIN_MAX(T) \
-    inline T min(T a, T b) { return b < a ? b : a; } \
-    inline T max(T a, T b) { return a < b ? b : a; }
-SANDBOX_MIN_MAX(int)
-SANDBOX_MIN_MAX(unsigned)
-SANDBOX_MIN_MAX(long)
-SANDBOX_MIN_MAX(unsigned long)
-SANDBOX_MIN_MAX(long long)
-SANDBOX_MIN_MAX(unsigned long long)
+#define SANDBOX_MIN_MAX(T, A, B) \
+    inline T min(A a, B b) { return b < a ? b : a; } \
+    inline T max(A a, B b) { return a < b ? b : a; }
+SANDBOX_MIN_MAX(int, int, int)
+SANDBOX_MIN_MAX(unsigned, unsigned, unsigned)
+SANDBOX_MIN_MAX(unsigned, int, unsigned)
+SANDBOX_MIN_MAX(unsigned, unsigned, int)
+SANDBOX_MIN_MAX(long, long, long)
+SANDBOX_MIN_MAX(unsigned long, unsigned long, unsigned long)
+SANDBOX_MIN_MAX(long long, long long, long long)
+SANDBOX_MIN_MAX(unsigned long long, unsigned long long, unsigned long long)
 #undef SANDBOX_MIN_MAX
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
@@ -207,8 +223,10 @@ inline double max(double a, double b) { return fmax(a, b); }
 namespace cpu {
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float quotient(float x, float y) { return x / y; }
-inline float sum(float x, float y) { return x + y; }
-inline float product(float x, float y) { return x * y; }
+inline float rounded(float x) {  // never part of a fused multiply-add
+    asm("" : "+g"(x));
+    return x;
+}
 }  // namespace cpu
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
@@ -226,9 +244,9 @@ inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 #define __frcp_rn(x) cpu::reciprocal(x)
 #define __fsqrt_rn(x) sqrtf(x)
 #define __frsqrt_rn(x) rsqrtf(x)
-#define __fadd_rn(x, y) cpu::sum(x, y)
-#define __fsub_rn(x, y) cpu::sum(x, -(y))
-#define __fmul_rn(x, y) cpu::product(x, y)
+#define __fadd_rn(x, y) cpu::rounded(cpu::rounded(x) + cpu::rounded(y))
+#define __fsub_rn(x, y) cpu::rounded(cpu::rounded(x) - cpu::rounded(y))
+#define __fmul_rn(x, y) cpu::rounded((x) * (y))
 #define __fmaf_rn(x, y, z) fmaf(x, y, z)
 
 inline float __uint_as_float(unsigned x) { return cpu::bits<float>(x); }
@@ -258,8 +276,13 @@ template <int... I> struct Indices {};
 template <int N, int... I> struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
 template <int... I> struct MakeIndices<0, I...> { using type = Indices<I...>; };
 
+template <class A> inline A argument(const void* at) {  // the caller may not have aligned it as A wants
+    __align__(alignof(A)) char value[sizeof(A)];
+    memcpy(value, at, sizeof(A));
+    return *reinterpret_cast<A*>(value);
+}
 template <class... A, int... I> inline void call(void (*kernel)(A...), void** args, Indices<I...>) {
-    kernel(*static_cast<A*>(args[I])...);  // by value, as cuLaunchKernel passes them
+    kernel(argument<A>(args[I])...);  // by value, as cuLaunchKernel passes them
 }
 template <class... A> inline void call(void (*kernel)(A...), void** args) {
     call(kernel, args, typename MakeIndices<sizeof...(A)>::type());

@@ -1,6 +1,6 @@
 // __half and __nv_bfloat16 in software, with the conversions and operations of cuda_fp16.h and cuda_bf16.h that kernels
 // use. Conversions round to nearest even. Arithmetic is done in float and rounded once more: add, sub, mul and div equal
-// the hardware's to the last bit (float has more than twice the digits), an fma may differ in the last bit.
+// the hardware's to the last bit (float has more than twice the digits) but for subnormal bfloat16; an fma may differ there.
 #pragma once
 
 namespace cpu {
@@ -40,6 +40,8 @@ inline unsigned short float_to_bfloat16(float f) {
         H(float f) : __x(from_float(f)) {} \
         H(double f) : __x(from_float(float(f))) {} \
         H(int i) : __x(from_float(float(i))) {} \
+        H(unsigned i) : __x(from_float(float(i))) {} \
+        H(long long i) : __x(from_float(float(i))) {} \
         operator float() const { return to_float(__x); } \
         H& operator+=(H b) { return *this = H(float(*this) + float(b)); } \
         H& operator-=(H b) { return *this = H(float(*this) - float(b)); } \

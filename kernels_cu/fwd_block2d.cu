@@ -1,0 +1,173 @@
+// Rung 2: attention forward, a two-dimensional thread block on each tile.
+//
+// On rung 1 a thread owns a whole query row and fetches one word of shared memory for each multiply-add. Here BLOCK_M rows
+// are shared by THREADS_X * THREADS_Y threads: those along x divide a row's columns, those along y the rows, and each keeps
+// a small rectangle, ROWS x COLS of S and ROWS x O_COLS of O, in registers, so that a word fetched is used 4 to 8 times.
+//
+//                 S = Q K^T                              O += P V
+//            keys: tx, tx + X, …               columns: 4 tx .. 4 tx + 3, 4 (tx + X) .., …
+//            ┌───────────────────┐             ┌─────────────────────────────┐
+//     rows:  │ a b … h a b … h … │ ty = 0      │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a: tx = 0, b: tx = 1, …, X = 8
+//       ty,  │ a b … h a b … h … │ ty = 1      │ aaaabbbb…hhhhaaaabbbb…hhhh… │
+//   ty + Y,  │ …                 │             │ …                           │    a warp: 4 rows of 8 threads
+//
+// A row's X threads are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and each lane leaves its
+// share of P in P_smem for the others. Neighbouring lanes own neighbouring keys, not runs of them, and rows of shared memory
+// are a multiple of 32 words plus 4: eight lanes that read four words of eight rows meet 32 different banks.
+//
+//   Q_smem  [BLOCK_M][HEAD_DIM, padded + 4]    loaded once
+//   KV_smem [BLOCK_N][BLOCK_D + 4]             K comes BLOCK_D columns at a time; then V, as many whole rows as there is
+//   P_smem  [BLOCK_M][BLOCK_N + 4]             room for. All fp32: converting at each use would cost a quarter of the time
+//
+// Inner loops, sm_90a, D = 64 / 128 / 256: Q K^T 128 FFMA for 12 LDS.128, P V 128 / 256 / 512 FFMA for 12 / 20 / 36.
+// What did not help: one loop body for aligned and unaligned loads (60 more registers, held across the tile); a division
+// for each element of O and P V unrolled by 4 also at the diagonal (3 times the compile time).
+#include "common.cuh"
+#include "score.cuh"
+
+constexpr int THREADS = THREADS_X * THREADS_Y;
+constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;         // of S, each thread
+constexpr int O_COLS = (HEAD_DIM + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of O, each thread
+constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITCH = BLOCK_D + 4, P_PITCH = BLOCK_N + 4;
+constexpr int V_PITCH = O_COLS * THREADS_X;
+__device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
+constexpr int V_ROWS = v_rows(BLOCK_N);
+static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
+              "spec and kernel disagree on shared memory");
+static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lanes of one warp");
+static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 0, "V comes in equal steps");
+
+__device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
+
+// O += P V over V_ROWS keys from n0 on. WHOLE: every row of this warp sees every key. Otherwise a key counts in the rows
+// that see it alone: its P is 0 in the others, but 0 * NaN would let its value through.
+template <bool WHOLE>
+__device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const float* P_smem, const float* V_smem,
+                                       const Score& score, int query_row, int n0) {
+    constexpr int KEYS = WHOLE ? 4 : 1;
+#pragma unroll 1
+    for (int j0 = 0; j0 < V_ROWS; j0 += KEYS) {
+        float P_rmem[ROWS][4];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const float* from = P_smem + i * THREADS_Y * P_PITCH + j0;
+            if (WHOLE) *reinterpret_cast<float4*>(P_rmem[i]) = load4(from);
+            else P_rmem[i][0] = *from;
+        }
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+            for (int c = 0; c < O_COLS; c += 4) {
+                const float4 v = load4(V_smem + (j0 + j) * V_PITCH + c * THREADS_X);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    if (!WHOLE && !score.sees(query_row + i * THREADS_Y, n0 + j0)) continue;
+                    O_rmem[i][c] += P_rmem[i][j] * v.x;
+                    O_rmem[i][c + 1] += P_rmem[i][j] * v.y;
+                    O_rmem[i][c + 2] += P_rmem[i][j] * v.z;
+                    O_rmem[i][c + 3] += P_rmem[i][j] * v.w;
+                }
+            }
+    }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS) void fwd_block2d(
+    View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
+    View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    float* LSE,           // (B, H, Sq), contiguous
+    int group,            // H / Hk: so many query heads share a key/value head
+    Score score) {
+    extern __shared__ __align__(16) float smem[];
+    float* Q_smem = smem;
+    float* KV_smem = Q_smem + BLOCK_M * Q_PITCH;
+    float* P_smem = KV_smem + BLOCK_N * K_PITCH;
+    const int tx = threadIdx.x, ty = threadIdx.y, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M;
+    const int query_row = m0 + ty;  // the first of this thread's; then every THREADS_Y-th
+
+    for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D)
+        load_tile4<BLOCK_M, BLOCK_D, Q_PITCH, THREADS_X, THREADS_Y>(Q_smem + d0, Q, b, h, m0, score.Sq, d0);
+    float m[ROWS], l[ROWS] = {}, O_rmem[ROWS][O_COLS] = {};  // l: of this thread's columns only
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) m[i] = -INF;
+
+    const int key_end = score.key_end(m0 + BLOCK_M);
+    for (int n0 = 0; n0 < key_end; n0 += BLOCK_N) {
+        float S_rmem[ROWS][COLS] = {};
+#pragma unroll 1
+        for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D) {
+            __syncthreads();  // every row has used the previous V, or step of K, before it is overwritten
+            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, h / group, n0, score.Sk, d0);
+            __syncthreads();  // the step, and Q, are whole before any row reads them
+#pragma unroll 1
+            for (int d = 0; d < min(BLOCK_D, HEAD_DIM - d0); d += 4) {
+                float4 q[ROWS];
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) q[i] = load4(Q_smem + (ty + i * THREADS_Y) * Q_PITCH + d0 + d);
+#pragma unroll
+                for (int j = 0; j < COLS; ++j) {
+                    const float4 k = load4(KV_smem + (tx + j * THREADS_X) * K_PITCH + d);
+#pragma unroll
+                    for (int i = 0; i < ROWS; ++i) {
+                        S_rmem[i][j] += q[i].x * k.x;
+                        S_rmem[i][j] += q[i].y * k.y;
+                        S_rmem[i][j] += q[i].z * k.z;
+                        S_rmem[i][j] += q[i].w * k.w;
+                    }
+                }
+            }
+        }
+
+        bool whole = true;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            float m_new = m[i];
+#pragma unroll
+            for (int j = 0; j < COLS; ++j) {
+                const int row = query_row + i * THREADS_Y, col = n0 + tx + j * THREADS_X;
+                whole &= score.sees(row, col);
+                S_rmem[i][j] = score.score(S_rmem[i][j], row, col);
+                m_new = fmaxf(m_new, S_rmem[i][j]);
+            }
+            m_new = row_max<THREADS_X>(m_new);
+            const float shift = m_new == -INF ? 0.0f : m_new;  // no key seen yet: exp(-INF - 0) is 0, not NaN
+            const float alpha = expf(m[i] - shift);
+            m[i] = m_new;
+            l[i] *= alpha;
+#pragma unroll
+            for (int j = 0; j < COLS; ++j) {
+                const float p = expf(S_rmem[i][j] - shift);
+                l[i] += p;
+                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = p;
+            }
+#pragma unroll
+            for (int c = 0; c < O_COLS; ++c) O_rmem[i][c] *= alpha;
+        }
+        whole = __all_sync(0xffffffffu, whole);
+#pragma unroll 1
+        for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < key_end; j0 += V_ROWS) {
+            __syncthreads();  // every row has used K, or the previous step of V, before it is overwritten
+            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y>(KV_smem, V, b, h / group, n0 + j0, score.Sk, 0);
+            __syncthreads();  // the step, and P, are whole before any row reads them
+            const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
+            if (whole) add_PV<true>(O_rmem, P_row, V_col, score, query_row, n0 + j0);
+            else add_PV<false>(O_rmem, P_row, V_col, score, query_row, n0 + j0);
+        }
+    }
+
+    dtype* to = O.row(b, h, query_row) + 4 * tx;
+    float* lse = LSE + (static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
+        const float sum = row_sum<THREADS_X>(l[i]), inverse = __fdividef(1.0f, sum);  // good to 2 ulp
+        if (query_row + i * THREADS_Y >= score.Sq) continue;
+#pragma unroll
+        for (int c = 0; c < O_COLS; ++c) {
+            const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * tx on
+            if (HEAD_DIM % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM)
+                to[d] = dtype(sum == 0.0f ? 0.0f : O_rmem[i][c] * inverse);  // sum = 0: the row sees no key
+        }
+        if (tx == 0) lse[i * THREADS_Y] = m[i] + logf(sum);
+    }
+}

@@ -1,0 +1,315 @@
+// Rung 3: attention forward on tensor cores, warp by warp (mma.sync, sm_80 and later).
+//
+// A block has WARPS warps and takes BLOCK_M query rows; a warp owns M_TILES tiles of 16 whole rows, so that softmax
+// needs no other warp ("split-Q", FlashAttention-2 section 3.3). K and V tiles of BLOCK_N keys arrive by cp.async, two
+// stages deep: tile j + 1 is on its way while tile j is computed, with one barrier a tile.
+//
+// clang-format off
+//   warp 0  rows   0 ..  31   Q_rmem (A operand)   S = Q K^T, SUB_N keys at a time   O_rmem (accumulators)
+//   warp 1  rows  32 ..  63     "                  P = exp2(S - m), packed in place    O += P V
+//   ...                                            (an accumulator of S is an A operand of P V)
+//
+//   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K, V [BLOCK_N][D_PAD] | stage 1: K, V          (O leaves through Q's)
+// clang-format on
+//
+// Rows of 16-byte chunks are stored with their chunks XOR-swizzled by the row, so that the eight rows an ldmatrix reads
+// fall into eight different groups of banks. Scores stay dot products: the scale is folded, with log2(e), into the one
+// FFMA before exp2. Masks are applied only to tiles that some row of the block does not see whole.
+//
+// The row maximum is followed lazily: m moves, and O and l are rescaled, only when some score exceeds m by more than
+// LAZY in the exponent. P stays below 2^LAZY, which fp16 holds; the result is the same to rounding, and after the first
+// tiles a step costs one vote instead of shuffles and HEAD_DIM / 4 multiplications a row (FlashAttention-4's idea).
+#include "ptx.cuh"
+#include "score.cuh"
+
+constexpr unsigned THREADS = 32 * WARPS;
+constexpr int M_TILES = BLOCK_M / (16 * WARPS);
+constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
+constexpr unsigned CHUNKS = D_PAD / 8;                 // 16-byte chunks of a row
+constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks change places within groups of so many
+constexpr unsigned ROW = 2 * D_PAD, STAGE = 2 * BLOCK_N * ROW;             // bytes
+constexpr float LAZY = 8.0f;
+// Q stays in registers where it fits beside O and S.
+constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <= 200;
+static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
+static_assert(SMEM_BYTES == BLOCK_M * ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
+static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
+
+// Where chunk `chunk` of row `row` lies in its tile, in bytes.
+__device__ __forceinline__ unsigned swizzled(unsigned row, unsigned chunk) {
+    return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;
+}
+
+// Requests rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix; rows from S on and columns from HEAD_DIM on become zeros.
+template <int ROWS>
+__device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S) {
+    constexpr unsigned STEP = THREADS / CHUNKS, COPIERS = STEP * CHUNKS;  // a thread copies one chunk of every STEP-th row
+    const unsigned row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
+    if (COPIERS < THREADS && threadIdx.x >= COPIERS) return;
+#pragma unroll
+    for (unsigned i = 0; i < (ROWS + STEP - 1) / STEP; ++i) {
+        const unsigned row = row0 + i * STEP;
+        const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < HEAD_DIM;
+        if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + swizzled(row, chunk), inside ? from : matrix, inside);
+        from += STEP * stride;
+    }
+}
+
+// Byte offsets, within a tile, of the rows that this lane points ldmatrix at. Step i of 16 columns lies at
+// at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
+struct Lane {
+    unsigned at[GROUP / 2];
+    __device__ __forceinline__ Lane(unsigned row, unsigned chunk) {
+#pragma unroll
+        for (unsigned i = 0; i < GROUP / 2; ++i) at[i] = swizzled(row, 2 * i + chunk);
+    }
+    __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16
+        return row * ROW + at[step % (GROUP / 2)] + step / (GROUP / 2) * GROUP * 16;
+    }
+};
+
+struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g + 8 of each 16-row tile
+    unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
+    float O[M_TILES][D_PAD / 8][4];
+    float m[M_TILES][2], l[M_TILES][2];  // m: a dot product; l: this lane's part of the sum
+};
+
+// S = Q K^T for SUB_N keys from key row `n` of the tile on.
+__device__ __forceinline__ void dot_products(float (&S)[M_TILES][SUB_N / 8][4], const Rows& rows, SmemAddress Q_smem,
+                                             SmemAddress K_smem, int n, const Lane& q_lane, const Lane& k_lane) {
+#pragma unroll
+    for (int step = 0; step < D_PAD / 16; ++step) {
+        unsigned Q[M_TILES][4];
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            if (!Q_IN_REGISTERS) ldmatrix_x4(Q[mt], Q_smem + q_lane(16 * mt, step));
+            else for (int i = 0; i < 4; ++i) Q[mt][i] = rows.Q[Q_IN_REGISTERS ? mt : 0][step][i];
+        }
+#pragma unroll
+        for (int nt = 0; nt < SUB_N / 16; ++nt) {
+            unsigned K[4];
+            ldmatrix_x4(K, K_smem + k_lane(n + 16 * nt, step));
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt) {
+                mma_m16n8k16(S[mt][2 * nt], Q[mt], K[0], K[1]);
+                mma_m16n8k16(S[mt][2 * nt + 1], Q[mt], K[2], K[3]);
+            }
+        }
+    }
+}
+
+// Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
+__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+#pragma unroll
+    for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float& m = rows.m[mt][half];
+            top[mt][half] = fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 1));
+            const float m_new = fmaxf(m, fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 2)));
+            const float alpha = m == m_new ? 1.0f : ex2((m - m_new) * exponent);  // equal infinities: not NaN
+            m = m_new;
+            rows.l[mt][half] *= alpha;
+#pragma unroll
+            for (int nt = 0; nt < D_PAD / 8; ++nt) {
+                rows.O[mt][nt][2 * half] *= alpha;
+                rows.O[mt][nt][2 * half + 1] *= alpha;
+            }
+        }
+    }
+}
+
+// All ones where a packed element is finite, else zeros.
+__device__ __forceinline__ unsigned finite_mask(unsigned pair) {
+#if defined(DTYPE_bfloat16)
+    constexpr unsigned EXPONENT = 0x7f807f80u;
+#else
+    constexpr unsigned EXPONENT = 0x7c007c00u;
+#endif
+    return (((~pair & EXPONENT) + EXPONENT) >> 15 & 0x00010001u) * 0xffffu;  // the sum carries into bit 15 unless all ones
+}
+
+// One K/V tile, SUB_N keys at a time. MASKED: some row of the block does not see all of it.
+template <bool MASKED>
+__device__ __forceinline__ void attend(Rows& rows, const Score& score, int first_row, int n0, SmemAddress Q_smem,
+                                       const char* stage, const Lane& q_lane, const Lane& k_lane, const Lane& v_lane) {
+    const float exponent = score.scale * 1.4426950408889634f;  // log2(e): exp(x) = 2^(x log2(e))
+    const float margin = LAZY / exponent;
+    const char* V_tile = stage + BLOCK_N * ROW;
+    const SmemAddress K_smem = smem_address(stage), V_smem = smem_address(V_tile);
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < BLOCK_N; n += SUB_N) {
+        float S[M_TILES][SUB_N / 8][4] = {};
+        dot_products(S, rows, Q_smem, K_smem, n, q_lane, k_lane);
+
+        float top[M_TILES][2];
+        bool exceeds = false;
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                top[mt][half] = -INF;
+#pragma unroll
+                for (int i = 0; i < SUB_N / 4; ++i) {
+                    float& s = S[mt][i / 2][2 * half + i % 2];
+                    const int query_row = first_row + 16 * mt + 8 * half + g, key_col = n0 + n + i / 2 * 8 + 2 * q + i % 2;
+                    if (MASKED && !score.sees(query_row, key_col)) s = -INF;
+                    top[mt][half] = fmaxf(top[mt][half], s);
+                }
+                exceeds |= top[mt][half] > rows.m[mt][half] + margin;
+            }
+        }
+        if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponent);
+
+        unsigned P[M_TILES][SUB_N / 16][4];
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * exponent;  // no key seen: P = 0, not NaN
+#pragma unroll
+                for (int nt = 0; nt < SUB_N / 8; ++nt) {
+                    const float p0 = ex2(fmaf(S[mt][nt][2 * half], exponent, shift));
+                    const float p1 = ex2(fmaf(S[mt][nt][2 * half + 1], exponent, shift));
+                    rows.l[mt][half] += p0 + p1;
+                    P[mt][nt / 2][nt % 2 * 2 + half] = pack(p0, p1);
+                }
+            }
+        }
+
+        unsigned finite = 0xffffffffu;
+#pragma unroll
+        for (int step = 0; step < SUB_N / 16; ++step) {
+#pragma unroll
+            for (int dt = 0; dt < D_PAD / 16; ++dt) {
+                unsigned V[4];
+                ldmatrix_x4_trans(V, V_smem + v_lane(n + 16 * step, dt));
+                if (MASKED) {  // 0 * NaN would bring a masked value to rows that do not see it
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const unsigned mask = finite_mask(V[i]);
+                        V[i] &= mask;
+                        finite &= mask;
+                    }
+                }
+#pragma unroll
+                for (int mt = 0; mt < M_TILES; ++mt) {
+                    mma_m16n8k16(rows.O[mt][2 * dt], P[mt][step], V[0], V[1]);
+                    mma_m16n8k16(rows.O[mt][2 * dt + 1], P[mt][step], V[2], V[3]);
+                }
+            }
+        }
+        if (MASKED && __any_sync(0xffffffffu, finite != 0xffffffffu)) {  // now bring it to the rows that do see it
+#pragma unroll
+            for (int i = 0; i < D_PAD / 4; ++i) {
+                const int nt = i / 2, column = 2 * q + i % 2;
+#pragma unroll 1
+                for (int j = n; j < n + SUB_N; ++j) {
+                    const float v = to_float(reinterpret_cast<const dtype*>(V_tile + swizzled(j, nt))[column]);
+                    if (v - v == 0.0f) continue;  // finite
+#pragma unroll
+                    for (int mt = 0; mt < M_TILES; ++mt) {
+                        const int query_row = first_row + 16 * mt + g;
+                        if (score.sees(query_row, n0 + j)) rows.O[mt][nt][i % 2] += v;
+                        if (score.sees(query_row + 8, n0 + j)) rows.O[mt][nt][2 + i % 2] += v;
+                    }
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
+    View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
+    View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    float* LSE,           // (B, H, Sq), contiguous
+    int group,            // H / Hk
+    Score score) {
+    extern __shared__ __align__(1024) char smem[];
+    char* const stages = smem + BLOCK_M * ROW;
+    const int h = blockIdx.y, b = blockIdx.z;
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int m0 = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;  // causal: long rows first
+    const int first_row = m0 + warp * 16 * M_TILES;
+    const dtype* const K_head = K.row(b, h / group, 0);
+    const dtype* const V_head = V.row(b, h / group, 0);
+
+    const int tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
+    const int whole_tiles = max(score.key_all(m0), 0) / BLOCK_N;  // every row of the block sees all of these
+
+    const auto request_stage = [&](int j) {
+        const SmemAddress stage = smem_address(stages + j % 2 * STAGE);
+        request_tile<BLOCK_N>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
+        request_tile<BLOCK_N>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
+        cp_async_commit();
+    };
+    if (tiles > 0) {
+        request_tile<BLOCK_M>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
+        request_stage(0);
+    }
+
+    Rows rows;
+#pragma unroll
+    for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+        for (int nt = 0; nt < D_PAD / 8; ++nt) rows.O[mt][nt][0] = rows.O[mt][nt][1] = rows.O[mt][nt][2] = rows.O[mt][nt][3] = 0.0f;
+        rows.m[mt][0] = rows.m[mt][1] = -INF;
+        rows.l[mt][0] = rows.l[mt][1] = 0.0f;
+    }
+    // Which row and chunk of a 16 x 16 block a lane points ldmatrix at: A operands by rows, K by keys, V (trans) by keys.
+    char* const Q_warp = smem + warp * 16 * M_TILES * ROW;
+    const SmemAddress Q_smem = smem_address(Q_warp);
+    const Lane q_lane(lane % 16, lane / 16), k_lane(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_lane(lane % 16, lane / 16);
+
+#pragma unroll 1
+    for (int j = 0; j < tiles; ++j) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
+        if (j + 1 < tiles) request_stage(j + 1);
+        if (Q_IN_REGISTERS && j == 0) {
+#pragma unroll
+            for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+                for (int step = 0; step < D_PAD / 16; ++step)
+                    ldmatrix_x4(rows.Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem + q_lane(16 * mt, step));
+            }
+        }
+        const char* const stage = stages + j % 2 * STAGE;
+        if (j < whole_tiles) attend<false>(rows, score, first_row, j * BLOCK_N, Q_smem, stage, q_lane, k_lane, v_lane);
+        else attend<true>(rows, score, first_row, j * BLOCK_N, Q_smem, stage, q_lane, k_lane, v_lane);
+    }
+
+    __syncwarp();  // every lane has read the warp's own rows of Q before O takes their place
+    const int g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float l = rows.l[mt][half];
+            l += __shfl_xor_sync(0xffffffffu, l, 1);
+            l += __shfl_xor_sync(0xffffffffu, l, 2);
+            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;  // a row that sees no key
+            const int row = 16 * mt + 8 * half + g;
+#pragma unroll
+            for (int nt = 0; nt < D_PAD / 8; ++nt) {
+                const unsigned pair = pack(rows.O[mt][nt][2 * half] * inverse, rows.O[mt][nt][2 * half + 1] * inverse);
+                *reinterpret_cast<unsigned*>(Q_warp + swizzled(row, nt) + 4 * q) = pair;
+            }
+            if (q == 0 && first_row + row < score.Sq)
+                LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row + row] =
+                    rows.m[mt][half] * score.scale + logf(l);
+        }
+    }
+    __syncwarp();  // the warp's rows of O are whole before its lanes copy them, 16 bytes each, neighbours side by side
+#pragma unroll 4
+    for (int i = lane; i < 16 * M_TILES * CHUNKS; i += 32) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        if (first_row + row < score.Sq && chunk * 8 < HEAD_DIM)
+            *reinterpret_cast<uint4*>(O.row(b, h, first_row + row) + chunk * 8) =
+                *reinterpret_cast<const uint4*>(Q_warp + swizzled(row, chunk));
+    }
+}

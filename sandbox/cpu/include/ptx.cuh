@@ -1,0 +1,84 @@
+// The CPU twin of kernels_cu/include/ptx.cuh: the same verbs, lane by lane. A warp-wide verb is a collective, so that
+// lanes which do not all come to it are reported; what one lane's registers hold, the others see through it.
+#pragma once
+#include "common.cuh"
+
+using SmemAddress = char*;
+
+inline SmemAddress smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
+
+namespace cpu {
+
+// The 16-bit elements (row, column) and (row, column + 1), or transposed (column, row) and (column + 1, row), of an
+// 8 x 8 matrix whose row i begins at rows[i].
+inline unsigned matrix_pair(const uint64_t* rows, int row, int column, bool transposed) {
+    unsigned short pair[2];
+    for (int i = 0; i < 2; ++i) {
+        const int r = transposed ? column + i : row, c = transposed ? row : column + i;
+        memcpy(&pair[i], reinterpret_cast<const char*>(rows[r]) + 2 * c, 2);
+    }
+    return pair[0] | unsigned(pair[1]) << 16;
+}
+
+inline void load_matrices(unsigned (&r)[4], SmemAddress row, bool transposed, Site site) {
+    if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("ldmatrix from an address that is not a multiple of 16", site);
+    const uint64_t* rows =
+        sandbox_collective(Collective::ldmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site);
+    const int lane = int(sandbox_self->lane);
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        r[matrix] = matrix_pair(rows + 8 * matrix, lane / 4, lane % 4 * 2, transposed);
+    }
+}
+
+inline float element(unsigned pair, int which) {
+#if defined(DTYPE_bfloat16)
+    return bfloat16_to_float(pair >> 16 * which & 0xffffu);
+#elif defined(DTYPE_float16)
+    return half_to_float(pair >> 16 * which & 0xffffu);
+#else
+    return 0.0f;  // no tensor-core kernel takes fp32
+#endif
+}
+
+}  // namespace cpu
+
+inline void ldmatrix_x4(unsigned (&r)[4], SmemAddress row, SANDBOX_SITE) { cpu::load_matrices(r, row, false, site); }
+inline void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddress row, SANDBOX_SITE) { cpu::load_matrices(r, row, true, site); }
+
+inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, SANDBOX_SITE) {
+    // Two registers an exchange: rows g and g + 8 of A, and B, of all lanes.
+    const uint64_t mine[3] = {a[0] | uint64_t(a[2]) << 32, a[1] | uint64_t(a[3]) << 32, b0 | uint64_t(b1) << 32};
+    uint64_t all[3][32];
+    for (int i = 0; i < 3; ++i) {
+        memcpy(all[i], cpu::sandbox_collective(cpu::Collective::mma, 0xffffffffu, mine[i], site), sizeof all[i]);
+    }
+    const int g = int(cpu::sandbox_self->lane) / 4, q = int(cpu::sandbox_self->lane) % 4;
+    for (int i = 0; i < 4; ++i) {
+        const int column = 2 * q + i % 2;
+        float sum = 0.0f;
+        for (int k = 0; k < 16; ++k) {  // element k of a row lies in lane k % 8 / 2, register k / 8, half k % 2
+            const uint64_t row = all[i / 2][4 * g + k % 8 / 2], col = all[2][4 * column + k % 8 / 2];
+            sum += cpu::element(unsigned(row >> 32 * (k / 8)), k % 2) * cpu::element(unsigned(col >> 32 * (k / 8)), k % 2);
+        }
+        c[i] += sum;
+    }
+}
+
+inline unsigned pack(float low, float high) {
+#if defined(DTYPE_bfloat16)
+    return cpu::float_to_bfloat16(low) | unsigned(cpu::float_to_bfloat16(high)) << 16;
+#elif defined(DTYPE_float16)
+    return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16;
+#else
+    return 0;
+#endif
+}
+
+inline float ex2(float x) { return exp2f(x); }
+
+inline void cp_async_16(SmemAddress to, const void* from, bool valid) {
+    cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
+}
+inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
+template <int PENDING>
+inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }

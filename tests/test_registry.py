@@ -1,0 +1,167 @@
+"""A kernel is two files in one folder: found, listed, compiled, run, checked and tested with no other edit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernels_cu
+from sandbox import registry
+from sandbox.errors import SpecError, UnknownKernel
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """`python -m …` with the copy's own packages, its tables as wide as they need to be."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def new_kernel(project: Path, name: str, **edits: str) -> None:
+    """fwd_minimal once more under another name, its spec edited: small, so that a sweep is quick."""
+    folder = project / "kernels_cu"
+    for suffix in (".cu", ".py"):
+        text = (ROOT / "kernels_cu" / f"fwd_minimal{suffix}").read_text().replace("fwd_minimal", name)
+        for old, new in (edits if suffix == ".py" else {}).items():
+            assert old in text
+            text = text.replace(old, new)
+        (folder / f"{name}{suffix}").write_text(text)
+
+
+# ---- discovery
+
+
+def test_every_spec_in_the_folder_is_found() -> None:
+    files = {path.stem for path in (ROOT / "kernels_cu").glob("*.py")} - {"__init__"}
+    found = registry.kernels()
+    assert {kernel.source.stem for kernel in found.values()} == files
+    for name, kernel in found.items():
+        assert (kernel.name, kernel.source.is_file(), kernel.source.is_absolute()) == (name, True, True)
+        assert kernel.summary
+    order = [(kernel.computes != "forward", kernel.rung, name) for name, kernel in found.items()]
+    assert order == sorted(order)
+
+
+def test_nobody_can_change_what_others_get() -> None:
+    registry.kernels().clear()
+    assert registry.get("fwd_minimal")
+
+
+def test_an_unknown_kernel_suggests_a_near_name() -> None:
+    with pytest.raises(
+        UnknownKernel, match=r"kernel 'fwd_minimall' is not known: did you mean fwd_minimal\? there are "
+    ):
+        registry.get("fwd_minimall")
+    with pytest.raises(UnknownKernel) as caught:
+        registry.get("zzz")
+    assert "did you mean" not in str(caught.value)
+    assert "fwd_minimal" in str(caught.value)
+
+
+def test_two_files_are_a_kernel(project_copy: Path) -> None:
+    new_kernel(
+        project_copy, "fwd_x", **{'("float32", "float16", "bfloat16")': '("float16",)', "args=": "max_D=16, args="}
+    )
+    done = in_project(project_copy, "sandbox", "list", "--json")
+    assert {row["name"] for row in json.loads(done.stdout)} == {*registry.kernels(), "fwd_x"}
+
+    done = in_project(project_copy, "sandbox", "compile", "fwd_x", "-D", "16", "--json")
+    assert {(row["kernel"], row["ok"]) for row in json.loads(done.stdout)} == {("fwd_x", True)}
+
+    done = in_project(project_copy, "sandbox", "run", "fwd_x", "--shape", "1,2,70,16", "--json")
+    (row,) = json.loads(done.stdout)
+    assert (row["kernel"], row["ok"], done.returncode) == ("fwd_x", True, 0)
+
+    done = in_project(project_copy, "sandbox", "check", "fwd_x", "--json")
+    rows = json.loads(done.stdout)
+    assert {row["kernel"] for row in rows} == {"fwd_x"}
+    assert [row for row in rows if not row["ok"]] == []
+    assert len(rows) > 30
+
+    done = in_project(project_copy, "pytest", "tests/test_kernels.py", "--collect-only", "-q", "-p", "no:cacheprovider")
+    assert "test_sweep[cpu-float16-fwd_x]" in done.stdout.replace("fwd_x-float16-cpu", "cpu-float16-fwd_x"), done.stdout
+    assert "test_every_tile_compiles_without_spills[fwd_x-sm_90a]" in done.stdout
+
+
+# ---- specs that are wrong
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty kernels folder in place of the real one."""
+    monkeypatch.setattr(kernels_cu, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(registry, "FOLDER", tmp_path)
+    registry.forget()
+    yield tmp_path
+    monkeypatch.undo()
+    registry.forget()
+
+
+SPEC = (ROOT / "kernels_cu/fwd_minimal.py").read_text()
+HEAD, _, FIELDS = SPEC.partition("kernel = ")
+
+
+def put(folder: Path, name: str, spec: str, source: bool = True) -> None:
+    (folder / f"{name}.py").write_text(spec)
+    if source:
+        (folder / f"{name}.cu").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", r"kernels_cu/fwd_x\.py must define `kernel`, a Kernel, or `kernels`, several: it defines None"),
+        ("kernel = 3", r"kernels_cu/fwd_x\.py must define `kernel`.*: it defines 3"),
+        ("kernels = (1, 2)", r"kernels_cu/fwd_x\.py must define `kernel`.*: it defines 1"),
+        ("x = 1\nkernel = Kernel(", r"kernels_cu/fwd_x\.py, line 2: SyntaxError: "),
+        ("import sandbox.nowhere", r"kernels_cu/fwd_x\.py, line 1: ModuleNotFoundError: .*sandbox\.nowhere"),
+        ("\n\nkernel = undefined", r"kernels_cu/fwd_x\.py, line 3: NameError: .*undefined"),
+        (SPEC.replace("rung=1,", ""), r"kernels_cu/fwd_x\.py, line 5: TypeError: .*'rung'"),
+        (SPEC.replace("BLOCK_N=16", "BLOCK_N=0"), r"kernels_cu/fwd_x\.py: tile: BLOCK_N=0 must be an integer >= 1"),
+        (SPEC.replace('"forward"', '"both"'), r"kernels_cu/fwd_x\.py: fwd_minimal: computes='both' must be"),
+    ],
+)
+def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str) -> None:
+    put(folder, "fwd_x", spec)
+    with pytest.raises(SpecError, match=message):
+        registry.kernels()
+
+
+def test_a_spec_without_its_source(folder: Path) -> None:
+    put(folder, "fwd_x", SPEC, source=False)
+    with pytest.raises(SpecError, match=r"kernels_cu/fwd_x\.py has no fwd_x\.cu beside it"):
+        registry.kernels()
+
+
+def test_one_name_in_two_specs(folder: Path) -> None:
+    put(folder, "a", SPEC)
+    put(folder, "b", SPEC)
+    with pytest.raises(SpecError, match=rf"kernel fwd_minimal is defined twice, in {folder}/a\.cu and {folder}/b\.cu"):
+        registry.kernels()
+
+
+def test_two_entries_in_one_source(folder: Path) -> None:
+    first = FIELDS.strip().rstrip(")")
+    second = first.replace("fwd_minimal", "fwd_other").replace("rung=1", "rung=2")
+    put(folder, "two", f"{HEAD}kernels = (\n{first}),\n{second}),\n)\n")
+    found = registry.kernels()
+    assert list(found) == ["fwd_minimal", "fwd_other"]
+    assert {kernel.source for kernel in found.values()} == {folder / "two.cu"}
+
+
+def test_specs_are_read_anew_after_forget(folder: Path) -> None:
+    put(folder, "one", SPEC)
+    assert registry.get("fwd_minimal").rung == 1
+    put(folder, "one", SPEC.replace("rung=1", "rung=7 "))
+    assert registry.get("fwd_minimal").rung == 1
+    registry.forget()
+    assert registry.get("fwd_minimal").rung == 7
