@@ -1,27 +1,26 @@
 // Rung 2: attention forward, a two-dimensional thread block on each tile.
 //
-// On rung 1 a thread owns a whole query row and fetches one word of shared memory for each multiply-add. Here BLOCK_M rows
-// are shared by THREADS_X * THREADS_Y threads: those along x divide a row's columns, those along y the rows, and each keeps
-// a small rectangle, ROWS x COLS of S and ROWS x O_COLS of O, in registers, so that a word fetched is used 4 to 8 times.
+// On rung 1 a thread owns a query row and fetches a word of shared memory for each multiply-add. Here X * Y threads
+// (THREADS_X, THREADS_Y) share BLOCK_M rows: those along y divide the rows, those along x a row's columns, and each
+// keeps a small rectangle of S and of O in registers, so that a word fetched serves 4 to 8 multiply-adds.
 //
-//                 S = Q K^T                              O += P V
-//            keys: tx, tx + X, …               columns: 4 tx .. 4 tx + 3, 4 (tx + X) .., …
-//            ┌───────────────────┐             ┌─────────────────────────────┐
-//     rows:  │ a b … h a b … h … │ ty = 0      │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a: tx = 0, b: tx = 1, …, X = 8
-//       ty,  │ a b … h a b … h … │ ty = 1      │ aaaabbbb…hhhhaaaabbbb…hhhh… │
-//   ty + Y,  │ …                 │             │ …                           │    a warp: 4 rows of 8 threads
+//                  S = Q K^T                           O += P V
+//            ┌───────────────────┐         ┌─────────────────────────────┐
+//   row ty   │ a b … h a b … h … │ ty = 0  │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a: tx = 0, b: tx = 1, … h: tx = 7
+//   ty + Y   │ a b … h a b … h … │ ty = 1  │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a warp: 8 along x, 4 along y
+//    …       │ keys              │         │ columns of V                │
 //
-// A row's X threads are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and each lane leaves its
-// share of P in P_smem for the others. Neighbouring lanes own neighbouring keys, not runs of them, and rows of shared memory
-// are a multiple of 32 words plus 4: eight lanes that read four words of eight rows meet 32 different banks.
+// A row's threads are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and P is passed on in
+// P_smem. Lanes own every X-th key, not runs of keys, and rows of K are a multiple of 32 words plus 4 long: eight lanes
+// that read four words each of eight keys meet 32 different banks.
 //
-//   Q_smem  [BLOCK_M][HEAD_DIM, padded + 4]    loaded once
-//   KV_smem [BLOCK_N][BLOCK_D + 4]             K comes BLOCK_D columns at a time; then V, as many whole rows as there is
-//   P_smem  [BLOCK_M][BLOCK_N + 4]             room for. All fp32: converting at each use would cost a quarter of the time
+//   Q_smem  [BLOCK_M][HEAD_DIM, padded, + 4]   loaded once
+//   KV_smem [BLOCK_N][BLOCK_D + 4]             K, BLOCK_D columns at a time; then V, as many whole rows as fit
+//   P_smem  [BLOCK_M][BLOCK_N + 4]             all fp32, or each use would convert: 48 words for 128 multiply-adds
 //
-// Inner loops, sm_90a, D = 64 / 128 / 256: Q K^T 128 FFMA for 12 LDS.128, P V 128 / 256 / 512 FFMA for 12 / 20 / 36.
-// What did not help: one loop body for aligned and unaligned loads (60 more registers, held across the tile); a division
-// for each element of O and P V unrolled by 4 also at the diagonal (3 times the compile time).
+// Inner loops, sm_90a, D = 64 / 128 / 256: Q K^T 128 FFMA for 12 LDS.128, P V 128 / 256 / 512 for 12 / 20 / 36.
+// What did not help: X = 16 (fewer loads in P V, but spills on sm_100a); expf (25 registers more than exp2f); a
+// division for each element of O, and P V unrolled by 4 at the diagonal too (together twice the compile time).
 #include "common.cuh"
 #include "score.cuh"
 
@@ -32,6 +31,8 @@ constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITC
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
+constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + 64));  // S, O and 64 registers more
+constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
               "spec and kernel disagree on shared memory");
 static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lanes of one warp");
@@ -39,8 +40,8 @@ static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 
 
 __device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
 
-// O += P V over V_ROWS keys from n0 on. WHOLE: every row of this warp sees every key. Otherwise a key counts in the rows
-// that see it alone: its P is 0 in the others, but 0 * NaN would let its value through.
+// O += P V over V_ROWS keys from n0 on. WHOLE: each row of this warp sees each key. Otherwise a key counts only in rows
+// that see it: its P is 0 in the others, but 0 * NaN would let its value through.
 template <bool WHOLE>
 __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const float* P_smem, const float* V_smem,
                                        const Score& score, int query_row, int n0) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void fwd_block2d(
+extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
     View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
@@ -83,7 +84,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_block2d(
     float* Q_smem = smem;
     float* KV_smem = Q_smem + BLOCK_M * Q_PITCH;
     float* P_smem = KV_smem + BLOCK_N * K_PITCH;
-    const int tx = threadIdx.x, ty = threadIdx.y, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M;
+    const int tx = threadIdx.x, ty = threadIdx.y, m0 = blockIdx.x * BLOCK_M;
+    const int h = blockIdx.y, b = blockIdx.z, kv_head = h / group;
     const int query_row = m0 + ty;  // the first of this thread's; then every THREADS_Y-th
 
     for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D)
@@ -98,7 +100,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_block2d(
 #pragma unroll 1
         for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D) {
             __syncthreads();  // every row has used the previous V, or step of K, before it is overwritten
-            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, h / group, n0, score.Sk, d0);
+            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, kv_head, n0, score.Sk, d0);
             __syncthreads();  // the step, and Q, are whole before any row reads them
 #pragma unroll 1
             for (int d = 0; d < min(BLOCK_D, HEAD_DIM - d0); d += 4) {
@@ -132,12 +134,12 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_block2d(
             }
             m_new = row_max<THREADS_X>(m_new);
             const float shift = m_new == -INF ? 0.0f : m_new;  // no key seen yet: exp(-INF - 0) is 0, not NaN
-            const float alpha = expf(m[i] - shift);
+            const float alpha = exp2f(LOG2E * (m[i] - shift));
             m[i] = m_new;
             l[i] *= alpha;
 #pragma unroll
             for (int j = 0; j < COLS; ++j) {
-                const float p = expf(S_rmem[i][j] - shift);
+                const float p = exp2f(LOG2E * (S_rmem[i][j] - shift));
                 l[i] += p;
                 P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = p;
             }
@@ -148,7 +150,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_block2d(
 #pragma unroll 1
         for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < key_end; j0 += V_ROWS) {
             __syncthreads();  // every row has used K, or the previous step of V, before it is overwritten
-            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y>(KV_smem, V, b, h / group, n0 + j0, score.Sk, 0);
+            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y>(KV_smem, V, b, kv_head, n0 + j0, score.Sk, 0);
             __syncthreads();  // the step, and P, are whole before any row reads them
             const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
             if (whole) add_PV<true>(O_rmem, P_row, V_col, score, query_row, n0 + j0);

@@ -3,10 +3,24 @@
 from sandbox.spec import Kernel, Problem, Tile, cdiv
 
 
-def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, a step of K or V, and P: fp32, rows padded by four words."""
-    widths = cdiv(p.D, t.BLOCK_D) * t.BLOCK_D, t.BLOCK_D, t.BLOCK_N
-    return 4 * sum(rows * (width + 4) for rows, width in zip((t.BLOCK_M, t.BLOCK_N, t.BLOCK_M), widths))
+def check_tile(p: Problem, t: Tile) -> str | None:
+    """Why the block cannot divide the tile among its threads, as a sentence."""
+    X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
+    o_cols = cdiv(p.D, 4 * X) * 4
+    owned = M // Y * (N // X + o_cols)
+    steps = [N >> i for i in range(8) if (N >> i) * o_cols * X <= N * (t.BLOCK_D + 4)]
+    rules = (
+        (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
+        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be whole warps, up to 1024 threads"),
+        (M % Y == 0, f"BLOCK_M={M} must be a multiple of THREADS_Y={Y}: each thread owns as many rows"),
+        (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: each thread owns as many keys"),
+        (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of {4 * X}: THREADS_X loads of four"),
+        (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
+         f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of D={p.D}"),
+        (owned + 64 <= 255 and X * Y * (owned + 64) <= 65536,
+         f"{X * Y} threads would own {owned} words of S and O each, at D={p.D}: with some 64 others they do not fit"),
+    )  # fmt: skip
+    return next((sentence for holds, sentence in rules if not holds), None)
 
 
 kernel = Kernel(
@@ -18,13 +32,14 @@ kernel = Kernel(
     min_arch=(7, 5),
     tiles=(
         Tile(BLOCK_M=64, BLOCK_N=64, BLOCK_D=64, THREADS_X=8, THREADS_Y=16),
-        Tile(BLOCK_M=64, BLOCK_N=64, BLOCK_D=64, THREADS_X=16, THREADS_Y=8),
-        Tile(BLOCK_M=64, BLOCK_N=128, BLOCK_D=64, THREADS_X=16, THREADS_Y=8),
         Tile(BLOCK_M=32, BLOCK_N=32, BLOCK_D=64, THREADS_X=16, THREADS_Y=8),
-        Tile(BLOCK_M=32, BLOCK_N=64, BLOCK_D=64, THREADS_X=8, THREADS_Y=8),
     ),
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
     block=lambda t: (t.THREADS_X, t.THREADS_Y, 1),
-    smem_bytes=smem_bytes,
+    # Q, P, and a step of K or V: fp32, each row padded by four words
+    smem_bytes=lambda p, t: (
+        4 * t.BLOCK_M * (cdiv(p.D, t.BLOCK_D) * t.BLOCK_D + t.BLOCK_N + 8) + 4 * t.BLOCK_N * (t.BLOCK_D + 4)
+    ),
+    check_tile=check_tile,
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

@@ -1,9 +1,13 @@
-"""A research sandbox for attention kernels in raw CUDA C++: edit a `.cu`, compile, launch, verify, measure."""
+"""A research sandbox for attention kernels in raw CUDA C++: edit a `.cu`, compile, launch, verify, measure.
+
+What compiles and launches is imported when it is first used: `import sandbox` costs a few milliseconds.
+"""
 
 from __future__ import annotations
 
-from . import reference
-from .arguments import ARGUMENTS
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .attention import attention, attention_forward, reload
 from .errors import (
     CacheError,
@@ -17,12 +21,16 @@ from .errors import (
     UnknownKernel,
     UnsupportedProblem,
 )
-from .registry import kernels
-from .run import compile
 from .spec import Kernel, Problem, Tile
 
+if TYPE_CHECKING:
+    from . import reference
+    from .registry import kernels
+    from .run import compile
+
+_LATER = {"compile": ".run", "kernels": ".registry", "reference": ".reference"}  # name -> the module that has it
+
 __all__ = [
-    "ARGUMENTS",
     "CacheError",
     "CompileError",
     "DriverError",
@@ -43,3 +51,15 @@ __all__ = [
     "reference",
     "reload",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name], __name__)
+    globals()[name] = value = getattr(module, name, module)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from . import driver, environment
@@ -19,11 +18,11 @@ from .choose import choose_tile
 from .dlpack import library_of, view
 from .errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
 from .peers import Contender, Ready
-from .rows import Row
+from .rows import Row, by_problem, problem_of
 from .run import prepare as prepare_kernel
 from .sampled import Expected, Verdict, compare, expect
 from .spec import Kernel, Problem, Tile
-from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure
+from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
 
 MODES = {"events": Events, "graph": Graphs}
 _MASKS = (False, "bottom-right")
@@ -56,9 +55,12 @@ GRIDS: dict[str, Callable[[str], list[Problem]]] = {"paper": _paper, "gpt2": _gp
 # ---- measuring
 
 
-def ours(kernel: Kernel, tile: Tile | None = None) -> Contender:
-    """A kernel as a contender, by default with the spec's best tile for each problem."""
+def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
+    """Kernels as contenders: one for each tile, or one with the spec's best tile for each problem."""
+    return [_contender(kernel, tile) for kernel in kernels for tile in tiles or (None,)]
 
+
+def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
     def prepare(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
         if kernel.computes != "forward":
             raise UnsupportedProblem(f"{kernel.name}: computes the {kernel.computes}, which bench does not time yet")
@@ -106,8 +108,25 @@ def run(
         raise ToolchainMissing(f"bench needs PyTorch, for its tensors and as a peer ({error}): make setup") from error
     if not torch.cuda.is_available():
         raise GpuUnavailable(f"this PyTorch ({torch.__version__}) cannot use {gpu.name}: install a build with CUDA")
-    contenders = [*(ours(kernel, tile) for kernel in kernels for tile in tiles or (None,)), *peers]
-    return _measured(list({c.name: c for c in contenders}.values()), problems, mode, limits or Limits(), seed)
+    contenders = {contender.name: contender for contender in (*ours(kernels, tiles), *peers)}
+    return _measured(list(contenders.values()), problems, mode, limits or Limits(), seed)
+
+
+def stored(
+    rows: Iterable[Mapping[str, Any]], problems: Collection[Problem], mode: str, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Of a file's rows, those on these problems that a run would make again: same commit, GPU 0, mode and seed."""
+    like = {"commit": environment.commit(), "device": driver.device().name, "mode": mode, "seed": seed}
+    same = (row for row in rows if all(row.get(name) == value for name, value in like.items()))
+    return [dict(row) for row in same if problem_of(row) in problems]
+
+
+def unmeasured(
+    rows: Iterable[Mapping[str, Any]], problems: Iterable[Problem], contenders: Collection[Contender]
+) -> list[Problem]:
+    """The problems for which `rows` lack a contender: times to compare come from one run."""
+    there = by_problem(rows)
+    return [p for p in problems if not {c.name for c in contenders} <= set(there.get(p, ()))]
 
 
 def _measured(
@@ -123,7 +142,11 @@ def _measured(
         if problem.dtype not in ceilings:
             ceilings[problem.dtype] = measure_ceilings(problem.dtype, stopwatch)
         setting |= ceilings[problem.dtype]
-        yield from compete(problem, contenders, make_inputs(problem, seed), stopwatch, limits, setting)
+        try:
+            rows = compete(problem, contenders, make_inputs(problem, seed), stopwatch, limits, setting)
+        except RuntimeError as error:  # PyTorch's, of a fault that showed up only now
+            raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
+        yield from rows
         torch.cuda.empty_cache()  # the next problem's tensors have other sizes
 
 
@@ -135,23 +158,6 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0") -> tupl
     shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.D))
     dtype = getattr(torch, p.dtype)
     return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
-
-
-def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: int = 1 << 30) -> dict[str, float]:
-    """What this GPU reaches just now: a matrix product of n³, and a copy, counting bytes read and written."""
-    import torch
-
-    kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "cuda:0"}
-    a, b, c = torch.randn(n, n, **kind), torch.randn(n, n, **kind), torch.empty(n, n, **kind)
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
-    copy = torch.empty_like(source)
-    calls = {"product": Timed(partial(torch.matmul, a, b, out=c)), "copy": Timed(partial(copy.copy_, source))}
-    samples = measure(calls, stopwatch, Limits(rounds=40, warmup=10))
-    seconds = {name: Timing.of(values).median for name, values in samples.items()}
-    return {
-        "ceiling_tflops": 2 * n**3 / seconds["product"] * 1e-12,
-        "ceiling_gbps": 2 * nbytes / seconds["copy"] * 1e-9,
-    }
 
 
 def compete(
@@ -173,9 +179,8 @@ def compete(
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
     samples = measure({i: entry.timed for i, entry in right.items() if entry.timed}, stopwatch, limits)
     timings = {i: Timing.of(values) for i, values in samples.items()}
-    clocks = (
-        _clocks_under_load(right[min(timings, key=lambda i: timings[i].median)].ready, stopwatch) if right else None
-    )
+    fastest = min(timings, key=lambda i: timings[i].median, default=None)
+    clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
     shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}
     rows = []
     for i, (contender, entry) in enumerate(zip(contenders, entries, strict=True)):

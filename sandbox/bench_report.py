@@ -52,8 +52,12 @@ def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
         ratios = [_ratio(there.get(name), there.get(against or "")) for name in kernels if wide]
         cells = [_speed(there.get(name), wide) for name in names]
         said = str(problem).replace(only, "") if only else str(problem)
-        table.add_row(said, *cells, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
+        table.add_row(said, *cells, *("-" if ratio is None else _times(ratio) for ratio in ratios))
     return table
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
 def _broken(name: str) -> str:
@@ -103,7 +107,7 @@ def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float
 def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
     """Below the table: a line of mean ratios for each kernel, then what has no time and why, each reason once."""
     for name, widths in ratios(rows, against).items() if against else ():
-        means = ", ".join(f"D{D} {mean:.2f}" for D, (mean, _) in widths.items())
+        means = ", ".join(f"D{D} {_times(mean)}" for D, (mean, _) in widths.items())
         count = sum(n for _, n in widths.values())
         yield Text.assemble((name, "bold"), f" : {against}, geometric mean of {count} problems: {means}")
     reasons: dict[tuple[str, str], list[Row]] = {}

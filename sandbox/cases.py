@@ -164,10 +164,18 @@ def _bshd(x: Array) -> Array:
 
 
 def _offset_view(x: Array) -> Array:
-    """Cut out of the middle of something larger, surrounded by NaN."""
+    """Cut out of the middle of something larger, surrounded by NaN; rows begin at multiples of 16 bytes if D allows."""
     B, H, S, D = x.shape
-    around = np.full((B, H + 1, S + 3, D + 5), np.nan, x.dtype)
-    view = around[:, 1:, 2 : 2 + S, 4 : 4 + D]
+    around = np.full((B, H + 1, S + 3, D + 16), np.nan, x.dtype)
+    view = around[:, 1:, 2 : 2 + S, 8 : 8 + D]
+    view[:] = x
+    return view
+
+
+def _unaligned(x: Array) -> Array:
+    """As offset, with rows that begin anywhere."""
+    B, H, S, D = x.shape
+    view = np.full((B, H, S + 1, D + 5), np.nan, x.dtype)[:, :, 1:, 3 : 3 + D]
     view[:] = x
     return view
 
@@ -181,6 +189,7 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "bhsd": _bhsd,
     "bshd": _bshd,
     "offset": _offset_view,
+    "unaligned": _unaligned,
     "broadcast": _broadcast,
 }
 

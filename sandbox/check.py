@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 from . import driver, nvrtc, run, trial
 from .cases import Case, Inputs, make_inputs, named_cases, sweep_cases
 from .choose import choose_tile
-from .dlpack import HOST, Device
+from .dlpack import HOST, Device, view
 from .errors import SandboxError, ToolchainMissing, UnsupportedProblem
 from .nvrtc import Resources
 from .reference import attention, errors, lse_bound, max_error, naive, output_bound
@@ -73,7 +74,8 @@ def sweep(kernels: Iterable[Kernel], device: Device, tile: Tile | None = None) -
 def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Tile | None = None, *, repeats: int = 1,
            report: bool = False) -> Result:  # fmt: skip
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
-    problem = case.problem
+    alignment = min(view(array).alignment for array in inputs)
+    problem = dataclasses.replace(case.problem, alignment=alignment)
     head = (kernel.name, case.name, str(problem), device[0])
     arch = driver.device(device[1]).arch if device != HOST else None
     try:

@@ -8,6 +8,7 @@ library is imported here that the caller has not imported already.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ class ArrayView:
     dtype: str
     device: Device
     owner: Any
+
+    @property
+    def alignment(self) -> int:
+        """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
+        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return math.gcd(16, self.pointer, *steps)
 
     def extent(self) -> tuple[int, int]:
         """(lowest, one past the highest) element that the view reaches, counted from its first element."""

@@ -49,7 +49,7 @@ def get(name: str) -> list[Contender]:
         return [PEERS[name]]
     if name.endswith(".py") and Path(name).is_file():
         found = runpy.run_path(name).get("peers")
-        if found and all(isinstance(peer, Contender) for peer in found):
+        if isinstance(found, (list, tuple)) and all(isinstance(peer, Contender) for peer in found):
             return list(found)
         raise UnsupportedProblem(f"{name} must define `peers`, a list of sandbox.peers.Contender: it has {found!r}")
     raise UnsupportedProblem(
@@ -136,8 +136,9 @@ def _eager(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
     if problem.diagonal < 0:
         raise UnsupportedProblem(f"eager: with Sq={problem.Sq} > Sk={problem.Sk} a row sees no key, and softmax is NaN")
     group = problem.H // problem.Hk
-    ones = torch.ones(problem.Sq, problem.Sk, dtype=torch.bool, device=q.device)
-    hidden = ones.triu_(problem.diagonal + 1) if problem.causal else None
+    hidden = None
+    if problem.causal:
+        hidden = torch.ones(problem.Sq, problem.Sk, dtype=torch.bool, device=q.device).triu_(problem.diagonal + 1)
 
     def launch() -> tuple[Any, Any]:
         keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))

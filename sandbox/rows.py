@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,19 +92,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if number != len(lines):
                 raise UnsupportedProblem(f"{path}, line {number}, is not JSON: {line[:40]!r}") from None
     return rows
-
-
-def missing(
-    problems: Iterable[Problem], contenders: Collection[str], rows: Sequence[Mapping[str, Any]], **setting: Any
-) -> list[Problem]:
-    """The problems for which `rows` of that setting (commit, device, mode, seed) lack a contender."""
-    there = {
-        (row["contender"], *(row[name] for name in _PROBLEM))
-        for row in rows
-        if all(row.get(name) == value for name, value in setting.items())
-    }
-    fields = {problem: tuple(getattr(problem, name) for name in _PROBLEM) for problem in problems}
-    return [problem for problem, values in fields.items() if any((name, *values) not in there for name in contenders)]
 
 
 def problem_of(row: Mapping[str, Any]) -> Problem:

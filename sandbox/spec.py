@@ -48,7 +48,8 @@ class Problem:
     """Shapes, dtype and semantics of one attention call.
 
     q, o: (B, H, Sq, D); k, v: (B, Hk, Sk, D); query head h reads key/value head h // (H / Hk).
-    `scale` None means 1/sqrt(D). Raises SpecError naming the value that makes no sense.
+    `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k and v is a
+    multiple of. Raises SpecError naming the value that makes no sense.
     """
 
     B: int
@@ -60,6 +61,7 @@ class Problem:
     dtype: str = "float32"
     causal: Causal = False
     scale: float = field(default=None)  # type: ignore[assignment]  # None: 1/sqrt(D)
+    alignment: int = 16
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

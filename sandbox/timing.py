@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
@@ -160,3 +161,20 @@ class Graphs(Events):
             for _ in range(launches):
                 launch()
         return Timed(graph.replay, launches)
+
+
+def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: int = 1 << 30) -> dict[str, float]:
+    """What this GPU reaches just now: a matrix product of n³, and a copy, counting bytes read and written."""
+    import torch
+
+    kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "cuda:0"}
+    a, b, c = torch.randn(n, n, **kind), torch.randn(n, n, **kind), torch.empty(n, n, **kind)
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
+    copy = torch.empty_like(source)
+    calls = {"product": Timed(partial(torch.matmul, a, b, out=c)), "copy": Timed(partial(copy.copy_, source))}
+    samples = measure(calls, stopwatch, Limits(rounds=40, warmup=10))
+    seconds = {name: Timing.of(values).median for name, values in samples.items()}
+    return {
+        "ceiling_tflops": 2 * n**3 / seconds["product"] * 1e-12,
+        "ceiling_gbps": 2 * nbytes / seconds["copy"] * 1e-9,
+    }

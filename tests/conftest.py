@@ -71,7 +71,9 @@ def run_cuda(tmp_path: Path, device: Device):
     run_cuda(text, entry, *args, grid=1, block=32, smem=0, defines={})
     """
 
-    def run(text: str, entry: str, *args: Any, grid: Any = 1, block: Any = 32, smem: int = 0, defines: Any = None) -> None:
+    def run(
+        text: str, entry: str, *args: Any, grid: Any = 1, block: Any = 32, smem: int = 0, defines: Any = None
+    ) -> None:
         source = tmp_path / f"{entry}.cu"
         source.write_text(text)
         grid, block = (((n, 1, 1) if isinstance(n, int) else n) for n in (grid, block))

@@ -30,7 +30,8 @@ registry
 staging
 choose
 run
-trial attention
+trial plan
+attention
 cases
 check
 doctor
@@ -178,7 +179,8 @@ def test_importing_the_package_is_light() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     heavy = ("torch", "cupy", "rich", "click", "triton", "matplotlib", "cuda")
-    assert "sandbox.run" in done.stdout.split()
+    assert "sandbox.attention" in done.stdout.split()
+    assert "sandbox.run" not in done.stdout.split()
     assert [name for name in done.stdout.split() if top(name) in heavy] == []
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import sandbox
-from sandbox import driver, environment, nvrtc, registry, run
+from sandbox import dlpack, driver, environment, nvrtc, registry, run
 from sandbox.arguments import ArgumentBlock
 
 HERE = Path(__file__).resolve().parent
@@ -100,7 +100,7 @@ def launches() -> Iterator[tuple[str, list]]:
     kernel = registry.get("fwd_minimal")
     forward = lambda: sandbox.attention_forward(q, k, v)  # noqa: E731
     out, lse = forward()
-    views = {n: sandbox.dlpack.view(t) for n, t in zip(("Q", "K", "V", "O", "LSE"), (q, k, v, out, lse), strict=True)}
+    views = {n: dlpack.view(t) for n, t in zip(("Q", "K", "V", "O", "LSE"), (q, k, v, out, lse), strict=True)}
     problem = sandbox.Problem(1, 1, 32, 32, 64, dtype="float16")
     tile = kernel.tiles[0]
     prepared = run.prepare(kernel, tile, problem, views, views["Q"].device)

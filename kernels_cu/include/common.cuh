@@ -64,17 +64,19 @@ __device__ __forceinline__ float4 to_float4(dtype4 x) {
 }
 
 // Rows row0 .. + ROWS and columns col0 .. + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, by a block of X * Y
-// threads, four elements a load where the tensor is aligned for it, all of a thread's loads under way before it uses the
-// first. What lies beyond row S or column HEAD_DIM becomes zero.
+// threads: four elements a load where the tensor is aligned for it, and then all of a thread's loads under way before
+// it uses the first. What lies beyond row S or column HEAD_DIM becomes zero.
 template <int ROWS, int COLS, int PITCH, int X, int Y>
-__device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor, int b, int h, int row0, int S, int col0) {
+__device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor, int b, int h, int row0, int S,
+                                           int col0) {
     static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "each thread loads as much");
     constexpr int R = ROWS / Y, C = COLS / (4 * X);
     const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
     const dtype* from = tensor.row(b, h, row) + col;
     const long long step = Y * tensor.stride_s;
+    const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
     tile += threadIdx.y * PITCH + 4 * threadIdx.x;
-    if (HEAD_DIM % 4 == 0 && (reinterpret_cast<unsigned long long>(from) | step * sizeof(dtype)) % sizeof(dtype4) == 0) {
+    if (HEAD_DIM % 4 == 0 && (head | tensor.stride_s * sizeof(dtype)) % sizeof(dtype4) == 0) {  // alike in all threads
         dtype4 values[R][C];
 #pragma unroll
         for (int r = 0; r < R; ++r, from += step)
@@ -87,7 +89,8 @@ __device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll
-            for (int c = 0; c < C; ++c) *reinterpret_cast<float4*>(tile + r * Y * PITCH + c * 4 * X) = to_float4(values[r][c]);
+            for (int c = 0; c < C; ++c)
+                *reinterpret_cast<float4*>(tile + r * Y * PITCH + c * 4 * X) = to_float4(values[r][c]);
     } else {
 #pragma unroll 1
         for (int r = 0; r < R; ++r, from += step, tile += Y * PITCH)

@@ -51,11 +51,13 @@ class CpuFunction:
         """
         if smem_bytes > MAX_DYNAMIC_SMEM:
             raise SpecError(f"{self.entry}: {smem_bytes} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
-        if not 1 <= math.prod(block) <= MAX_THREADS or math.prod(grid) < 1:
-            raise SpecError(f"{self.entry}: a grid {grid} of blocks {block}: a block has 1 to {MAX_THREADS} threads")
+        if not 1 <= math.prod(block) <= MAX_THREADS:
+            raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
         lock = threading.Lock()
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
+            if not math.prod(grid):
+                raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel would
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
                 self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, smem_bytes, workers(),

@@ -50,6 +50,12 @@ constexpr unsigned MAX_FIBERS = 16384;  // a stack and its guard are two mapping
 
 enum class State { ready, at_barrier, in_collective, returned };
 
+struct Copy {  // one cp.async, on its way
+    char* to;
+    const char* from;
+    unsigned bytes, valid, group;
+};
+
 struct Fiber : Thread {
     Context context;
     State state;
@@ -61,6 +67,8 @@ struct Fiber : Thread {
     void* tool;          // the sanitizer's idea of this fiber
     char order[2];       // addresses that ThreadSanitizer hangs __syncwarp's ordering on, in turn
     unsigned turn;
+    Copy* copies;        // in the order of their groups
+    unsigned copy_count, copy_room, copy_group;
 };
 
 bool same_place(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
@@ -207,6 +215,7 @@ Block::Block(const Launch& launch) : launch(launch), smem(launch) {
 Block::~Block() {
     for (unsigned t = 0; t < threads && fibers[t].stack; ++t) {
         munmap(fibers[t].stack, GUARD_BYTES + STACK_BYTES);
+        if (!TSAN) free(fibers[t].copies);
 #if defined(SANDBOX_TSAN)
         __tsan_destroy_fiber(fibers[t].tool);
 #endif
@@ -274,6 +283,7 @@ bool Block::run(dim3 index) {
         Fiber& fiber = fibers[t];
         fiber.block_idx = {index.x, index.y, index.z};
         fiber.state = State::ready;
+        fiber.copy_count = fiber.copy_group = 0;  // what nobody waited for never arrives
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
     }
     current = this;
@@ -314,7 +324,7 @@ bool Block::fail(const char* format, ...) {
 const char* name_of(Collective what) {
     static const char* const names[] = {"?", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync",
                                         "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
-                                        "__match_any_sync", "__reduce_sync"};
+                                        "__match_any_sync", "__reduce_sync", "ldmatrix", "mma"};
     return names[static_cast<int>(what)];
 }
 
@@ -431,6 +441,30 @@ extern "C" void sandbox_fence() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     acquire(&order);
     release(&order);
+}
+
+extern "C" void sandbox_copy_later(void* to, const void* from, unsigned bytes, unsigned valid) {
+    Fiber& fiber = self();
+    if (fiber.copy_count == fiber.copy_room) {
+        fiber.copy_room = fiber.copy_room ? 2 * fiber.copy_room : 16;
+        fiber.copies = static_cast<Copy*>(realloc(fiber.copies, fiber.copy_room * sizeof(Copy)));
+    }
+    fiber.copies[fiber.copy_count++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, valid,
+                                        fiber.copy_group};
+}
+
+extern "C" void sandbox_commit_copies() { ++self().copy_group; }
+
+extern "C" void sandbox_wait_for_copies(unsigned pending) {
+    Fiber& fiber = self();
+    unsigned done = 0;
+    while (done < fiber.copy_count && fiber.copies[done].group + pending < fiber.copy_group) {
+        const Copy& copy = fiber.copies[done++];
+        memcpy(copy.to, copy.from, copy.valid);
+        memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
+    }
+    fiber.copy_count -= done;
+    memmove(fiber.copies, fiber.copies + done, fiber.copy_count * sizeof(Copy));
 }
 
 extern "C" void sandbox_trap(const char* reason, Site site) {

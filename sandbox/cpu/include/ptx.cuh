@@ -76,7 +76,10 @@ inline unsigned pack(float low, float high) {
 
 inline float ex2(float x) { return exp2f(x); }
 
-inline void cp_async_16(SmemAddress to, const void* from, bool valid) {
+inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+    if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
+        cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
+    }
     cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
 }
 inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
