@@ -30,7 +30,7 @@ constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // ch
 constexpr unsigned ROW = 2 * D_PAD, STAGE = 2 * BLOCK_N * ROW;             // bytes
 constexpr float LAZY = 8.0f;
 // Q stays in registers where it fits beside O and S.
-constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <= 200;
+constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <= 208;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
@@ -45,14 +45,17 @@ template <int ROWS>
 __device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S) {
     constexpr unsigned STEP = THREADS / CHUNKS, COPIERS = STEP * CHUNKS;  // a thread copies one chunk of every STEP-th row
     const unsigned row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
     if (COPIERS < THREADS && threadIdx.x >= COPIERS) return;
+    const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
+    const bool whole = HEAD_DIM == D_PAD && ROWS % STEP == 0 && n0 + ROWS <= S;
 #pragma unroll
-    for (unsigned i = 0; i < (ROWS + STEP - 1) / STEP; ++i) {
+    for (unsigned i = 0; whole && i < ROWS / STEP; ++i, from += STEP * stride)
+        cp_async_16(tile + swizzled(row0 + i * STEP, chunk), from, true);
+#pragma unroll
+    for (unsigned i = 0; !whole && i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * stride) {
         const unsigned row = row0 + i * STEP;
         const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < HEAD_DIM;
         if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + swizzled(row, chunk), inside ? from : matrix, inside);
-        from += STEP * stride;
     }
 }
 
@@ -73,6 +76,29 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
     float O[M_TILES][D_PAD / 8][4];
     float m[M_TILES][2], l[M_TILES][2];  // m: a dot product; l: this lane's part of the sum
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            m[mt][0] = m[mt][1] = -INF;
+            l[mt][0] = l[mt][1] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < D_PAD / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
+        }
+    }
+    __device__ __forceinline__ void load_queries(SmemAddress Q_smem, const Lane& q_lane) {
+#pragma unroll
+        for (int i = 0; i < M_TILES * D_PAD / 16; ++i) {
+            const int mt = i / (D_PAD / 16), step = i % (D_PAD / 16);
+            ldmatrix_x4(Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem + q_lane(16 * mt, step));
+        }
+    }
+    __device__ __forceinline__ bool finite() const {
+        float zero = 0.0f;
+#pragma unroll
+        for (int i = 0; i < M_TILES * D_PAD / 2; ++i) zero = fmaf(O[i / (D_PAD / 2)][i % (D_PAD / 2) / 4][i % 4], 0.0f, zero);
+        return zero == 0.0f;
+    }
 };
 
 // S = Q K^T for SUB_N keys from key row `n` of the tile on.
@@ -120,17 +146,7 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
     }
 }
 
-// All ones where a packed element is finite, else zeros.
-__device__ __forceinline__ unsigned finite_mask(unsigned pair) {
-#if defined(DTYPE_bfloat16)
-    constexpr unsigned EXPONENT = 0x7f807f80u;
-#else
-    constexpr unsigned EXPONENT = 0x7c007c00u;
-#endif
-    return (((~pair & EXPONENT) + EXPONENT) >> 15 & 0x00010001u) * 0xffffu;  // the sum carries into bit 15 unless all ones
-}
-
-// One K/V tile, SUB_N keys at a time. MASKED: some row of the block does not see all of it.
+// One K/V tile, SUB_N keys at a time. MASKED: some row of the warp does not see all of it.
 template <bool MASKED>
 __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first_row, int n0, SmemAddress Q_smem,
                                        const char* stage, const Lane& q_lane, const Lane& k_lane, const Lane& v_lane) {
@@ -139,8 +155,9 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
     const char* V_tile = stage + BLOCK_N * ROW;
     const SmemAddress K_smem = smem_address(stage), V_smem = smem_address(V_tile);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-#pragma unroll
+#pragma unroll (MASKED ? 1 : BLOCK_N / SUB_N)
     for (int n = 0; n < BLOCK_N; n += SUB_N) {
+        if (MASKED && n0 + n >= score.key_end(first_row + 16 * M_TILES)) break;  // no row of the warp sees the rest
         float S[M_TILES][SUB_N / 8][4] = {};
         dot_products(S, rows, Q_smem, K_smem, n, q_lane, k_lane);
 
@@ -179,21 +196,12 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
             }
         }
 
-        unsigned finite = 0xffffffffu;
 #pragma unroll
         for (int step = 0; step < SUB_N / 16; ++step) {
 #pragma unroll
             for (int dt = 0; dt < D_PAD / 16; ++dt) {
                 unsigned V[4];
                 ldmatrix_x4_trans(V, V_smem + v_lane(n + 16 * step, dt));
-                if (MASKED) {  // 0 * NaN would bring a masked value to rows that do not see it
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const unsigned mask = finite_mask(V[i]);
-                        V[i] &= mask;
-                        finite &= mask;
-                    }
-                }
 #pragma unroll
                 for (int mt = 0; mt < M_TILES; ++mt) {
                     mma_m16n8k16(rows.O[mt][2 * dt], P[mt][step], V[0], V[1]);
@@ -201,87 +209,82 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
                 }
             }
         }
-        if (MASKED && __any_sync(0xffffffffu, finite != 0xffffffffu)) {  // now bring it to the rows that do see it
-#pragma unroll
-            for (int i = 0; i < D_PAD / 4; ++i) {
-                const int nt = i / 2, column = 2 * q + i % 2;
-#pragma unroll 1
-                for (int j = n; j < n + SUB_N; ++j) {
-                    const float v = to_float(reinterpret_cast<const dtype*>(V_tile + swizzled(j, nt))[column]);
-                    if (v - v == 0.0f) continue;  // finite
-#pragma unroll
-                    for (int mt = 0; mt < M_TILES; ++mt) {
-                        const int query_row = first_row + 16 * mt + g;
-                        if (score.sees(query_row, n0 + j)) rows.O[mt][nt][i % 2] += v;
-                        if (score.sees(query_row + 8, n0 + j)) rows.O[mt][nt][2 + i % 2] += v;
-                    }
-                }
-            }
+    }
+}
+
+// The same for one warp a row, key after key, only those that the row sees: for blocks that meet NaN or inf.
+__device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+                                               const View<const dtype>& V, const View<dtype>& O, float* LSE, int group,
+                                               const Score& score, int m0) {
+    constexpr int OWNED = (HEAD_DIM + 31) / 32;
+    const int h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
+    for (int i = m0 + threadIdx.x / 32; i < min(m0 + BLOCK_M, score.Sq); i += WARPS) {
+        float o[OWNED] = {}, m = -INF, l = 0.0f;
+        for (int j = 0; j < score.key_end(i + 1); ++j) {
+            float dot = 0.0f;
+            for (int d = lane; d < HEAD_DIM; d += 32)
+                dot += to_float(Q.row(b, h, i)[d]) * to_float(K.row(b, h / group, j)[d]);
+            const float s = score.score(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
+            const float alpha = expf(m - shift), p = expf(s - shift);
+            for (int d = 0; d < OWNED; ++d)
+                if (score.sees(i, j) && lane + 32 * d < HEAD_DIM)
+                    o[d] = alpha * o[d] + p * to_float(V.row(b, h / group, j)[lane + 32 * d]);
+            l = alpha * l + p;
+            m = m_new;
         }
+        for (int d = 0; d < OWNED; ++d)
+            if (lane + 32 * d < HEAD_DIM) O.row(b, h, i)[lane + 32 * d] = dtype(l == 0.0f ? 0.0f : o[d] / l);
+        if (lane == 0) LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + i] = m + logf(l);
     }
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
-    View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
-    View<dtype> O,        // (B, H, Sq, HEAD_DIM)
-    float* LSE,           // (B, H, Sq), contiguous
-    int group,            // H / Hk
-    Score score) {
+    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    float* LSE,                                   // (B, H, Sq), contiguous
+    int group,                                    // H / Hk
+    const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     char* const stages = smem + BLOCK_M * ROW;
     const int h = blockIdx.y, b = blockIdx.z;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int m0 = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;  // causal: long rows first
     const int first_row = m0 + warp * 16 * M_TILES;
+    const int keys_all = score.key_all(first_row);  // every row of the warp sees the keys before
     const dtype* const K_head = K.row(b, h / group, 0);
     const dtype* const V_head = V.row(b, h / group, 0);
 
     const int tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
-    const int whole_tiles = max(score.key_all(m0), 0) / BLOCK_N;  // every row of the block sees all of these
-
     const auto request_stage = [&](int j) {
         const SmemAddress stage = smem_address(stages + j % 2 * STAGE);
         request_tile<BLOCK_N>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
         request_tile<BLOCK_N>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
         cp_async_commit();
     };
-    if (tiles > 0) {
-        request_tile<BLOCK_M>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
-        request_stage(0);
-    }
-
-    Rows rows;
-#pragma unroll
-    for (int mt = 0; mt < M_TILES; ++mt) {
-#pragma unroll
-        for (int nt = 0; nt < D_PAD / 8; ++nt) rows.O[mt][nt][0] = rows.O[mt][nt][1] = rows.O[mt][nt][2] = rows.O[mt][nt][3] = 0.0f;
-        rows.m[mt][0] = rows.m[mt][1] = -INF;
-        rows.l[mt][0] = rows.l[mt][1] = 0.0f;
-    }
     // Which row and chunk of a 16 x 16 block a lane points ldmatrix at: A operands by rows, K by keys, V (trans) by keys.
     char* const Q_warp = smem + warp * 16 * M_TILES * ROW;
     const SmemAddress Q_smem = smem_address(Q_warp);
     const Lane q_lane(lane % 16, lane / 16), k_lane(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_lane(lane % 16, lane / 16);
 
+    Rows rows;
+    if (tiles > 0) request_tile<BLOCK_M>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
+    rows.reset();
+    if (tiles > 0) request_stage(0);
 #pragma unroll 1
-    for (int j = 0; j < tiles; ++j) {
-        cp_async_wait<0>();
-        __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
-        if (j + 1 < tiles) request_stage(j + 1);
-        if (Q_IN_REGISTERS && j == 0) {
-#pragma unroll
-            for (int mt = 0; mt < M_TILES; ++mt) {
-#pragma unroll
-                for (int step = 0; step < D_PAD / 16; ++step)
-                    ldmatrix_x4(rows.Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem + q_lane(16 * mt, step));
-            }
+        for (int j = 0; j < tiles; ++j) {
+            cp_async_wait<0>();
+            __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
+            if (j + 1 < tiles) request_stage(j + 1);
+            if (Q_IN_REGISTERS && j == 0) rows.load_queries(Q_smem, q_lane);
+            const char* const stage = stages + j % 2 * STAGE;
+            const int n0 = j * BLOCK_N;
+            if (n0 + BLOCK_N <= keys_all) attend<false>(rows, score, first_row, n0, Q_smem, stage, q_lane, k_lane, v_lane);
+            else attend<true>(rows, score, first_row, n0, Q_smem, stage, q_lane, k_lane, v_lane);
         }
-        const char* const stage = stages + j % 2 * STAGE;
-        if (j < whole_tiles) attend<false>(rows, score, first_row, j * BLOCK_N, Q_smem, stage, q_lane, k_lane, v_lane);
-        else attend<true>(rows, score, first_row, j * BLOCK_N, Q_smem, stage, q_lane, k_lane, v_lane);
-    }
+    // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time:
+    if (CAUSAL && __syncthreads_or(!rows.finite())) return attend_row_by_row(Q, K, V, O, LSE, group, score, m0);
 
     __syncwarp();  // every lane has read the warp's own rows of Q before O takes their place
     const int g = lane / 4, q = lane % 4;

@@ -127,6 +127,7 @@ struct Block {
     const void* scheduler_stack = nullptr;  // bounds that AddressSanitizer asks for
     size_t scheduler_stack_size = 0;
     unsigned generation = 0;  // of the block's barrier
+    bool any[2] = {};         // what __syncthreads_or gathers, in turn
     char order[2] = {};       // as Fiber::order, for __syncthreads
     char begun = 0, ended = 0;  // the same for the beginning and end of a block
     SharedMemory smem;
@@ -279,6 +280,7 @@ bool Block::run(dim3 index) {
     smem.poison();
     release(&begun);
     generation = 0;
+    any[0] = any[1] = false;
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         fiber.block_idx = {index.x, index.y, index.z};
@@ -307,7 +309,7 @@ bool Block::release_barrier() {
         if (fibers[t].state != State::at_barrier || !same_place(fibers[t].site, fibers[0].site)) return false;
     }
     for (unsigned t = 0; t < threads; ++t) fibers[t].state = State::ready;
-    ++generation;
+    any[++generation % 2] = false;  // every thread has read it: it was used two barriers ago
     return true;
 }
 
@@ -395,14 +397,19 @@ void* work(void* argument) {
 
 }  // namespace
 
-extern "C" void sandbox_barrier(Site site) {
+extern "C" void sandbox_barrier(Site site) { sandbox_barrier_or(false, site); }
+
+extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
     Fiber& fiber = self();
+    bool& any = current->any[current->generation % 2];
+    any |= predicate;
     char* order = &current->order[current->generation % 2];  // two: what follows a barrier must not count before it
     release(order);
     fiber.state = State::at_barrier;
     fiber.site = site;
     pause();
     acquire(order);
+    return any;
 }
 
 extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site) {

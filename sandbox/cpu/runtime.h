@@ -32,6 +32,8 @@ extern __attribute__((tls_model("initial-exec"))) thread_local Thread* sandbox_s
 
 // Waits until every thread of the block has come to this very place.
 void sandbox_barrier(Site site);
+// The same; returns whether any thread handed in true.
+bool sandbox_barrier_or(bool predicate, Site site);
 // Hands in `value`; returns the 32 values of the warp, to be read at once, when every lane in `mask` (that the warp has)
 // has called the same collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);

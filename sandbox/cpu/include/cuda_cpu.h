@@ -34,6 +34,7 @@ constexpr int warpSize = 32;
 // ---- barriers and fences
 
 inline void __syncthreads(SANDBOX_SITE) { cpu::sandbox_barrier(site); }
+inline int __syncthreads_or(int predicate, SANDBOX_SITE) { return cpu::sandbox_barrier_or(predicate != 0, site); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, SANDBOX_SITE) {
     cpu::sandbox_collective(cpu::Collective::syncwarp, mask, 0, site);
 }
