@@ -1,9 +1,9 @@
 """Spec of `fwd_block2d.cu`."""
 
-from sandbox.spec import Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 
 
-def check_tile(p: Problem, t: Tile) -> str | None:
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Why the block cannot divide the tile among its threads, as a sentence."""
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
     o_cols = cdiv(p.D, 4 * X) * 4

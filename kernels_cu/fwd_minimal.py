@@ -13,7 +13,7 @@ kernel = Kernel(
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
     block=lambda t: (t.BLOCK_M, 1, 1),
     smem_bytes=lambda p, t: 4 * p.D * (2 * t.BLOCK_M + 2 * t.BLOCK_N),
-    check_tile=lambda p, t: (
+    check_tile=lambda p, t, arch: (
         None if t.BLOCK_M <= 1024 else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one a row"
     ),
     args=("Q", "K", "V", "O", "LSE", "group", "score"),

@@ -29,8 +29,13 @@ constexpr unsigned CHUNKS = D_PAD / 8;                 // 16-byte chunks of a ro
 constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks change places within groups of so many
 constexpr unsigned ROW = 2 * D_PAD, STAGE = 2 * BLOCK_N * ROW;             // bytes
 constexpr float LAZY = 8.0f;
-// Q stays in registers where it fits beside O and S.
-constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <= 208;
+// Q stays in registers where ptxas finds room for it beside O and S without spilling, by trial on each architecture.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr int ROOM = 180;
+#else
+constexpr int ROOM = M_TILES == 1 ? 208 : 180;  // D = 256: 8% faster than from shared memory
+#endif
+constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <= ROOM;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
@@ -55,15 +60,15 @@ __device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matr
     for (unsigned i = 0; !whole && i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * stride) {
         const unsigned row = row0 + i * STEP;
         const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < HEAD_DIM;
-        if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + swizzled(row, chunk), inside ? from : matrix, inside);
+        if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + swizzled(row, chunk), from, inside);
     }
 }
 
-// Byte offsets, within a tile, of the rows that this lane points ldmatrix at. Step i of 16 columns lies at
-// at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
-struct Lane {
+// Byte offsets, within a tile, of the row and chunk of a 16 x 16 block that this lane points ldmatrix at. Step i of 16
+// columns lies at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
+struct Place {
     unsigned at[GROUP / 2];
-    __device__ __forceinline__ Lane(unsigned row, unsigned chunk) {
+    __device__ __forceinline__ Place(unsigned row, unsigned chunk) {
 #pragma unroll
         for (unsigned i = 0; i < GROUP / 2; ++i) at[i] = swizzled(row, 2 * i + chunk);
     }
@@ -86,11 +91,11 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
             for (int i = 0; i < D_PAD / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
         }
     }
-    __device__ __forceinline__ void load_queries(SmemAddress Q_smem, const Lane& q_lane) {
+    __device__ __forceinline__ void load_queries(SmemAddress Q_smem, const Place& place) {
 #pragma unroll
         for (int i = 0; i < M_TILES * D_PAD / 16; ++i) {
             const int mt = i / (D_PAD / 16), step = i % (D_PAD / 16);
-            ldmatrix_x4(Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem + q_lane(16 * mt, step));
+            ldmatrix_x4(Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem + place(16 * mt, step));
         }
     }
     __device__ __forceinline__ bool finite() const {
@@ -101,21 +106,22 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
     }
 };
 
-// S = Q K^T for SUB_N keys from key row `n` of the tile on.
-__device__ __forceinline__ void dot_products(float (&S)[M_TILES][SUB_N / 8][4], const Rows& rows, SmemAddress Q_smem,
-                                             SmemAddress K_smem, int n, const Lane& q_lane, const Lane& k_lane) {
+// S = Q K^T for KEYS keys from key row `n` of the tile on.
+template <int KEYS>
+__device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], const Rows& rows, SmemAddress Q_smem,
+                                             SmemAddress K_smem, int n, const Place& place, const Place& key_place) {
 #pragma unroll
     for (int step = 0; step < D_PAD / 16; ++step) {
         unsigned Q[M_TILES][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
-            if (!Q_IN_REGISTERS) ldmatrix_x4(Q[mt], Q_smem + q_lane(16 * mt, step));
+            if (!Q_IN_REGISTERS) ldmatrix_x4(Q[mt], Q_smem + place(16 * mt, step));
             else for (int i = 0; i < 4; ++i) Q[mt][i] = rows.Q[Q_IN_REGISTERS ? mt : 0][step][i];
         }
 #pragma unroll
-        for (int nt = 0; nt < SUB_N / 16; ++nt) {
+        for (int nt = 0; nt < KEYS / 16; ++nt) {
             unsigned K[4];
-            ldmatrix_x4(K, K_smem + k_lane(n + 16 * nt, step));
+            ldmatrix_x4(K, K_smem + key_place(n + 16 * nt, step));
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt) {
                 mma_m16n8k16(S[mt][2 * nt], Q[mt], K[0], K[1]);
@@ -126,7 +132,7 @@ __device__ __forceinline__ void dot_products(float (&S)[M_TILES][SUB_N / 8][4], 
 }
 
 // Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float scale_log2) {
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -134,7 +140,7 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
             float& m = rows.m[mt][half];
             top[mt][half] = fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 1));
             const float m_new = fmaxf(m, fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 2)));
-            const float alpha = m == m_new ? 1.0f : ex2((m - m_new) * exponent);  // equal infinities: not NaN
+            const float alpha = m == m_new ? 1.0f : ex2((m - m_new) * scale_log2);  // equal infinities: not NaN
             m = m_new;
             rows.l[mt][half] *= alpha;
 #pragma unroll
@@ -146,20 +152,20 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
     }
 }
 
-// One K/V tile, SUB_N keys at a time. MASKED: some row of the warp does not see all of it.
+// One K/V tile, KEYS keys at a time. MASKED: some row of the warp does not see all of it; then in small steps, as soon as
+// no row sees more it ends.
 template <bool MASKED>
 __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first_row, int n0, SmemAddress Q_smem,
-                                       const char* stage, const Lane& q_lane, const Lane& k_lane, const Lane& v_lane) {
-    const float exponent = score.scale * 1.4426950408889634f;  // log2(e): exp(x) = 2^(x log2(e))
-    const float margin = LAZY / exponent;
+                                       const char* stage, const Place& place, const Place& key_place) {
+    constexpr int KEYS = MASKED ? 16 : SUB_N;
     const char* V_tile = stage + BLOCK_N * ROW;
     const SmemAddress K_smem = smem_address(stage), V_smem = smem_address(V_tile);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-#pragma unroll (MASKED ? 1 : BLOCK_N / SUB_N)
-    for (int n = 0; n < BLOCK_N; n += SUB_N) {
+#pragma unroll (MASKED ? 1 : BLOCK_N / KEYS)
+    for (int n = 0; n < BLOCK_N; n += KEYS) {
         if (MASKED && n0 + n >= score.key_end(first_row + 16 * M_TILES)) break;  // no row of the warp sees the rest
-        float S[M_TILES][SUB_N / 8][4] = {};
-        dot_products(S, rows, Q_smem, K_smem, n, q_lane, k_lane);
+        float S[M_TILES][KEYS / 8][4] = {};
+        dot_products<KEYS>(S, rows, Q_smem, K_smem, n, place, key_place);
 
         float top[M_TILES][2];
         bool exceeds = false;
@@ -169,27 +175,27 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
             for (int half = 0; half < 2; ++half) {
                 top[mt][half] = -INF;
 #pragma unroll
-                for (int i = 0; i < SUB_N / 4; ++i) {
+                for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
                     const int query_row = first_row + 16 * mt + 8 * half + g, key_col = n0 + n + i / 2 * 8 + 2 * q + i % 2;
                     if (MASKED && !score.sees(query_row, key_col)) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }
-                exceeds |= top[mt][half] > rows.m[mt][half] + margin;
+                exceeds |= (top[mt][half] - rows.m[mt][half]) * score.scale_log2 > LAZY;
             }
         }
-        if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponent);
+        if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, score.scale_log2);
 
-        unsigned P[M_TILES][SUB_N / 16][4];
+        unsigned P[M_TILES][KEYS / 16][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * exponent;  // no key seen: P = 0, not NaN
+                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * score.scale_log2;  // no key seen: P = 0, not NaN
 #pragma unroll
-                for (int nt = 0; nt < SUB_N / 8; ++nt) {
-                    const float p0 = ex2(fmaf(S[mt][nt][2 * half], exponent, shift));
-                    const float p1 = ex2(fmaf(S[mt][nt][2 * half + 1], exponent, shift));
+                for (int nt = 0; nt < KEYS / 8; ++nt) {
+                    const float p0 = ex2(fmaf(S[mt][nt][2 * half], score.scale_log2, shift));
+                    const float p1 = ex2(fmaf(S[mt][nt][2 * half + 1], score.scale_log2, shift));
                     rows.l[mt][half] += p0 + p1;
                     P[mt][nt / 2][nt % 2 * 2 + half] = pack(p0, p1);
                 }
@@ -197,11 +203,11 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
         }
 
 #pragma unroll
-        for (int step = 0; step < SUB_N / 16; ++step) {
+        for (int step = 0; step < KEYS / 16; ++step) {
 #pragma unroll
             for (int dt = 0; dt < D_PAD / 16; ++dt) {
                 unsigned V[4];
-                ldmatrix_x4_trans(V, V_smem + v_lane(n + 16 * step, dt));
+                ldmatrix_x4_trans(V, V_smem + place(n + 16 * step, dt));
 #pragma unroll
                 for (int mt = 0; mt < M_TILES; ++mt) {
                     mma_m16n8k16(rows.O[mt][2 * dt], P[mt][step], V[0], V[1]);
@@ -249,12 +255,12 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     extern __shared__ __align__(1024) char smem[];
     char* const stages = smem + BLOCK_M * ROW;
     const int h = blockIdx.y, b = blockIdx.z;
-    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int m0 = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;  // causal: long rows first
     const int first_row = m0 + warp * 16 * M_TILES;
-    const int keys_all = score.key_all(first_row);  // every row of the warp sees the keys before
     const dtype* const K_head = K.row(b, h / group, 0);
     const dtype* const V_head = V.row(b, h / group, 0);
+    const int whole = max(score.key_all(m0), 0) / BLOCK_N;  // tiles that every row of the block sees whole
 
     const int tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
     const auto request_stage = [&](int j) {
@@ -263,26 +269,33 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         request_tile<BLOCK_N>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
         cp_async_commit();
     };
-    // Which row and chunk of a 16 x 16 block a lane points ldmatrix at: A operands by rows, K by keys, V (trans) by keys.
     char* const Q_warp = smem + warp * 16 * M_TILES * ROW;
     const SmemAddress Q_smem = smem_address(Q_warp);
-    const Lane q_lane(lane % 16, lane / 16), k_lane(lane / 16 * 8 + lane % 8, lane / 8 % 2), v_lane(lane % 16, lane / 16);
+    // Matrices in the order of the fragments' registers: of a block of Q or V (transposed) by rows, of one of K by columns,
+    // so that the two registers of a B operand are neighbours (moving them into place cost 12% of the speed at D = 128).
+    const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 
     Rows rows;
     if (tiles > 0) request_tile<BLOCK_M>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
     rows.reset();
     if (tiles > 0) request_stage(0);
+    const auto arrive = [&](int j) {
+        cp_async_wait<0>();
+        __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
+        if (j + 1 < tiles) request_stage(j + 1);
+        if (Q_IN_REGISTERS && j == 0) rows.load_queries(Q_smem, place);
+    };
+    int j = 0;
 #pragma unroll 1
-        for (int j = 0; j < tiles; ++j) {
-            cp_async_wait<0>();
-            __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
-            if (j + 1 < tiles) request_stage(j + 1);
-            if (Q_IN_REGISTERS && j == 0) rows.load_queries(Q_smem, q_lane);
-            const char* const stage = stages + j % 2 * STAGE;
-            const int n0 = j * BLOCK_N;
-            if (n0 + BLOCK_N <= keys_all) attend<false>(rows, score, first_row, n0, Q_smem, stage, q_lane, k_lane, v_lane);
-            else attend<true>(rows, score, first_row, n0, Q_smem, stage, q_lane, k_lane, v_lane);
-        }
+    for (; j < whole; ++j) {
+        arrive(j);
+        attend<false>(rows, score, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place);
+    }
+#pragma unroll 1
+    for (; j < tiles; ++j) {
+        arrive(j);
+        attend<true>(rows, score, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place);
+    }
     // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time:
     if (CAUSAL && __syncthreads_or(!rows.finite())) return attend_row_by_row(Q, K, V, O, LSE, group, score, m0);
 

@@ -17,6 +17,28 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return None if p.scale > 0 else f"scale={p.scale} is not built: it must be positive (fwd_block2d takes any)"
 
 
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """What an MMA step, the register file and an SM's shared memory ask of a tile."""
+    rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(p.D, 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
+    accumulators = rows * (columns + t.SUB_N) // 32
+    rules = (
+        (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
+        (t.SUB_N % 16 == 0, f"SUB_N={t.SUB_N} must be a multiple of 16: one m16n8k16 step of P V"),
+        (not arch or arch < (10, 0) or t.SUB_N != 48, "SUB_N=48 spills on compute capability 10.0 and later"),
+        (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
+        (
+            t.BLOCK_N * columns <= 8192,
+            f"BLOCK_N={t.BLOCK_N} rows of K at D={p.D} spill: at most 8192 elements do not",
+        ),
+        (accumulators <= 176, f"{rows} rows a warp need {accumulators} registers for S and O at D={p.D}: at most 176"),
+        (
+            smem <= 232448,
+            f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448",
+        ),
+    )
+    return next((sentence for kept, sentence in rules if not kept), None)
+
+
 kernel = Kernel(
     name="fwd_mma",
     computes="forward",
@@ -25,7 +47,8 @@ kernel = Kernel(
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
     tiles=(
-        Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),
+        Tile(BLOCK_M=128, BLOCK_N=128, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
+        Tile(BLOCK_M=128, BLOCK_N=48, SUB_N=48, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=128, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
     ),
@@ -33,5 +56,6 @@ kernel = Kernel(
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
+    check_tile=check_tile,
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

@@ -7,6 +7,7 @@ addresses form the `void**` table that both cuLaunchKernel and the CPU backend t
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ class Score(ctypes.Structure):
         ("Sk", ctypes.c_int32),
         ("diagonal", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("scale_log2", ctypes.c_float),
     )
 
 
@@ -67,7 +69,7 @@ _POINTER = Row(ctypes.c_void_p)  # contiguous, its shape fixed by the problem: (
 ARGUMENTS: dict[str, Row] = {
     **dict.fromkeys(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV"), _TENSOR),
     **dict.fromkeys(("LSE", "delta"), _POINTER),
-    "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale)),
+    "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale, p.scale / math.log(2))),
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
 }
 

@@ -10,7 +10,7 @@ from .spec import Arch, Kernel, Problem, Tile
 
 def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
-    if reason := kernel.refuses_tile(problem, tile):
+    if reason := kernel.refuses_tile(problem, tile, arch):
         return reason
     need = kernel.smem_bytes(problem, tile)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM

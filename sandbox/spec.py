@@ -210,7 +210,7 @@ class Kernel:
     args: tuple[str, ...]
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
-    check_tile: Callable[[Problem, Tile], str | None] = lambda problem, tile: None
+    check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
     arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
     source: Path = Path()
 
@@ -243,11 +243,11 @@ class Kernel:
             return f"{self.name}: {reason}"
         return None
 
-    def refuses_tile(self, problem: Problem, tile: Tile) -> str | None:
+    def refuses_tile(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
         """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
         if set(tile) != set(self.tiles[0]):
             return f"{self.name}: tile {tile or '(empty)'} must name {', '.join(self.tiles[0])} and nothing else"
-        reason = self.check_tile(problem, tile)
+        reason = self.check_tile(problem, tile, arch)
         return f"{self.name}: {reason}" if reason else None
 
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
-_FLUSH = 256 << 20  # bytes: twice any L2 there is, and 0.1 ms in which the host gets ahead of the GPU
+_FLUSH = 256 << 20  # bytes: twice any L2 there is
+_LEAD = 600_000  # cycles, some 0.3 ms, that the GPU idles before a sample, in which the host gets ahead of it
 _GRAPH_SECONDS = 2e-3  # a graph replays as many launches as fit in this
 _BRIEF = 0.05  # seconds: a longer launch is warm after one
 
@@ -121,6 +122,7 @@ class Events:
         """One call of each, queued without waiting for the GPU in between."""
         marks = []
         for each in timed:
+            self._torch.cuda._sleep(_LEAD)
             self._scratch.zero_()
             marks.append(self._between_events(each.call))
         self.synchronize()

@@ -137,7 +137,7 @@ class FakeTorch:
         stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=synchronize)
         self.cuda = SimpleNamespace(
             Event=Event, CUDAGraph=Graph, graph=capture, Stream=lambda: stream, current_stream=lambda: stream,
-            stream=contextlib.nullcontext, synchronize=synchronize,
+            stream=contextlib.nullcontext, synchronize=synchronize, _sleep=lambda cycles: log.append("sleep"),
         )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_what_lies_between_two_events(kind: type, launches: int) -> None:
     assert [each.launches for each in timed] == [launches] * 2
     del torch.log[:]
     assert stopwatch.sample(timed) == pytest.approx([0.25e-3] * 2)
-    assert torch.log == ["flush", "event", *["launch"] * launches, "event"] * 2 + ["synchronize"]
+    assert torch.log == ["sleep", "flush", "event", *["launch"] * launches, "event"] * 2 + ["synchronize"]
 
 
 # ---- grids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
     """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
     target, tried = arch.parse(arch_name), 0
     for dtype in kernel.dtypes:
-        for D, causal in ((64, False), (128, True), (kernel.max_D, False), (kernel.max_D, True)):
+        for D, causal in itertools.product((40, 64, 96, 128, kernel.max_D), (False, True)):
             problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal="bottom-right" if causal else False)
             for tile in kernel.tiles:
                 if kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target):

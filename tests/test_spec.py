@@ -219,7 +219,7 @@ FIELDS = {
     "tiles": (Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=32)), "grid": lambda p, t: (1, 1, 1),
     "block": lambda t: (t.BLOCK_M, 1, 1), "smem_bytes": lambda p, t: 4 * p.D * t.BLOCK_M, "args": ("Q",), "max_D": 128,
     "supports": lambda p, arch: "no broadcast over B" if p.B > 4 else None,
-    "check_tile": lambda p, t: f"BLOCK_N={t.BLOCK_N} must be even" if t.BLOCK_N % 2 else None,
+    "check_tile": lambda p, t, arch: f"BLOCK_N={t.BLOCK_N} must be even" if t.BLOCK_N % 2 else None,
 }  # fmt: skip
 KERNEL = Kernel(**FIELDS)
 
