@@ -14,18 +14,22 @@
 //
 // Rows of 16-byte chunks are stored with their chunks XOR-swizzled by the row, so that the eight rows an ldmatrix reads
 // fall into eight different groups of banks. Scores stay dot products: the scale is folded, with log2(e), into the one
-// FFMA before exp2. Masks are applied only to tiles that some row of the block does not see whole.
+// FFMA before exp2. Tiles that every row of the block sees whole have a loop of their own, without masks.
 //
 // The row maximum is followed lazily: m moves, and O and l are rescaled, only when some score exceeds m by more than
 // LAZY in the exponent. P stays below 2^LAZY, which fp16 holds; the result is the same to rounding, and after the first
 // tiles a step costs one vote instead of shuffles and HEAD_DIM / 4 multiplications a row (FlashAttention-4's idea).
+//
+// Two warps share a scheduler, and neither is ever short of instructions that wait for the tensor cores; what counts is how
+// well ptxas mixes one step's exponentials with the next step's products. What helped and what did not, with numbers:
+// experiments/003_forward_paper.
 #include "ptx.cuh"
 #include "score.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
-constexpr unsigned CHUNKS = D_PAD / 8;                 // 16-byte chunks of a row
+constexpr unsigned CHUNKS = D_PAD / 8;            // 16-byte chunks of a row
 constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks change places within groups of so many
 constexpr unsigned ROW = 2 * D_PAD, STAGE = 2 * BLOCK_N * ROW;             // bytes
 constexpr float LAZY = 8.0f;
@@ -132,7 +136,7 @@ __device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], c
 }
 
 // Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float scale_log2) {
+__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float exponent) {
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -140,7 +144,7 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
             float& m = rows.m[mt][half];
             top[mt][half] = fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 1));
             const float m_new = fmaxf(m, fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 2)));
-            const float alpha = m == m_new ? 1.0f : ex2((m - m_new) * scale_log2);  // equal infinities: not NaN
+            const float alpha = m == m_new ? 1.0f : ex2((m - m_new) * exponent);  // equal infinities: not NaN
             m = m_new;
             rows.l[mt][half] *= alpha;
 #pragma unroll
@@ -158,6 +162,7 @@ template <bool MASKED>
 __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first_row, int n0, SmemAddress Q_smem,
                                        const char* stage, const Place& place, const Place& key_place) {
     constexpr int KEYS = MASKED ? 16 : SUB_N;
+    const float exponent = score.scale * 1.4426950408889634f, margin = LAZY / exponent;  // log2(e): e^x = 2^(x log2(e))
     const char* V_tile = stage + BLOCK_N * ROW;
     const SmemAddress K_smem = smem_address(stage), V_smem = smem_address(V_tile);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -181,21 +186,21 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
                     if (MASKED && !score.sees(query_row, key_col)) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }
-                exceeds |= (top[mt][half] - rows.m[mt][half]) * score.scale_log2 > LAZY;
+                exceeds |= top[mt][half] > rows.m[mt][half] + margin;
             }
         }
-        if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, score.scale_log2);
+        if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponent);
 
         unsigned P[M_TILES][KEYS / 16][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * score.scale_log2;  // no key seen: P = 0, not NaN
+                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * exponent;  // no key seen: P = 0, not NaN
 #pragma unroll
                 for (int nt = 0; nt < KEYS / 8; ++nt) {
-                    const float p0 = ex2(fmaf(S[mt][nt][2 * half], score.scale_log2, shift));
-                    const float p1 = ex2(fmaf(S[mt][nt][2 * half + 1], score.scale_log2, shift));
+                    const float p0 = ex2(fmaf(S[mt][nt][2 * half], exponent, shift));
+                    const float p1 = ex2(fmaf(S[mt][nt][2 * half + 1], exponent, shift));
                     rows.l[mt][half] += p0 + p1;
                     P[mt][nt / 2][nt % 2 * 2 + half] = pack(p0, p1);
                 }

@@ -14,7 +14,7 @@ from .spec import Arch, cdiv
 KIB = 1024
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256  # registers are given out to a warp in multiples of this
-WARP_UNIT = 4  # a block's warps are placed on four sub-partitions
+WARP_UNIT = 4  # an SM's registers are split between four sub-partitions
 WARP = 32
 
 
@@ -84,7 +84,7 @@ def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occu
     warps_by_registers = REGISTERS_PER_SM // WARP_UNIT // registers_per_warp * WARP_UNIT
     smem = cdiv(smem_bytes + limit.smem_reserved, limit.smem_unit) * limit.smem_unit
     bounds = {
-        "registers": warps_by_registers // (cdiv(warps, WARP_UNIT) * WARP_UNIT),
+        "registers": warps_by_registers // warps,
         "shared memory": limit.smem_per_sm // max(smem, 1),
         "warps": limit.warps_per_sm // warps,
         "blocks": limit.blocks_per_sm,

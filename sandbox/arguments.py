@@ -7,7 +7,6 @@ addresses form the `void**` table that both cuLaunchKernel and the CPU backend t
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +42,6 @@ class Score(ctypes.Structure):
         ("Sk", ctypes.c_int32),
         ("diagonal", ctypes.c_int32),
         ("scale", ctypes.c_float),
-        ("scale_log2", ctypes.c_float),
     )
 
 
@@ -69,7 +67,7 @@ _POINTER = Row(ctypes.c_void_p)  # contiguous, its shape fixed by the problem: (
 ARGUMENTS: dict[str, Row] = {
     **dict.fromkeys(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV"), _TENSOR),
     **dict.fromkeys(("LSE", "delta"), _POINTER),
-    "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale, p.scale / math.log(2))),
+    "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale)),
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
 }
 

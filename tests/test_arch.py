@@ -59,10 +59,10 @@ HOPPER, AMPERE_GAMER, TURING = (9, 0), (8, 6), (7, 5)
         # The most a block may have, and one byte more.
         (HOPPER, 128, 32, 227 * KIB, Occupancy(1, 4 / 64, "shared memory")),
         (HOPPER, 128, 32, 227 * KIB + 1, Occupancy(0, 0.0, "shared memory")),
-        # One warp, 64 registers: 2048 a warp; 8 a sub-partition, 32 an SM, but a block takes 4 warps' room: 8 blocks.
-        (HOPPER, 32, 64, 24 * KIB, Occupancy(8, 8 / 64, "registers")),
-        # One warp, 32 registers, no shared memory: 64 warps' room / 4 = 16 by registers; of 32 blocks allowed.
-        (HOPPER, 32, 32, 0, Occupancy(16, 16 / 64, "registers")),
+        # One warp, 64 registers: 32 blocks by registers; 228 KiB / (24 + 1) = 9 (as an H100's driver says).
+        (HOPPER, 32, 64, 24 * KIB, Occupancy(9, 9 / 64, "shared memory")),
+        # One warp, 32 registers, no shared memory: 64 blocks by registers; 32 are allowed.
+        (HOPPER, 32, 32, 0, Occupancy(32, 32 / 64, "blocks")),
         # 8 registers: 256 a warp, 256 warps an SM, 64 blocks by registers and by warps; 32 are allowed.
         (HOPPER, 32, 8, 0, Occupancy(32, 32 / 64, "blocks")),
         # 1024 threads with 65 registers: 2304 a warp, 7 a sub-partition, 28 an SM: no room for 32 warps.

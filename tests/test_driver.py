@@ -83,6 +83,7 @@ def test_arguments_by_declared_type(run_cuda) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_launch_that_cannot_be_is_named(run_cuda) -> None:
     """Call, kernel, geometry and the driver's own word for it."""
     arguments = (np.zeros(32, np.float32), Pair(), ctypes.c_float(), ctypes.c_longlong(), ctypes.c_double())

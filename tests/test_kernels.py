@@ -141,7 +141,7 @@ def test_driver_and_compiler_agree_on_resources(kernel: Kernel) -> None:
     gpu = driver.device()
     for D in (64, 128, 256):
         for tile in kernel.tiles:
-            problem = Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[0])
+            problem = Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[-1])
             if kernel.refuses(problem, gpu.arch) or choose.refuses_tile(kernel, problem, tile, gpu.arch):
                 continue
             compiled, function = run._on_gpu(kernel, tuple(kernel.defines(problem, tile).items()), 0)

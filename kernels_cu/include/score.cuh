@@ -7,7 +7,6 @@ struct Score {
     int Sq, Sk;
     int diagonal;  // causal: query i sees keys j <= i + diagonal (Sk - Sq: bottom-right, 0: top-left)
     float scale;
-    float scale_log2;  // scale * log2(e): exp(scale * x) = 2^(scale_log2 * x)
 
     // Whether query row i may look at key j.
     __device__ __forceinline__ bool sees(int query_row, int key_col) const {
@@ -31,4 +30,4 @@ struct Score {
         return CAUSAL ? min(Sk, query_row + diagonal + 1) : Sk;
     }
 };
-static_assert(sizeof(Score) == 20, "Score differs from sandbox/arguments.py");
+static_assert(sizeof(Score) == 16, "Score differs from sandbox/arguments.py");
