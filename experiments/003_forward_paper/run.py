@@ -23,7 +23,7 @@ WIDTHS = (64, 128, 256)
 
 def measure() -> None:
     """Every forward kernel beside FlashAttention-2 and cuDNN as PyTorch has them, in one interleaved run."""
-    options = "--grid paper --peers sdpa-flash,sdpa-cudnn --seconds 0.3 --against sdpa-flash".split()
+    options = ["--grid", "paper", "--peers", "sdpa-flash,sdpa-cudnn", "--seconds", "0.3", "--against", "sdpa-flash"]
     files = ["--out", str(HERE / "results.jsonl"), "--plot", str(HERE / "paper")]
     kernels = [name for name, kernel in registry.kernels().items() if kernel.computes == "forward"]
     subprocess.run([sys.executable, "-m", "sandbox", "bench", *kernels, *options, *files], check=True)
@@ -49,7 +49,7 @@ def table(rows: list[dict]) -> str:
         label = f"`{name}`" if kernel else {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}.get(name, name)
         lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(ratios)} |")
     r = rows[0]
-    grid = f"{len(speed) // len(contenders)} problems of 16k tokens and hidden size 2048, S 512 … 16k, with and without mask"
+    grid = f"{len(speed) // len(contenders)} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
     ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
     lines += ["", f"TFLOP/s, {r['dtype']}, geometric means over {grid}; {r['device']}, CUDA {r['cuda']}; {ceiling}."]
     return "\n".join(lines) + "\n"
