@@ -24,6 +24,7 @@
 // well ptxas mixes one step's exponentials with the next step's products. What helped and what did not, with numbers:
 // experiments/003_forward_paper.
 #include "ptx.cuh"
+#include "row_by_row.cuh"
 #include "score.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
@@ -223,32 +224,6 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
     }
 }
 
-// The same for one warp a row, key after key, only those that the row sees: for blocks that meet NaN or inf.
-__device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
-                                               const View<const dtype>& V, const View<dtype>& O, float* LSE, int group,
-                                               const Score& score, int m0) {
-    constexpr int OWNED = (HEAD_DIM + 31) / 32;
-    const int h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
-    for (int i = m0 + threadIdx.x / 32; i < min(m0 + BLOCK_M, score.Sq); i += WARPS) {
-        float o[OWNED] = {}, m = -INF, l = 0.0f;
-        for (int j = 0; j < score.key_end(i + 1); ++j) {
-            float dot = 0.0f;
-            for (int d = lane; d < HEAD_DIM; d += 32)
-                dot += to_float(Q.row(b, h, i)[d]) * to_float(K.row(b, h / group, j)[d]);
-            const float s = score.score(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
-            const float alpha = expf(m - shift), p = expf(s - shift);
-            for (int d = 0; d < OWNED; ++d)
-                if (score.sees(i, j) && lane + 32 * d < HEAD_DIM)
-                    o[d] = alpha * o[d] + p * to_float(V.row(b, h / group, j)[lane + 32 * d]);
-            l = alpha * l + p;
-            m = m_new;
-        }
-        for (int d = 0; d < OWNED; ++d)
-            if (lane + 32 * d < HEAD_DIM) O.row(b, h, i)[lane + 32 * d] = dtype(l == 0.0f ? 0.0f : o[d] / l);
-        if (lane == 0) LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + i] = m + logf(l);
-    }
-}
-
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
@@ -302,7 +277,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         attend<true>(rows, score, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place);
     }
     // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time:
-    if (CAUSAL && __syncthreads_or(!rows.finite())) return attend_row_by_row(Q, K, V, O, LSE, group, score, m0);
+    if (CAUSAL && __syncthreads_or(!rows.finite())) return attend_row_by_row<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, m0);
 
     __syncwarp();  // every lane has read the warp's own rows of Q before O takes their place
     const int g = lane / 4, q = lane % 4;
