@@ -11,7 +11,7 @@ help: ## this list
 
 setup: $(READY) ## make .venv anew, or refresh it: PYTHON=python3.12 and SANDBOX_CUDA=12|13|none choose
 
-run: $(READY) ## compile, launch and verify every kernel: ARGS="fwd_minimal --causal"
+run: $(READY) ## compile, launch and verify every kernel: ARGS="fwd_minimal --shape 1,12,512,64"
 	$(VENV) -m sandbox run $(ARGS)
 
 test: $(READY) ## the test suite: ARGS="-k causal"

@@ -14,7 +14,9 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    return None if p.scale > 0 else f"scale={p.scale} is not built: it must be positive (fwd_block2d takes any)"
+    if not 1e-20 < p.scale < 1e6:
+        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
+    return None
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -75,13 +75,14 @@ ARGUMENTS: dict[str, Row] = {
 class ArgumentBlock:
     """The arguments of one kernel for one problem, packed.
 
-    `table` is the `void**` to launch with; `slots` hold the tensors' addresses, in the order of the spec's `args`.
+    `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec.
     """
 
     def __init__(self, kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]):
         unknown = [name for name in kernel.args if name not in ARGUMENTS]
         if unknown:
             raise SpecError(f"{kernel.name}: args {', '.join(unknown)} are not in sandbox/arguments.py")
+        self.tensor_names = tuple(name for name in kernel.args if ARGUMENTS[name].value is None)
         self.values = [_pack(ARGUMENTS[name], problem, tensors.get(name)) for name in kernel.args]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it

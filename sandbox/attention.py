@@ -82,7 +82,7 @@ def attention_forward(
             (addresses[0] | addresses[1] | addresses[2]) % 16, causal, scale, kernel, tile, backend,
         )  # fmt: skip
         plan = _plans.get(key)
-    except (TypeError, AttributeError):  # a tile given as a dict, or arrays of several libraries
+    except (TypeError, AttributeError, RuntimeError):  # a tile given as a dict, several libraries, no address
         key, plan = None, None
     if plan is None:
         from .plan import make_plan  # all that compiles and launches is imported here

@@ -7,6 +7,7 @@ problem.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import itertools
 import json
 import math
@@ -54,6 +55,7 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of `sandbox` and `python -m sandbox`."""
+    faulthandler.enable()  # a kernel that leaves its tensors on the CPU backend does not die in silence
     cli(prog_name="sandbox")
 
 
@@ -231,6 +233,9 @@ def run_(
 
     --dtype and --causal go with --shape; the named problems have their own.
     """
+    given = click.get_current_context().get_parameter_source
+    if not shape and any(given(name) is click.core.ParameterSource.COMMANDLINE for name in ("dtype", "causal")):
+        raise click.UsageError("--dtype and --causal go with --shape: the named problems have their own")
     device = checking.pick_device(backend)
     cases = None
     if shape:

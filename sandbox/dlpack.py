@@ -99,6 +99,8 @@ class _NumPy(Library):
         return array.ctypes.data
 
     def view(self, array: np.ndarray) -> ArrayView:
+        if not array.dtype.isnative:
+            raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
         dtype = _dtype(array.dtype.name, self.name)
         strides = _element_strides(array.strides, ITEMSIZE[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
@@ -156,6 +158,8 @@ class _PyTorch(Library):
             raise UnsupportedProblem(f'device "{array.device}" is not supported: move the tensor to cpu or cuda')
         if array.layout is not sys.modules["torch"].strided:
             raise UnsupportedProblem(f"layout {array.layout} is not supported: pass a strided tensor (.to_dense())")
+        if array.is_neg() or array.is_conj():
+            raise UnsupportedProblem("a lazily negated tensor is not supported: pass it through .resolve_neg()")
         device = (kind, array.device.index or 0)
         return ArrayView(array.data_ptr(), tuple(array.shape), array.stride(), dtype, device, array)
 
@@ -191,9 +195,7 @@ class _Capsule(Library):
         capsule = array.__dlpack__(stream=1) if device == "cuda" else array.__dlpack__()
         tensor = _tensor_in(capsule)
         code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
-        name = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}.get(
-            (code, bits), f"code {code}, {bits} bit"
-        )
+        name = _DTYPES.get((code, bits), f"code {code}, {bits} bit")
         dtype = _dtype(name if lanes == 1 else f"{name} x {lanes}", self.name)
         shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
         stored = tensor.strides  # absent when contiguous

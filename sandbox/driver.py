@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -98,14 +100,22 @@ class Device:
     smem_per_block: int  # the most a block may opt in to, bytes
     context: Any
 
-    def make_current(self) -> None:
-        """Bind the primary context to the calling thread."""
-        _call("cuCtxSetCurrent", self.context)
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The primary context bound to the calling thread, and afterwards whatever was bound before.
+
+        PyTorch and CuPy take the bound context for the device that the user has chosen.
+        """
+        _call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent")
 
     def synchronize(self, after: str = "") -> None:
         """Wait for all work; an error of an earlier launch shows up here, so say which in `after`."""
-        self.make_current()
-        _call("cuCtxSynchronize", about=f"after {after}" if after else "")
+        with self.current():
+            _call("cuCtxSynchronize", about=f"after {after}" if after else "")
 
 
 @cache
@@ -131,9 +141,9 @@ class CudaFunction:
 
     def __init__(self, cubin: bytes, entry: str, device: Device):
         self.entry, self.device = entry, device
-        device.make_current()
-        self._module = _call("cuModuleLoadData", cubin, about=f"{entry}, {len(cubin)} bytes")
-        self._function = _call("cuModuleGetFunction", self._module, entry.encode(), about=entry)
+        with device.current():
+            self._module = _call("cuModuleLoadData", cubin, about=f"{entry}, {len(cubin)} bytes")
+            self._function = _call("cuModuleGetFunction", self._module, entry.encode(), about=entry)
 
     def attribute(self, which: str) -> int:
         """A CU_FUNC_ATTRIBUTE, such as "NUM_REGS"."""
@@ -142,7 +152,8 @@ class CudaFunction:
 
     def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
         """Blocks that the driver says fit on an SM at once."""
-        return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
+        with self.device.current():
+            return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
     def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
         """A call that launches on tensors at the given addresses, on a stream (its handle).
@@ -154,26 +165,27 @@ class CudaFunction:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem_bytes, about=about)
         call, lock, slots, handle = _libcuda().cuLaunchKernel, threading.Lock(), arguments.slots, ctypes.c_void_p()
-        geometry = map(ctypes.c_uint, (*grid, *block, smem_bytes))
-        all_arguments = (ctypes.c_void_p(int(self._function)), *geometry, handle, arguments.table, ctypes.c_void_p())
+        # Plain ints and None are what ctypes converts fastest.
+        function = ctypes.c_void_p(int(self._function))
+        all_arguments = (function, *grid, *block, smem_bytes, handle, arguments.table, None)
         several_devices = device_count() > 1
 
         filled: tuple[int, ...] = ()
+        current = 0  # the stream that `handle` holds
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
-            nonlocal filled
+            nonlocal filled, current
             with lock:  # nobody else refills the arguments until the driver has copied them
                 if pointers != filled:  # a loop gets the same memory again and again from its allocator
                     for slot, pointer in zip(slots, pointers, strict=True):
                         slot.value = pointer
                     filled = pointers
-                handle.value = stream
-                if several_devices:
-                    self.device.make_current()
-                status = call(*all_arguments)
-                if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                    self.device.make_current()
-                    status = call(*all_arguments)
+                if stream != current:
+                    handle.value = current = stream
+                status = _INVALID_CONTEXT if several_devices else call(*all_arguments)
+                if status == _INVALID_CONTEXT:  # another device may be current, or none in a thread new to CUDA
+                    with self.device.current():
+                        status = call(*all_arguments)
             if status:
                 raise _error(status, f"cuLaunchKernel({about})")
 
@@ -181,7 +193,7 @@ class CudaFunction:
 
 
 class Event:
-    """A point in a stream's work, for timing."""
+    """A point in a stream's work, for timing; used while its device's context is current."""
 
     def __init__(self) -> None:
         self._event = _call("cuEventCreate", 0)
@@ -208,29 +220,32 @@ class DeviceMemory:
 
     def __init__(self, nbytes: int, device: Device):
         self.nbytes, self._device = nbytes, device
-        device.make_current()
-        self.pointer = int(_call("cuMemAlloc", max(nbytes, 1), about=f"{nbytes} bytes"))
+        with device.current():
+            self.pointer = int(_call("cuMemAlloc", max(nbytes, 1), about=f"{nbytes} bytes"))
 
     def fill(self, byte: int) -> None:
         """Set every byte."""
         if self.nbytes:
-            self._device.make_current()
-            _call("cuMemsetD8", self.pointer, byte, self.nbytes)
+            with self._device.current():
+                _call("cuMemsetD8", self.pointer, byte, self.nbytes)
 
     def __del__(self) -> None:
         if pointer := getattr(self, "pointer", 0):
-            _bindings().cuMemFree(pointer)
+            driver = _bindings()
+            driver.cuCtxPushCurrent(self._device.context)
+            driver.cuMemFree(pointer)
+            driver.cuCtxPopCurrent()
 
 
 def write(pointer: int, address: int, nbytes: int, device: Device) -> None:
     """Copy from host memory at `address` to GPU memory at `pointer`, after all earlier work."""
     if nbytes:
-        device.make_current()
-        _call("cuMemcpyHtoD", pointer, address, nbytes)
+        with device.current():
+            _call("cuMemcpyHtoD", pointer, address, nbytes)
 
 
 def read(address: int, pointer: int, nbytes: int, device: Device) -> None:
     """Copy from GPU memory at `pointer` to host memory at `address`, after all earlier work."""
     if nbytes:
-        device.make_current()
-        _call("cuMemcpyDtoH", address, pointer, nbytes)
+        with device.current():
+            _call("cuMemcpyDtoH", address, pointer, nbytes)

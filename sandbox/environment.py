@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,12 @@ def describe() -> dict[str, Any]:
         "driver": None,
         "clocks": None,
     }
-    try:
+    with suppress(SandboxError):
         row["nvrtc"] = nvrtc.version()
+    with suppress(SandboxError):
         row["device"] = driver.device().name
         row["driver"] = driver.driver_version()
         row["clocks"] = clocks()
-    except SandboxError:
-        pass
     return row
 
 

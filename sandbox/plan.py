@@ -36,7 +36,7 @@ def make_plan(
     home = views["q"].device
     device = _device(home, backend)
     arch = driver.device(device[1]).arch if device[0] == "cuda" else None
-    if isinstance(kernel, str):
+    if kernel is not None and not isinstance(kernel, Kernel):
         kernel = registry.get(kernel)
     if kernel is None:
         kernel = choose.choose_kernel(problem, "forward", arch)
@@ -58,13 +58,16 @@ def make_plan(
         "O": library.view(new_out()),
         "LSE": library.view(new_lse()),
     }
-    launch = run.prepare(kernel, tile, problem, tensors, device).launch
+    prepared = run.prepare(kernel, tile, problem, tensors, device)
+    launch, order = prepared.launch, [list(tensors).index(name) for name in prepared.tensor_names]
+    as_given = order == [0, 1, 2, 3, 4]
     pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
     del q, k, v, views, tensors  # a plan keeps no array alive
 
     def plan(q: Any, k: Any, v: Any, addresses: tuple[int, ...]) -> tuple[Any, Any]:
         out, lse = new_out(), new_lse()
-        launch((*addresses, pointer(out), pointer(lse)), stream())
+        every = (*addresses, pointer(out), pointer(lse))
+        launch(every if as_given else tuple(every[i] for i in order), stream())
         return out, lse
 
     return plan
@@ -125,7 +128,7 @@ def _staged_plan(
         for name in ("Q", "K", "V"):
             staged[name].send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
-        prepared.launch(tuple(twin.pointer for twin in staged.values()))
+        prepared.launch(tuple(staged[name].pointer for name in prepared.tensor_names))
         prepared.wait()
         for name in ("O", "LSE"):
             staged[name].fetch()

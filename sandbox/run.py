@@ -13,7 +13,7 @@ from .choose import choose_tile
 from .cpu import build
 from .cpu.launch import CpuFunction
 from .dlpack import HOST, Device
-from .errors import UnsupportedProblem
+from .errors import SpecError, UnsupportedProblem
 from .nvrtc import Compiled
 from .registry import get
 from .spec import Arch, Kernel, Problem, Tile, normalise_causal
@@ -37,6 +37,7 @@ class Prepared:
     cached: bool
     compiled: Compiled | None  # None on the CPU backend
     launch: Launch  # on tensors of the shapes and strides that it was prepared for
+    tensor_names: tuple[str, ...]  # whose addresses `launch` takes, in this order
 
     def wait(self) -> None:
         """Until the GPU has done all its work; an error of this kernel's launch is raised here, with its name."""
@@ -54,15 +55,16 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
         if size > limit:
             raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
     arguments = ArgumentBlock(kernel, problem, tensors)
+    names = arguments.tensor_names
     defines = tuple(kernel.defines(problem, tile).items())
     smem = kernel.smem_bytes(problem, tile)
     if device == HOST:
         built, cpu_function = _on_cpu(kernel, defines)
         launch = cpu_function.launcher(grid, threads, smem, arguments)
-        return Prepared(kernel, tile, problem, device, built.seconds, built.cached, None, launch)
+        return Prepared(kernel, tile, problem, device, built.seconds, built.cached, None, launch, names)
     compiled, cuda_function = _on_gpu(kernel, defines, device[1])
     launch = cuda_function.launcher(grid, threads, smem, arguments)
-    return Prepared(kernel, tile, problem, device, compiled.seconds, compiled.cached, compiled, launch)
+    return Prepared(kernel, tile, problem, device, compiled.seconds, compiled.cached, compiled, launch, names)
 
 
 @lru_cache(maxsize=512)
@@ -115,4 +117,6 @@ def as_tile(tile: Tile | str | Mapping[str, int] | None) -> Tile | None:
     """A tile as people write it: a Tile, a mapping, or "BLOCK_M=64,BLOCK_N=32"."""
     if tile is None or isinstance(tile, Tile):
         return tile
+    if not isinstance(tile, str | Mapping):
+        raise SpecError(f"tile={tile!r} must be a Tile, a mapping, or text such as BLOCK_M=64,BLOCK_N=32")
     return Tile.parse(tile) if isinstance(tile, str) else Tile(**tile)

@@ -20,6 +20,9 @@ Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
 Dim3 = tuple[int, int, int]
 
 
+_TENSORS = {"forward": ("Q", "K", "V", "O", "LSE")}  # what every kernel of that kind reads and writes
+
+
 def cdiv(a: int, b: int) -> int:
     """⌈a / b⌉."""
     return -(-a // b)
@@ -221,6 +224,8 @@ class Kernel:
             raise SpecError(f'{self.name}: computes={self.computes!r} must be "forward" or "backward"')
         if not self.dtypes:
             raise SpecError(f"{self.name}: a kernel needs at least one dtype")
+        if missing := [name for name in _TENSORS.get(self.computes, ()) if name not in self.args]:
+            raise SpecError(f"{self.name}: args must name {', '.join(missing)}: the {self.computes} is given them all")
         if not self.tiles:
             raise SpecError(f"{self.name}: a kernel needs at least one tile")
         for tile in self.tiles:

@@ -47,13 +47,13 @@ def forward(kernel: Kernel, tile: Tile, problem: Problem, q: Array, k: Array, v:
         return Trial(prepared, arrays["O"], lse, False, 0.0)
     if device == HOST:
         prepared = run.prepare(kernel, tile, problem, views, device)
-        seconds = _wall_clock(prepared, tuple(view.pointer for view in views.values()), repeats)
+        seconds = _wall_clock(prepared, tuple(views[name].pointer for name in prepared.tensor_names), repeats)
     else:
         staged = {name: Staged(view, device) for name, view in views.items()}
         for twin in staged.values():
             twin.send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
-        seconds = _gpu_time(prepared, tuple(twin.pointer for twin in staged.values()), repeats)
+        seconds = _gpu_time(prepared, tuple(staged[name].pointer for name in prepared.tensor_names), repeats)
         staged["O"].fetch()
         staged["LSE"].fetch()
     border = bordered[:, :, [0, -1]].view(np.uint8)
@@ -73,11 +73,12 @@ def _gpu_time(prepared: run.Prepared, pointers: tuple[int, ...], repeats: int) -
     prepared.launch(pointers)
     prepared.wait()  # a fault of the kernel is raised here, with its name
     times = []
-    for _ in range(repeats):
-        before, after = driver.Event(), driver.Event()
-        before.record()
-        prepared.launch(pointers)
-        after.record()
-        after.synchronize()
-        times.append(after.seconds_since(before))
+    with driver.device(prepared.device[1]).current():
+        for _ in range(repeats):
+            before, after = driver.Event(), driver.Event()
+            before.record()
+            prepared.launch(pointers)
+            after.record()
+            after.synchronize()
+            times.append(after.seconds_since(before))
     return statistics.median(times)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -221,9 +223,6 @@ def test_gradients_are_refused_not_lost() -> None:
 
 def test_reload_reads_an_edited_kernel(project_copy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edit, reload, call: the edit counts."""
-    import subprocess
-    import sys
-
     script = """
 import numpy as np, pathlib, sandbox
 q = np.ones((1, 1, 4, 8), np.float32)
@@ -237,6 +236,26 @@ sandbox.reload()
 assert (attend() == 2 * before).all()
 """
     subprocess.run([sys.executable, "-c", script], cwd=project_copy, check=True)
+
+
+def test_arguments_go_in_the_order_of_the_spec(project_copy) -> None:
+    """A kernel may take its tensors in any order; both doors, and the check, follow its spec."""
+    source, spec = (project_copy / "kernels_cu" / f"fwd_minimal.{kind}" for kind in ("cu", "py"))
+    lines = source.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("    View<const dtype> Q"))
+    Q, K, V, O, LSE = lines[first : first + 5]
+    source.write_text("\n".join([*lines[:first], O, K, LSE, V, Q, *lines[first + 5 :], ""]))
+    order = '"Q", "K", "V", "O", "LSE"'
+    assert order in spec.read_text()
+    spec.write_text(spec.read_text().replace(order, '"O", "K", "LSE", "V", "Q"'))
+    script = """
+import numpy as np, sandbox
+q, k, v = (np.random.default_rng(i).standard_normal((1, 2, 33, 16), np.float32) for i in range(3))
+out = sandbox.attention(q, k, v, kernel="fwd_minimal")
+assert np.abs(out - sandbox.reference.attention(q, k, v)[0]).max() < 1e-5
+"""
+    for command in (["-c", script], ["-m", "sandbox", "run", "fwd_minimal", "--shape", "1,2,33,16"]):
+        subprocess.run([sys.executable, *command], cwd=project_copy, check=True, capture_output=True)
 
 
 def refused(message: str, *args, error=sandbox.UnsupportedProblem, **options) -> None:

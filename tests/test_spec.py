@@ -217,7 +217,8 @@ FIELDS = {
     "name": "fwd_x", "computes": "forward", "rung": 1, "summary": "", "dtypes": ("float16", "bfloat16"),
     "min_arch": (8, 0),
     "tiles": (Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=32)), "grid": lambda p, t: (1, 1, 1),
-    "block": lambda t: (t.BLOCK_M, 1, 1), "smem_bytes": lambda p, t: 4 * p.D * t.BLOCK_M, "args": ("Q",), "max_D": 128,
+    "block": lambda t: (t.BLOCK_M, 1, 1), "smem_bytes": lambda p, t: 4 * p.D * t.BLOCK_M, "max_D": 128,
+    "args": ("Q", "K", "V", "O", "LSE"),
     "supports": lambda p, arch: "no broadcast over B" if p.B > 4 else None,
     "check_tile": lambda p, t, arch: f"BLOCK_N={t.BLOCK_N} must be even" if t.BLOCK_N % 2 else None,
 }  # fmt: skip
@@ -229,6 +230,7 @@ KERNEL = Kernel(**FIELDS)
     [
         ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
         ({"computes": "fwd"}, 'fwd_x: computes=\'fwd\' must be "forward" or "backward"'),
+        ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: the forward is given them all"),
         ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),
         ({"tiles": ()}, "fwd_x: a kernel needs at least one tile"),

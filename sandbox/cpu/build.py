@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -122,13 +123,14 @@ def _build(
     compiler: HostCompiler, name: str, source: Path, text: str, options: tuple[str, ...], link: tuple[str, ...] = ()
 ) -> Built:
     """Compile `text`, which stands around `source`, into one cached file called `name`."""
-    fingerprints = [sources.fingerprint(path, INCLUDE_DIRS) for path in (source, INCLUDE_DIRS[0] / "cuda_cpu.h")]
-    if source.parent == HERE:
-        fingerprints.append(sources.fingerprint(HERE / "runtime.cpp", ()))
-    key = cache.make_key(
-        kind="cpu", source=fingerprints, text=text, options=options, link=link, compiler=compiler.identity
-    )
-    if None not in fingerprints and (found := cache.get(key)):
+
+    def made_of() -> list[str | None]:
+        files = [source, INCLUDE_DIRS[0] / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
+        return [sources.fingerprint(path, INCLUDE_DIRS) for path in files]
+
+    parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}
+    fingerprints = made_of()
+    if None not in fingerprints and (found := cache.get(cache.make_key(source=fingerprints, **parts))):
         return Built(found.path / name, found.meta["seconds"], True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,5 +138,8 @@ def _build(
         host.run(compiler, (*options, "-x", "c++", "-", "-x", "none", *link, "-o", str(made)), text, source)
         content = made.read_bytes()
     seconds = time.perf_counter() - start
+    if None in fingerprints or fingerprints != made_of():  # unknown, or edited while it compiled: found by content only
+        fingerprints = [hashlib.sha256(content).hexdigest()]
+    key = cache.make_key(source=fingerprints, **parts)
     entry = cache.put(key, {name: content}, {"name": f"{name} cpu", "seconds": seconds})
     return Built(entry.path / name, seconds, False)

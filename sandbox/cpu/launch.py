@@ -76,6 +76,8 @@ class CpuFunction:
 def workers() -> int:
     """OS threads to spread blocks over: `$SANDBOX_CPU_WORKERS`, else the cores this process may use."""
     chosen = os.environ.get("SANDBOX_CPU_WORKERS")
+    if chosen and not chosen.isdecimal():
+        raise SpecError(f"SANDBOX_CPU_WORKERS={chosen} must be a number of OS threads")
     return max(1, int(chosen)) if chosen else len(os.sched_getaffinity(0))
 
 
