@@ -908,3 +908,13 @@ def test_the_first_kernel_is_quick(run_cuda: Run, monkeypatch: pytest.MonkeyPatc
         sandbox.attention(q, k, v, kernel="fwd_minimal")
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.1
+
+
+def test_a_computed_include_is_never_stale(run_cuda, tmp_path: Path) -> None:
+    """What a macro's name includes is not known without a preprocessor: then nothing is taken from the cache."""
+    text = '#define H "value.h"\n#include H\nextern "C" __global__ void put(int* x) { *x = VALUE; }'
+    for value in (1, 2):
+        (tmp_path / "value.h").write_text(f"#define VALUE {value}\n")
+        x = np.zeros(1, np.int32)
+        run_cuda(text, "put", x, block=1)
+        assert x[0] == value
