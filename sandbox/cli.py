@@ -247,7 +247,9 @@ def run_(
         _print_json(results)
     else:
         console = _console()
-        console.print(report.results_table(results, console.width))
+        # A kernel that nobody asked for by name, and that does not take a named problem, gets a note and no line.
+        shown = [r for r in results if r.ok is not None or kernels or shape]
+        console.print(report.results_table(shown, console.width))
         for text in report.failures(results):
             _say(text)
     sys.exit(_exit_status(r.ok for r in results))
