@@ -42,9 +42,7 @@ def attention(
                 f"{name} requires gradients, but no kernel computes the backward yet: call under torch.no_grad(), "
                 f"or pass {name}.detach()"
             )
-    out, lse = attention_forward(
-        q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend
-    )  # fmt: skip
+    out, lse = attention_forward(q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend)
     return (out, lse) if return_lse else out
 
 

@@ -69,7 +69,7 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
         device = views["Q"].device
         chosen = choose_tile(kernel, problem, driver.device(device[1]).arch, tile)
         prepared = prepare_kernel(kernel, chosen, problem, views, device)
-        pointers = tuple(views[name].pointer for name in kernel.args if name in views)
+        pointers = prepared.pointers(views)
         stream = library_of(q).stream(device[1])
 
         def launch() -> tuple[Any, Any]:

@@ -79,6 +79,10 @@ def _chosen(names: tuple[str, ...]) -> list[Kernel]:
     return [registry.get(name) for name in names] or list(registry.kernels().values())
 
 
+def _forward(names: tuple[str, ...]) -> list[Kernel]:
+    return [kernel for kernel in _chosen(names) if kernel.computes == "forward"]
+
+
 def _parsed_tile(text: str | None) -> Tile | None:
     return Tile.parse(text) if text else None
 
@@ -241,8 +245,8 @@ def run_(
     if shape:
         problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
         cases = [Case("--shape", problem)]
-    forward = [k for k in _chosen(kernels) if k.computes == "forward"]
-    results = list(_followed(checking.run_cases(forward, device, _parsed_tile(tile), cases), lambda r: r.case))
+    chosen = _forward(kernels)
+    results = list(_followed(checking.run_cases(chosen, device, _parsed_tile(tile), cases), lambda r: r.case))
     if as_json:
         _print_json(results)
     else:
@@ -263,8 +267,8 @@ def run_(
 def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, as_json: bool) -> None:
     """The correctness sweep: ragged lengths, masks, dtypes, layouts, and inputs that point at a fault."""
     device = checking.pick_device(backend)
-    forward = [k for k in _chosen(kernels) if k.computes == "forward"]
-    results = list(_followed(checking.sweep(forward, device, _parsed_tile(tile)), lambda r: f"{r.kernel} {r.case}"))
+    chosen = _forward(kernels)
+    results = list(_followed(checking.sweep(chosen, device, _parsed_tile(tile)), lambda r: f"{r.kernel} {r.case}"))
     if as_json:
         _print_json(results)
     else:

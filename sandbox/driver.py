@@ -219,15 +219,9 @@ class DeviceMemory:
     """Bytes on a GPU, freed with the object."""
 
     def __init__(self, nbytes: int, device: Device):
-        self.nbytes, self._device = nbytes, device
+        self._device = device
         with device.current():
             self.pointer = int(_call("cuMemAlloc", max(nbytes, 1), about=f"{nbytes} bytes"))
-
-    def fill(self, byte: int) -> None:
-        """Set every byte."""
-        if self.nbytes:
-            with self._device.current():
-                _call("cuMemsetD8", self.pointer, byte, self.nbytes)
 
     def __del__(self) -> None:
         if pointer := getattr(self, "pointer", 0):

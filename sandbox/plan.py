@@ -128,7 +128,7 @@ def _staged_plan(
         for name in ("Q", "K", "V"):
             staged[name].send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
-        prepared.launch(tuple(staged[name].pointer for name in prepared.tensor_names))
+        prepared.launch(prepared.pointers(staged))
         prepared.wait()
         for name in ("O", "LSE"):
             staged[name].fetch()

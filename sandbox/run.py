@@ -39,6 +39,10 @@ class Prepared:
     launch: Launch  # on tensors of the shapes and strides that it was prepared for
     tensor_names: tuple[str, ...]  # whose addresses `launch` takes, in this order
 
+    def pointers(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """What `launch` takes, of `tensors` by the names in the spec's `args`."""
+        return tuple(tensors[name].pointer for name in self.tensor_names)
+
     def wait(self) -> None:
         """Until the GPU has done all its work; an error of this kernel's launch is raised here, with its name."""
         if self.device != HOST:

@@ -41,10 +41,3 @@ class Staged:
             driver.read(self._home, self._start, self._nbytes, driver.device(self._device[1]))
         else:
             driver.write(self._home, self._start, self._nbytes, driver.device(self._home_device[1]))
-
-    def fill(self, byte: int) -> None:
-        """Set every byte there."""
-        if self._memory:
-            self._memory.fill(byte)
-        else:
-            ctypes.memset(self._start, byte, self._nbytes)

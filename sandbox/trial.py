@@ -47,13 +47,13 @@ def forward(kernel: Kernel, tile: Tile, problem: Problem, q: Array, k: Array, v:
         return Trial(prepared, arrays["O"], lse, False, 0.0)
     if device == HOST:
         prepared = run.prepare(kernel, tile, problem, views, device)
-        seconds = _wall_clock(prepared, tuple(views[name].pointer for name in prepared.tensor_names), repeats)
+        seconds = _wall_clock(prepared, prepared.pointers(views), repeats)
     else:
         staged = {name: Staged(view, device) for name, view in views.items()}
         for twin in staged.values():
             twin.send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
-        seconds = _gpu_time(prepared, tuple(staged[name].pointer for name in prepared.tensor_names), repeats)
+        seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
         staged["O"].fetch()
         staged["LSE"].fetch()
     border = bordered[:, :, [0, -1]].view(np.uint8)
