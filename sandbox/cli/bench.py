@@ -1,0 +1,93 @@
+"""`bench`: how fast, beside whom?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import bench, bench_report, peers, plot
+from ..errors import SandboxError
+from ..rows import read_rows, recorded
+from ..spec import Problem, Tile
+from ..timing import Limits
+from .group import cli
+from .options import causal_option, chosen_kernels, dtype_option, json_option, kernels_argument
+from .output import exit_status, followed, print_json, say, screen
+
+
+@cli.command("bench")
+@kernels_argument
+@click.option("--grid", type=click.Choice(list(bench.GRIDS)), help="Named problems; gpt2 where no --shape is given.")
+@click.option(
+    "--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads as B,H/Hk,S,D. Repeatable."
+)
+@dtype_option
+@causal_option
+@click.option("--tile", "tiles", multiple=True, help="Use this tile, as BLOCK_M=64,BLOCK_N=32. Repeatable.")
+@click.option(
+    "--peers", "names", default=",".join(peers.DEFAULT), show_default=True, help="Also flex, a file, or none."
+)
+@click.option("--against", help="The peer that kernels are compared with; by default the first that has a time.")
+@click.option("--mode", type=click.Choice(list(bench.MODES)), default="events", show_default=True,
+              help="Single launches after an L2 flush, or CUDA graphs, without host time or flush.")  # fmt: skip
+@click.option("--seconds", default=0.5, show_default=True, help="GPU time for each contender and problem, at most.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Append rows to this file, JSON lines.")
+@click.option("--resume", is_flag=True, help="Skip what --out has already, of the same commit, device and mode.")
+@click.option(
+    "--show", type=click.Path(path_type=Path, exists=True), help="Measure nothing: show the rows of this file."
+)
+@click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw TFLOP/s to PREFIX.png and PREFIX.svg.")
+@json_option
+def bench_(
+    kernels: tuple[str, ...], grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None,
+    tiles: tuple[str, ...], names: str, against: str | None, mode: str, seconds: float, out: Path | None, resume: bool,
+    show: Path | None, prefix: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Time kernels beside peers, correct ones only: TFLOP/s, % of the measured peak, ratios. Needs a GPU and PyTorch.
+
+    --causal goes with --shape; a grid has its own masks.
+    """
+    if resume and not out:
+        raise click.UsageError("--resume needs --out, the file to go on with")
+    rows, stopped = read_rows(show) if show else [], None
+    if not show:
+        problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
+        problems += bench.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
+        chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == "forward"]
+        parsed = [Tile.parse(tile) for tile in tiles]
+        others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
+        if against and against not in (peer.name for peer in others):
+            raise click.BadParameter(f"{against} is not among the peers", param_hint="--against")
+        if resume and out:
+            rows = bench.stored(read_rows(out), problems, mode)
+            problems = bench.unmeasured(rows, problems, [*bench.ours(chosen, parsed), *others])
+        found = bench.run(chosen, problems, others, tiles=parsed, mode=mode, limits=Limits(seconds=seconds))
+        total = len(problems) * (len(chosen) * max(1, len(parsed)) + len(others))
+        try:
+            rows.extend(followed(recorded(found, out), lambda r: f"S{r['Sq']} D{r['D']} {r['contender']}", total))
+        except (KeyboardInterrupt, SandboxError) as error:
+            stopped = error
+    _show_rows(rows, against, prefix, as_json)
+    if stopped:
+        say(f"interrupted: {len(rows)} rows are kept{f' in {out}' if out else ', here alone'}", stderr=True)
+        if isinstance(stopped, SandboxError):
+            raise stopped
+    ours = [r["ok"] for r in rows if r["kind"] == "kernel"] or [r["ok"] for r in rows]
+    wrong = stopped or any(r["ok"] is False for r in rows)
+    sys.exit(0 if show else 1 if wrong else exit_status(ours))
+
+
+def _show_rows(rows: list[dict[str, Any]], against: str | None, prefix: Path | None, as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+    elif rows:
+        console, peer = screen(), bench_report.pick_peer(rows, against)
+        console.print(bench_report.bench_table(rows, peer, console.width))
+        for text in bench_report.notes(rows, peer):
+            say(text)
+    if prefix and rows:
+        for path in plot.draw(rows, prefix):
+            say(f"wrote {path}", stderr=True)

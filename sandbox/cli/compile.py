@@ -1,0 +1,81 @@
+"""`compile`: what tiles cost, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable
+
+import click
+
+from .. import arch as architectures
+from .. import choose, report, run
+from ..errors import CompileError, UnsupportedProblem
+from ..spec import Kernel, Problem, Tile
+from .group import cli
+from .options import (
+    causal_option,
+    chosen_kernels,
+    dtype_option,
+    json_option,
+    kernels_argument,
+    parsed_tile,
+    tile_option,
+)
+from .output import exit_status, followed, print_json, say, screen
+
+
+@cli.command("compile")
+@kernels_argument
+@click.option("--arch", "archs", default=run.DEFAULT_ARCH, show_default=True, help="One or several, comma-separated.")
+@click.option("-D", "--head-dim", "widths", default="64,128", show_default=True, help="Head widths, comma-separated.")
+@dtype_option
+@causal_option
+@tile_option
+@json_option
+def compile_(
+    kernels: tuple[str, ...], archs: str, widths: str, dtype: str, causal: str | None, tile: str | None, as_json: bool
+) -> None:
+    """Registers, spills, shared memory, occupancy, compile time of every tile. Needs no GPU."""
+    if not all(width.strip().isdecimal() for width in widths.split(",")):
+        raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
+    targets = [name.strip() for name in archs.split(",")]
+    problems = [Problem(1, 1, 1, 1, int(D), dtype=dtype, causal=causal or False) for D in widths.split(",")]  # type: ignore[arg-type]
+    wanted = parsed_tile(tile)
+    tried = [
+        (kernel, target, problem, t)
+        for kernel, target, problem in itertools.product(chosen_kernels(kernels), targets, problems)
+        for t in ((wanted,) if wanted else kernel.tiles)
+    ]
+    costs = list(followed(itertools.starmap(_cost, tried), lambda c: f"{c.kernel} {c.problem}"))
+    if as_json:
+        print_json(costs)
+    else:
+        if any(c.ok for c in costs):
+            console = screen()
+            console.print(report.compiled_table(costs, console.width))
+        for message in _distinct(c.message for c in costs if c.ok is not True):
+            say(f"not compiled: {message}", stderr=True)
+    sys.exit(exit_status(c.ok for c in costs))
+
+
+def _cost(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> report.Cost:
+    arch = architectures.parse(target)
+    head = (kernel.name, str(problem).partition(" S1 ")[2], str(tile), target)
+    try:
+        if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
+            raise UnsupportedProblem(reason)
+        compiled = run.compile(kernel, problem.D, problem.dtype, problem.causal, target, tile)
+    except UnsupportedProblem as refusal:
+        return report.Cost(*head, ok=None, message=str(refusal))
+    except CompileError as error:
+        return report.Cost(*head, ok=False, message=str(error))
+    x, y, z = kernel.block(tile)
+    smem, resources = kernel.smem_bytes(problem, tile), compiled.resources
+    occupancy = architectures.occupancy(arch, x * y * z, resources.registers, smem + resources.smem_static)
+    return report.Cost(*head, True, resources, smem, occupancy, compiled.seconds, compiled.cached)
+
+
+def _distinct(messages: Iterable[str]) -> Iterable[str]:
+    """Of compilers' messages that differ in nothing but the options, the first."""
+    return {message.partition("\n\noptions: ")[0]: message for message in reversed([*messages])}.values()

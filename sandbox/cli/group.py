@@ -1,0 +1,35 @@
+"""`python -m sandbox …`: the group that every command joins, and what an exception becomes."""
+
+from __future__ import annotations
+
+import faulthandler
+from typing import Any
+
+import click
+
+from ..errors import SandboxError, SpecError, UnknownKernel, UnsupportedProblem
+from .output import say
+
+_USAGE = (UnsupportedProblem, SpecError, UnknownKernel)
+
+
+class _Commands(click.Group):
+    """Turns this project's exceptions into one message and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SandboxError as error:
+            say(f"sandbox: {error}", stderr=True)
+            ctx.exit(2 if isinstance(error, _USAGE) else 1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def cli() -> None:
+    """A research sandbox for attention kernels in raw CUDA C++: edit a .cu, compile, launch, verify, measure."""
+
+
+def main() -> None:
+    """Entry point of `sandbox` and `python -m sandbox`."""
+    faulthandler.enable()  # a kernel that leaves its tensors on the CPU backend does not die in silence
+    cli(prog_name="sandbox")

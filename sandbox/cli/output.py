@@ -1,0 +1,66 @@
+"""What commands print, and the exit status that verdicts amount to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+T = TypeVar("T")
+
+
+def screen() -> Console:
+    # A table in a file or a pipe is as wide as it needs to be, unless somebody says how wide; on a screen it folds.
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if known else 200)
+
+
+def say(text: str | Text, **where: Any) -> None:
+    """Prose, unbroken: the terminal breaks it where it must, and a path can be copied."""
+    Console(highlight=False, soft_wrap=True, **where).print(text, markup=False)
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(plain(value), indent=2))
+
+
+def plain(value: object) -> object:
+    """As JSON has it: a NaN or an infinity, which it cannot write, becomes null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def followed(results: Iterable[T], describe: Callable[[T], str], total: int | None = None) -> Iterator[T]:
+    """The same results, with the latest one shown on the terminal while work goes on."""
+    done = (BarColumn(), MofNCompleteColumn()) if total else (SpinnerColumn(), TextColumn("{task.completed} done"))
+    console = Console(stderr=True)
+    with Progress(
+        *done, TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("", total=total)
+        for result in results:
+            progress.update(task, advance=1, description=describe(result))
+            yield result
+
+
+def exit_status(verdicts: Iterable[bool | None]) -> int:
+    """1 when anything is wrong; 2 when nothing could be tried at all."""
+    seen = set(verdicts)
+    return 1 if False in seen else 0 if True in seen else 2
