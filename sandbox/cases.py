@@ -45,6 +45,7 @@ def named_cases(small: bool) -> list[Case]:
 
 
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
+_LONG = ((1023, 1024), (1024, 203))  # one head: many tiles, for the CPU backend too
 _WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
 
 
@@ -53,14 +54,14 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     every pointed input. A hundred-odd cases, each small enough for the CPU backend."""
     tile = kernel.tiles[0]
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
-    lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1))
+    lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1), *_LONG)
     masks = (False, "bottom-right", "top-left")
     layouts, groups = itertools.cycle(LAYOUTS), itertools.cycle((1, 2, 1, 4, 1))
     for dtype in kernel.dtypes:
         widths = itertools.cycle(D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None)
         for (Sq, Sk), causal in itertools.product(lengths, masks):
-            group = next(groups)
-            problem = Problem(2, group, Sq, Sk, next(widths), Hk=1, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+            B, group = (1, 1) if (Sq, Sk) in _LONG else (2, next(groups))
+            problem = Problem(B, group, Sq, Sk, next(widths), Hk=1, dtype=dtype, causal=causal)  # type: ignore[arg-type]
             layout = next(layouts)
             yield Case(f"{problem} {layout}", problem, layout=layout)
         for inputs in INPUTS:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from . import arch as architectures
 from . import registry
 from .errors import UnsupportedProblem
@@ -36,17 +39,31 @@ def choose_tile(kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile 
     raise UnsupportedProblem(reasons[-1])
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel beside a problem: the tile it would take it with, or the sentence that says why it cannot."""
+
+    kernel: Kernel
+    tile: Tile | None
+    reason: str = ""
+
+
+def candidates(problem: Problem, computes: str, arch: Arch | None) -> Iterator[Candidate]:
+    """Every kernel that `computes`, highest rung first: the first that has a tile is the one to choose."""
+    for kernel in reversed(registry.kernels().values()):
+        if kernel.computes == computes:
+            try:
+                yield Candidate(kernel, choose_tile(kernel, problem, arch))
+            except UnsupportedProblem as reason:
+                yield Candidate(kernel, None, str(reason))
+
+
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None) -> Kernel:
     """The highest rung that takes `problem` on `arch`. Raises UnsupportedProblem with every kernel's reason."""
     reasons = []
-    for kernel in reversed(registry.kernels().values()):
-        if kernel.computes != computes:
-            continue
-        try:
-            choose_tile(kernel, problem, arch)
-        except UnsupportedProblem as reason:
-            reasons.append(str(reason))
-        else:
-            return kernel
+    for candidate in candidates(problem, computes, arch):
+        if candidate.tile is not None:
+            return candidate.kernel
+        reasons.append(candidate.reason)
     listed = "\n  ".join(reasons)
     raise UnsupportedProblem(f"no {computes} kernel takes {problem}:\n  {listed}")

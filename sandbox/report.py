@@ -11,6 +11,7 @@ from rich.text import Text
 
 from .arch import Occupancy
 from .check import Result
+from .choose import Candidate
 from .doctor import Finding
 from .nvrtc import Resources
 from .spec import Kernel
@@ -162,6 +163,20 @@ def ladder_table(kernels: Iterable[Kernel]) -> Table:
     for k in kernels:
         arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}{k.arch_suffix}+"
         table.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
+    return table
+
+
+def candidates_table(candidates: Iterable[Candidate]) -> Table:
+    """What `list --problem` prints: what would be chosen, what else would do, and why the rest would not."""
+    table = _table("kernel", "computes", "", "tile, or why not")
+    chosen = set()
+    for c in candidates:
+        name, computes = c.kernel.name, c.kernel.computes
+        if c.tile is None:
+            table.add_row(name, computes, Text("refuses", "yellow"), c.reason.removeprefix(f"{name}: "))
+        else:
+            table.add_row(name, computes, "takes it" if computes in chosen else Text("chosen", "green"), str(c.tile))
+            chosen.add(computes)
     return table
 
 

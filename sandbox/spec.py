@@ -16,6 +16,7 @@ from .errors import SpecError
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
 Causal = Literal[False, "bottom-right", "top-left"]
+COMPUTES = ("forward", "backward")
 Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
 Dim3 = tuple[int, int, int]
 
@@ -220,7 +221,7 @@ class Kernel:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise SpecError(f"kernel name {self.name!r} must be an identifier: it is the .cu entry point")
-        if self.computes not in ("forward", "backward"):
+        if self.computes not in COMPUTES:
             raise SpecError(f'{self.name}: computes={self.computes!r} must be "forward" or "backward"')
         if not self.dtypes:
             raise SpecError(f"{self.name}: a kernel needs at least one dtype")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -210,6 +211,32 @@ def test_threads(device: Device) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_the_forward_allocates_out_and_lse_alone() -> None:
+    q, k, v = arrays(1, 4, 256, 64)
+    sandbox.attention_forward(q, k, v, kernel="fwd_minimal")  # what is kept for later calls
+    tracemalloc.start()
+    out, lse = sandbox.attention_forward(q, k, v, kernel="fwd_minimal")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    results = out.nbytes + lse.nbytes
+    assert results <= peak <= results + 8192  # and Python's own small objects
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [name for name, k in sandbox.kernels().items() if k.computes == "forward"])
+def test_the_forward_allocates_out_and_lse_alone_on_a_gpu(kernel: str) -> None:
+    """Neither through PyTorch's allocator nor around it."""
+    q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    sandbox.attention_forward(q, k, v, kernel=kernel)
+    torch.cuda.synchronize()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    out, lse = sandbox.attention_forward(q, k, v, kernel=kernel)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before == out.nbytes + lse.nbytes  # both multiples of 512 bytes
+    assert torch.cuda.mem_get_info()[0] == free
 
 
 def test_gradients_are_refused_not_lost() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,40 @@ def test_list() -> None:
     for row in rows:
         (line,) = [line for line in shown.stdout.splitlines() if line.startswith(row["name"])]
         assert row["summary"] in line
+
+
+def test_list_for_a_problem() -> None:
+    """What would be chosen, and why not the others."""
+    rows = parsed("list", "--problem", "1,2,77,60", "--arch", "sm_90a")
+    by_name = {row["kernel"]: row for row in rows}
+    assert by_name["fwd_mma"]["tile"] is None
+    assert "multiple of 8" in by_name["fwd_mma"]["reason"]
+    assert by_name["fwd_block2d"]["tile"]["BLOCK_M"]
+    shown = call("list", "--problem", "1,2,77,60", "--arch", "sm_90a").stdout.splitlines()
+    assert [line.split()[0] for line in shown if "chosen" in line] == ["fwd_block2d"]
+    assert [line.split()[0] for line in shown if "takes it" in line] == ["fwd_minimal"]
+    (line,) = [line for line in shown if line.startswith("fwd_mma")]
+    assert "refuses" in line
+    assert "multiple of 8" in line
+
+
+def test_list_for_the_cpu_and_for_nobody() -> None:
+    assert {"chosen", "takes it"} <= {*re.findall("chosen|takes it", call("list", "--problem", "1,2,7,64").stdout)}
+    on_old = call("list", "--problem", "1,2,7,64", "--arch", "sm_75").stdout
+    assert "needs compute capability 8.0 or later, this is 7.5" in on_old
+    nobody = call("list", "--problem", "1,2,7,300", "--arch", "cpu")
+    assert nobody.exit_code == 2
+    assert "D=300 is too large" in nobody.stdout
+
+
+def test_options_that_need_another() -> None:
+    for arguments, message in (
+        (("list", "--arch", "sm_90a"), "--arch goes with --problem"),
+        (("run", "--causal"), "--causal goes with --shape"),
+    ):
+        result = call(*arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
 
 
 def test_doctor() -> None:

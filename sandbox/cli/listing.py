@@ -1,20 +1,59 @@
-"""`list`: the kernels there are."""
+"""`list`: the kernels there are, and which of them a problem would get."""
 
 from __future__ import annotations
 
-from .. import registry, report
+import sys
+
+import click
+
+from .. import arch as architectures
+from .. import choose, registry, report
+from ..check import pick_device
+from ..dlpack import HOST
+from ..driver import device
+from ..spec import COMPUTES, Arch, Problem
 from .group import cli
-from .options import json_option
+from .options import causal_option, dtype_option, given_without, json_option
 from .output import print_json, screen
 
 
 @cli.command("list")
+@click.option("--problem", "shape", help="B,H,S,D or B,H,Sq,Sk,D: what would be chosen for it, and why not the others.")
+@dtype_option
+@causal_option
+@click.option("--arch", help="Choose as for this architecture, sm_80 and so on, or cpu; by default as on this machine.")
 @json_option
-def list_(as_json: bool) -> None:
-    """The ladder: kernel, rung, dtypes, head widths, architecture, idea."""
-    kernels = registry.kernels().values()
+def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, as_json: bool) -> None:
+    """The ladder: kernel, rung, dtypes, head widths, architecture, idea.
+
+    --dtype, --causal and --arch go with --problem.
+    """
+    if shape is None:
+        given_without("--problem", "dtype", "causal", "arch")
+        kernels = registry.kernels().values()
+        if as_json:
+            fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source")
+            print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
+        else:
+            screen().print(report.ladder_table(kernels))
+        return
+    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+    target = _arch(arch)
+    found = [c for computes in COMPUTES for c in choose.candidates(problem, computes, target)]
     if as_json:
-        fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source")
-        print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
+        print_json([_row(c) for c in found])
     else:
-        screen().print(report.ladder_table(kernels))
+        screen().print(report.candidates_table(found))
+    sys.exit(0 if any(c.tile for c in found) else 2)
+
+
+def _row(c: choose.Candidate) -> dict[str, object]:
+    tile = dict(c.tile) if c.tile else None
+    return {"kernel": c.kernel.name, "computes": c.kernel.computes, "tile": tile, "reason": c.reason}
+
+
+def _arch(name: str | None) -> Arch | None:
+    if name is None:
+        here = pick_device(None)
+        return None if here == HOST else device(here[1]).arch
+    return None if name == "cpu" else architectures.parse(name)

@@ -33,3 +33,11 @@ def forward_kernels(names: tuple[str, ...]) -> list[Kernel]:
 
 def parsed_tile(text: str | None) -> Tile | None:
     return Tile.parse(text) if text else None
+
+
+def given_without(needed: str, *names: str) -> None:
+    """Raises UsageError when one of these options stands on the command line without the one that it goes with."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name} goes with {needed}")

@@ -16,6 +16,7 @@ from .options import (
     causal_option,
     dtype_option,
     forward_kernels,
+    given_without,
     json_option,
     kernels_argument,
     parsed_tile,
@@ -40,9 +41,8 @@ def run_(
 
     --dtype and --causal go with --shape; the named problems have their own.
     """
-    given = click.get_current_context().get_parameter_source
-    if not shape and any(given(name) is click.core.ParameterSource.COMMANDLINE for name in ("dtype", "causal")):
-        raise click.UsageError("--dtype and --causal go with --shape: the named problems have their own")
+    if not shape:
+        given_without("--shape", "dtype", "causal")
     device = checking.pick_device(backend)
     cases = None
     if shape:
