@@ -64,7 +64,14 @@ def main() -> None:
             ratio = medians["sandbox"] / medians["do_bench"]
             worst = max(worst, abs(ratio - 1))
             spread = {name: (max(values) - min(values)) / medians[name] for name, values in times.items()}
-            row = {"problem": str(problem), "contender": contender.name, "ratio": ratio, "ms": times, "clocks_after": environment.clocks(), **where}
+            row = {
+                "problem": str(problem),
+                "contender": contender.name,
+                "ratio": ratio,
+                "ms": times,
+                "clocks_after": environment.clocks(),
+                **where,
+            }
             file.write(json.dumps(row) + "\n")
             print(
                 f"{problem!s:36}  sandbox {medians['sandbox']:8.4f} ms  do_bench {medians['do_bench']:8.4f} ms  "
