@@ -1,0 +1,188 @@
+"""What each idea in `fwd_mma` is worth: every step of steps.py, timed beside the others.
+
+python experiments/004_mma_ladder/run.py measure     needs a GPU, some two minutes; goes on where it was stopped
+python experiments/004_mma_ladder/run.py table       rewrites the tables in both README.md from results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from steps import KERNEL, LADDER, VARIANTS, WIDTHS, Step, tiles
+
+from sandbox import bench, driver, peers, registry, run
+from sandbox.errors import UnsupportedProblem
+from sandbox.peers import Contender, Ready
+from sandbox.rows import Row, by_problem, read_rows, recorded
+from sandbox.spec import Problem
+from sandbox.timing import Limits
+
+HERE = Path(__file__).resolve().parent
+ROWS = HERE / "results.jsonl"
+BEGIN, END = "<!-- mma ladder: written by experiments/004_mma_ladder/run.py table -->\n", "<!-- end of mma ladder -->"
+PROBLEMS = [
+    Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)
+    for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
+]
+OTHERS = {"fwd_mma": "the kernel itself: the last step, and NaN and inf kept from rows that do not see them",
+          "sdpa-flash": "FlashAttention-2, PyTorch's own"}  # fmt: skip
+Speeds = dict[Problem, float]  # TFLOP/s
+
+
+# ---- measuring
+
+
+def contender(step: Step) -> Contender:
+    """A step as `bench` knows contenders: under its own name, with its tile for the problem's head width."""
+
+    def prepare(problem: Problem, *inputs: Any) -> Ready:
+        tile = tiles(problem.D).get(step.name)
+        if tile is None:
+            raise UnsupportedProblem(f"{step.name}: changes nothing at D={problem.D}")
+        [entry] = bench.ours([KERNEL], [tile])
+        return entry.prepare(problem, *inputs)
+
+    return Contender(step.name, prepare, KERNEL.name)
+
+
+def compile_all() -> None:
+    """Fills the cache, several compilers at a time: one after another they would take most of the run."""
+    arch = run.arch_name(KERNEL, driver.device().arch)
+    jobs = {(tile, p.D, p.causal) for p in PROBLEMS for tile in tiles(p.D).values()}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: run.compile(KERNEL, job[1], "float16", job[2], arch, job[0]), jobs))
+
+
+def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
+    """What the compiler reports, beside what was measured."""
+    kernels = {KERNEL.name: KERNEL, **registry.kernels()}
+    for row in rows:
+        if not row.tile:
+            yield row
+            continue
+        p = row.problem
+        r = run.compile(kernels[row.kernel], p.D, p.dtype, p.causal, row.arch, row.tile).resources
+        cost = {"registers": r.registers, "spills": r.spill_stores + r.spill_loads}
+        yield replace(row, setting={**row.setting, **cost})
+
+
+def measure() -> None:
+    """Every step, `fwd_mma` and FlashAttention-2 in one interleaved run, each checked before and after."""
+    everybody = [*map(contender, (*LADDER, *VARIANTS)), *bench.ours([registry.get("fwd_mma")])]
+    everybody.append(peers.PEERS["sdpa-flash"])
+    left = bench.unmeasured(bench.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, everybody)
+    if left:
+        compile_all()
+    wrong = 0
+    for row in recorded(with_registers(bench.run((), left, everybody, limits=Limits(seconds=0.2))), ROWS):
+        said = f"{row['tflops']:.1f} TFLOP/s" if row["ms"] else row["message"]
+        print(f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:14} {said}", flush=True)
+        wrong += row["ok"] is False
+    if wrong:
+        sys.exit(f"{wrong} results are wrong, or failed")
+
+
+# ---- the tables
+
+
+def speeds(rows: list[dict[str, Any]], name: str, D: int, causal: bool | None = None) -> Speeds:
+    """What `name` reached at head width D, with or without mask or (None) both; {} where it was not timed."""
+    found = {p: there[name] for p, there in by_problem(rows).items() if p.D == D and name in there}
+    return {p: r["tflops"] for p, r in found.items() if r["ok"] and causal in (None, bool(p.causal))}
+
+
+def gain(fast: Speeds, slow: Speeds) -> str:
+    """The geometric mean of the ratios, as ×1.23."""
+    ratios = [fast[p] / slow[p] for p in fast if p in slow]
+    return f"×{geometric_mean(ratios):.2f}" if ratios else "–"
+
+
+def gains(rows: list[dict[str, Any]], D: int, causal: bool | None = None) -> dict[str, str]:
+    """{step: its gain over the last timed step before it; of variants and others, over the top of the ladder}."""
+    found, below = {}, Speeds()
+    for step in LADDER:
+        there = speeds(rows, step.name, D, causal)
+        found[step.name], below = gain(there, below), there or below
+    return found | {name: gain(speeds(rows, name, D, causal), below) for name in (*(s.name for s in VARIANTS), *OTHERS)}
+
+
+def registers(rows: list[dict[str, Any]], name: str) -> str:
+    """The most over the masks, for each head width; marked where some are spilled."""
+    cells = []
+    for D in WIDTHS:
+        held = [there[name] for p, there in by_problem(rows).items() if p.D == D and "spills" in there.get(name, ())]
+        mark = "*" if any(r["spills"] for r in held) else ""
+        cells.append(f"{max(r['registers'] for r in held)}{mark}" if held else "–")
+    return "" if cells == ["–"] * len(cells) else " / ".join(cells)
+
+
+def ladder_table(rows: list[dict[str, Any]]) -> str:
+    """For the README of the project: the speed of each step, its gain over the one before, and its registers."""
+    columns = ["", "step", "idea", "D = 64", "gain", "D = 128", "gain", "registers"]
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    all_gains = {D: gains(rows, D) for D in WIDTHS}
+    contenders = [
+        *((str(n), step.name, step.idea) for n, step in enumerate(LADDER)),
+        *(("not kept", step.name, step.idea) for step in VARIANTS),
+        *(("", name, idea) for name, idea in OTHERS.items()),
+    ]
+    for place, name, idea in contenders:
+        cells = [place, name, idea]
+        for D in WIDTHS:
+            there = speeds(rows, name, D).values()
+            cells += [f"{geometric_mean(there):.3g}" if there else "–", all_gains[D][name]]
+        lines.append(f"| {' | '.join([*cells, registers(rows, name)])} |")
+    r, lengths = rows[-1], ", ".join(str(S) for S in sorted({p.Sq for p in by_problem(rows)}))
+    caption = (
+        f"TFLOP/s, {r['dtype']}, geometric means over S {lengths} with and without causal mask (16k tokens, hidden"
+        " size 2048); gains over the step before, from “not kept” on over the last step. –: changes nothing there."
+        f" Registers at D = 64 / 128; *: some are spilled. {r['device']}, CUDA {r['cuda']}; a matrix product reaches"
+        f" {r['ceiling_tflops']:.0f} in the same run."
+    )
+    return "\n".join([*lines, "", caption]) + "\n"
+
+
+def gain_table(rows: list[dict[str, Any]]) -> str:
+    """For the README of the experiment: what was predicted, and what came, by head width and mask."""
+    lines = ["| step | D = 64: predicted | no mask | causal | D = 128: predicted | no mask | causal |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    measured = {(D, causal): gains(rows, D, causal) for D in WIDTHS for causal in (False, True)}
+    for step in (*LADDER[1:], *VARIANTS):
+        cells = [
+            f"×{step.predicted[i]:.2f} | {measured[D, False][step.name]} | {measured[D, True][step.name]}"
+            for i, D in enumerate(WIDTHS)
+        ]
+        lines.append(f"| {step.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_between(path: Path, text: str) -> None:
+    """Puts `text` between the markers of `path`."""
+    before, begin, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        sys.exit(f"{path} has no place for the table, between {BEGIN.strip()} and {END}")
+    path.write_text(before + begin + text + end + after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measure", "table"])
+    if parser.parse_args().what == "measure":
+        measure()
+    rows = read_rows(ROWS)
+    write_between(HERE / "README.md", gain_table(rows))
+    if rows:
+        write_between(HERE.parent.parent / "README.md", ladder_table(rows))
+
+
+if __name__ == "__main__":
+    main()
