@@ -20,7 +20,7 @@ from .errors import DriverError, GpuUnavailable
 from .spec import Arch, Dim3
 
 _SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
-_DEFAULT_SMEM = 48 * 1024  # more dynamic shared memory than this a kernel has to opt in to
+_DEFAULT_SMEM = 48 * 1024  # more shared memory than this, static and dynamic together, a kernel has to opt in to
 
 
 @lru_cache(maxsize=1)
@@ -161,7 +161,7 @@ class CudaFunction:
         Opts in to large shared memory. Raises DriverError naming kernel and geometry, now or when launching.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem_bytes}"
-        if smem_bytes > _DEFAULT_SMEM:
+        if smem_bytes + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem_bytes, about=about)
         call, lock, slots, handle = _libcuda().cuLaunchKernel, threading.Lock(), arguments.slots, ctypes.c_void_p()

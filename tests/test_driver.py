@@ -162,3 +162,23 @@ def test_the_primary_context_is_shared() -> None:
     driver.read(host.ctypes.data, x.data_ptr(), host.nbytes, driver.device())
     assert (host == np.arange(8)).all()
     assert nvrtc.version()
+
+
+BOTH_KINDS = """
+extern "C" __global__ void both(float* x) {
+    extern __shared__ float dynamic[];
+    __shared__ float fixed[64];
+    fixed[threadIdx.x] = dynamic[12 * 1024 - 1 - threadIdx.x] = 1.0f + threadIdx.x;
+    __syncthreads();
+    x[threadIdx.x] = fixed[31 - threadIdx.x] + dynamic[12 * 1024 - 1 - threadIdx.x];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_static_shared_memory_counts_too(run_cuda) -> None:
+    """Dynamic shared memory of 48 KiB alone needs no opt-in; with 256 bytes of static it does."""
+    x = np.zeros(32, np.float32)
+    run_cuda(BOTH_KINDS, "both", x, smem=48 * 1024)
+    np.testing.assert_array_equal(x, np.full(32, 33.0))
