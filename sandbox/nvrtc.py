@@ -60,6 +60,8 @@ def compile(
 ) -> Compiled:
     """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`.
 
+    Headers in a folder `include` beside it go before the project's own.
+
     `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
     Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
     for an architecture that this NVRTC cannot target.
@@ -72,7 +74,7 @@ def compile(
     source = source.resolve()
     if not source.is_file():
         raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
-    folders = (INCLUDE_DIR, *include_dirs())
+    folders = tuple(dict.fromkeys((source.parent / "include", INCLUDE_DIR, *include_dirs())))
     flags = (
         f"--gpu-architecture={arch}",
         "--std=c++17",

@@ -27,11 +27,14 @@ nvrtc
 driver
 cpu
 registry
+tools
+disassembly
 staging
 choose
 run
 trial plan
 attention
+code
 cases
 check
 doctor
@@ -43,6 +46,7 @@ bench
 plot
 report
 bench_report
+code_report
 cli
 __init__
 __main__
