@@ -65,10 +65,11 @@ def test_a_listing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("HGMMA", "tensor cores"), ("mma.f", "tensor cores"), ("LDSM", "shared memory"), ("ld.shared.v4", "shared memory"),
-     ("LDG.128", "global memory"), ("cp.async.cg", "global memory"), ("STL", "local memory"), ("st.local", "local memory"),
-     ("MUFU", "special functions"), ("ex2.f", "special functions"), ("BAR", "synchronisation"), ("add.f", "floating point"),
-     ("add", "integers and moves"), ("IMAD", "integers and moves"), ("ld.param", "integers and moves")],
+    [("HGMMA", "tensor cores"), ("mma.f", "tensor cores"), ("LDSM", "shared memory"), ("STL", "local memory"),
+     ("ld.shared.v4", "shared memory"), ("st.local", "local memory"), ("LDG.128", "global memory"),
+     ("BAR", "synchronisation"), ("cp.async.cg", "global memory"), ("MUFU", "special functions"), ("ex2.f", "special functions"),
+     ("add.f", "floating point"), ("add", "integers and moves"), ("IMAD", "integers and moves"),
+     ("ld.param", "integers and moves")],
 )  # fmt: skip
 def test_kinds(name: str, kind: str) -> None:
     assert disassembly.kind(name) == kind
