@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import arch as architectures
-from . import registry
+from . import registry, tuned
 from .errors import UnsupportedProblem
 from .spec import Arch, Kernel, Problem, Tile
 
@@ -20,15 +20,18 @@ def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None
     return None
 
 
-def choose_tile(kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None) -> Tile:
-    """`tile` if given, else the spec's best that `arch` can hold.
+def choose_tile(
+    kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = ""
+) -> Tile:
+    """`tile` if given, else what tuning found on a GPU of the name `gpu`, else the spec's best that `arch` can hold.
 
     Raises UnsupportedProblem with the kernel's or the tile's own reason.
     """
     if reason := kernel.refuses(problem, arch):
         raise UnsupportedProblem(reason)
     reasons = []
-    for candidate in (tile,) if tile is not None else kernel.tiles:
+    found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
+    for candidate in (tile,) if tile is not None else (*((found,) if found else ()), *kernel.tiles):
         reason = refuses_tile(kernel, problem, candidate, arch)
         if reason is None:
             return candidate

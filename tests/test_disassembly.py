@@ -67,9 +67,9 @@ def test_a_listing() -> None:
     ("name", "kind"),
     [("HGMMA", "tensor cores"), ("mma.f", "tensor cores"), ("LDSM", "shared memory"), ("STL", "local memory"),
      ("ld.shared.v4", "shared memory"), ("st.local", "local memory"), ("LDG.128", "global memory"),
-     ("BAR", "synchronisation"), ("cp.async.cg", "global memory"), ("MUFU", "special functions"), ("ex2.f", "special functions"),
-     ("add.f", "floating point"), ("add", "integers and moves"), ("IMAD", "integers and moves"),
-     ("ld.param", "integers and moves")],
+     ("BAR", "synchronisation"), ("cp.async.cg", "global memory"), ("MUFU", "special functions"),
+     ("ex2.f", "special functions"), ("add.f", "floating point"), ("add", "integers and moves"),
+     ("IMAD", "integers and moves"), ("ld.param", "integers and moves")],
 )  # fmt: skip
 def test_kinds(name: str, kind: str) -> None:
     assert disassembly.kind(name) == kind

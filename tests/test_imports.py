@@ -29,7 +29,8 @@ cpu
 registry
 tools
 disassembly
-staging
+staging fleet
+tuned
 choose
 run
 trial plan
@@ -43,8 +44,11 @@ sampled timing
 peers
 rows
 bench
+tune
+labs
 plot
 report
+tune_report
 bench_report
 code_report
 cli
