@@ -43,12 +43,15 @@ environment
 sampled timing
 peers
 rows
+ncu
+profiler
+profiler_target
 bench
 tune
 labs
 plot
 report
-tune_report
+tune_report profile_report profile_plot
 bench_report
 code_report
 cli

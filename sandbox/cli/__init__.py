@@ -4,7 +4,17 @@ Exit status: 0 when all is well, 1 when a result is wrong or something fails, 2 
 problem.
 """
 
-from . import bench, cache, code, compile, doctor, listing, tune, verify  # each joins its commands to the group
+from . import (
+    bench,
+    cache,
+    code,
+    compile,
+    doctor,
+    listing,
+    profile,
+    tune,
+    verify,
+)  # each joins its commands to the group
 from .group import cli, main
 
-__all__ = ["bench", "cache", "cli", "code", "compile", "doctor", "listing", "main", "tune", "verify"]
+__all__ = ["bench", "cache", "cli", "code", "compile", "doctor", "listing", "main", "profile", "tune", "verify"]
