@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import arch as architectures
-from . import registry, tuned
+from . import log, registry, tuned
 from .errors import UnsupportedProblem
 from .spec import Arch, Kernel, Problem, Tile
 
@@ -29,11 +29,14 @@ def choose_tile(
     """
     if reason := kernel.refuses(problem, arch):
         raise UnsupportedProblem(reason)
-    reasons = []
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
-    for candidate in (tile,) if tile is not None else (*((found,) if found else ()), *kernel.tiles):
+    own = dict.fromkeys(kernel.tiles, "the spec's best that is legal")
+    candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
+    reasons = []
+    for candidate, why in candidates.items():
         reason = refuses_tile(kernel, problem, candidate, arch)
         if reason is None:
+            log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
             return candidate
         reasons.append(reason)
     raise UnsupportedProblem(reasons[-1])
@@ -50,6 +53,8 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None) -> Kernel:
         except UnsupportedProblem as reason:
             reasons.append(str(reason))
         else:
+            because = "".join(f"\n  not {reason}" for reason in reasons)
+            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, kernel.name, because)
             return kernel
     listed = "\n  ".join(reasons)
     raise UnsupportedProblem(f"no {computes} kernel takes {problem}:\n  {listed}")

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first: a module imports only from lines above its own. Names on one line do not import one another.
 ORDER = """
 errors
+log
 spec
 reference
 sources
@@ -27,7 +28,7 @@ nvrtc
 driver
 cpu
 registry
-tools
+new tools
 disassembly
 staging fleet
 tuned

@@ -10,13 +10,13 @@ from ..spec import ITEMSIZE, Kernel, Tile
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
-def _kernel_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def kernel_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """For the shell's completion."""
     return [name for name in registry.kernels() if name.startswith(incomplete)]
 
 
-kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=_kernel_names)
-kernel_argument = click.argument("kernel", shell_complete=_kernel_names)
+kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names)
+kernel_argument = click.argument("kernel", shell_complete=kernel_names)
 tile_option = click.option("--tile", help="Use this tile, as BLOCK_M=64,BLOCK_N=32.")
 backend_option = click.option(
     "--backend", type=click.Choice(["cuda", "cpu"]), help="By default cuda if there is a GPU."
