@@ -67,12 +67,19 @@ def translate(
     return Code(label, kernel.name, language, target, seen, str(chosen), compiled.resources, instructions)
 
 
-def at_revision(kernel: Kernel, revision: str) -> Kernel:
-    """The kernel as of a git revision of this project: `.cu`, headers and spec. Raises UnsupportedProblem."""
+def version(kernel: Kernel, reference: str) -> Kernel:
+    """Another version of a kernel: a `.cu` file that takes the place of its own, or a git revision of this project, by
+    whose `.cu`, headers and spec it is. Raises UnsupportedProblem, UnknownKernel."""
+    if reference.endswith(".cu"):
+        return dataclasses.replace(kernel, source=Path(reference).resolve())
+    return _at_revision(kernel, reference)
+
+
+def _at_revision(kernel: Kernel, revision: str) -> Kernel:
     root = registry.FOLDER.parent
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").decode().strip()
     if not commit:
-        raise UnsupportedProblem(f"{revision!r} is neither a tile (BLOCK_M=64,…) nor a git revision of {root}")
+        raise UnsupportedProblem(f"{revision!r} is no tile (BLOCK_M=64,…), no .cu file and no git revision of {root}")
     folder = (
         cache.directory() / f"revision-{commit}"
     )  # a place that stays: its path is in the cubin, and in cached keys

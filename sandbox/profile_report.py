@@ -175,7 +175,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "problem": str(s.problem),
         "tile": str(s.tile),
         "arch": s.arch,
-        "revision": s.revision,
+        "version": s.version,
         "measures": {name: value(profile) for name, value, _ in MEASURES},
         "model_bytes": {"read": dict(profile.model.read), "written": dict(profile.model.written)},
         "least_bytes": profile.least,

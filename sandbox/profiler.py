@@ -38,23 +38,24 @@ _FP32_FLOPS = 256  # of 128 lanes
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: a kernel, maybe as of a git revision, on a problem with a tile, compiled for `arch`."""
+    """What is profiled: a kernel, or another `version` of it (see `code.version`), on a problem with a tile."""
 
     kernel: str
     problem: Problem
     tile: Tile
     arch: str
-    revision: str = ""
+    version: str = ""
 
     def spec(self) -> Kernel:
         """The kernel itself."""
         kernel = registry.get(self.kernel)
-        return code.at_revision(kernel, self.revision) if self.revision else kernel
+        return code.version(kernel, self.version) if self.version else kernel
 
     @property
     def label(self) -> str:
         """What tells it from another of the same kernel."""
-        return " ".join(filter(None, (self.revision, str(self.tile))))
+        version = Path(self.version).name if self.version.endswith(".cu") else self.version
+        return " ".join(filter(None, (version, str(self.tile))))
 
     def dumps(self) -> str:
         """As JSON text."""
@@ -106,14 +107,16 @@ class Profile:
         return p.B * (2 * p.H * p.Sq + 2 * p.Hk * p.Sk) * p.D * p.itemsize + 4 * p.B * p.H * p.Sq
 
 
-def subject(kernel: Kernel, problem: Problem, tile: Tile | None, revision: str = "") -> Subject:
+def subject(kernel: Kernel, problem: Problem, tile: Tile | None, version: str = "") -> Subject:
     """`tile`, or the kernel's best for this GPU. Raises GpuUnavailable, UnsupportedProblem."""
     if kernel.computes != "forward":
         raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, which profile does not launch yet")
+    if version.endswith(".cu"):
+        version = str(Path(version).resolve())  # the profiler's process, and a later reader, may be elsewhere
     gpu = driver.device()
-    old = code.at_revision(kernel, revision) if revision else kernel
+    old = code.version(kernel, version) if version else kernel
     chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name)
-    return Subject(kernel.name, problem, chosen, run.arch_name(old, gpu.arch), revision)
+    return Subject(kernel.name, problem, chosen, run.arch_name(old, gpu.arch), version)
 
 
 def command(tool: str, subject: Subject, prefix: Path) -> list[str]:

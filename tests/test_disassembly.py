@@ -139,7 +139,7 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
     source.write_text("#include <nowhere.h>\n" + source.read_text())
     header.write_text("#error edited since\n")
     monkeypatch.setattr(registry, "FOLDER", folder)
-    old = code.at_revision(registry.get("fwd_minimal"), "HEAD")
+    old = code.version(registry.get("fwd_minimal"), "HEAD")
     assert old.source.is_relative_to(own_cache)
     before = code.translate(old, "ptx", PROBLEM, tile=TILE, label="HEAD")
     after = code.translate(registry.get("fwd_minimal"), "ptx", PROBLEM, tile=TILE)
@@ -147,9 +147,11 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
     assert code.changed_lines(before, after) == []
     assert code.changed_classes(before, after) == {}
     with pytest.raises(UnknownKernel, match="fwd_x is not in revision HEAD"):
-        code.at_revision(sandbox.Kernel(**{**vars(old), "name": "fwd_x"}), "HEAD")
-    with pytest.raises(UnsupportedProblem, match=r"'v9' is neither a tile \(BLOCK_M=64,…\) nor a git revision of "):
-        code.at_revision(old, "v9")
+        code.version(sandbox.Kernel(**{**vars(old), "name": "fwd_x"}), "HEAD")
+    with pytest.raises(
+        UnsupportedProblem, match=r"'v9' is no tile \(BLOCK_M=64,…\), no \.cu file and no git revision of "
+    ):
+        code.version(old, "v9")
     done = in_project(project_copy, "sandbox", "cache", "clear", "--json")
     assert json.loads(done.stdout)["directory"] == str(own_cache)
     assert list(own_cache.iterdir()) == []
@@ -224,7 +226,7 @@ def test_ptx_command_and_a_diff_of_tiles() -> None:
         (("sass", "fwd_minimall"), "did you mean fwd_minimal?"),
         (
             ("sass", *SMALL, "--diff", "no-such-revision"),
-            "'no-such-revision' is neither a tile (BLOCK_M=64,…) nor a git",
+            "'no-such-revision' is no tile (BLOCK_M=64,…), no .cu file and no git",
         ),
         (("ptx", *SMALL, "--arch", "sm_42"), 'arch "sm_42" is not known'),
     ],

@@ -173,7 +173,7 @@ def test_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject.loads(words[-1])
     assert (subject.tile, subject.problem.causal) == (TILE, "bottom-right")
     two = call("fwd_mma", "--compare", "HEAD", str(TILE), "--dry-run").stdout.splitlines()
-    assert [Subject.loads(shlex.split(line)[-1]).revision for line in two] == ["HEAD", ""]
+    assert [Subject.loads(shlex.split(line)[-1]).version for line in two] == ["HEAD", ""]
 
 
 def fake_tool(folder: Path, name: str, script: str) -> str:

@@ -27,7 +27,9 @@ def _command(language: str, doc: str) -> None:
     @causal_option
     @tile_option
     @click.option("--arch", help="Compile for this architecture; by default sm_90a.")
-    @click.option("--diff", "reference", metavar="REF", help="Show what changed since a git revision, or from a tile.")
+    @click.option(
+        "--diff", "reference", metavar="REF", help="Show what changed from a git revision, a tile or a .cu file."
+    )
     @click.option("--summary", is_flag=True, help="Leave the instructions out.")
     @json_option
     def show(
@@ -42,7 +44,7 @@ def _command(language: str, doc: str) -> None:
         elif "=" in reference:
             _show_changes(code.translate(spec, language, problem, arch, Tile.parse(reference)), after, as_json)
         else:
-            old = code.at_revision(spec, reference)
+            old = code.version(spec, reference)
             _show_changes(code.translate(old, language, problem, arch, wanted, reference), after, as_json)
 
 

@@ -23,7 +23,7 @@ from .output import print_json, say, screen
 @dtype_option
 @causal_option
 @tile_option
-@click.option("--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, or git revisions.")
+@click.option("--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions or .cu files.")
 @click.option("--out", type=click.Path(path_type=Path), help="Prefix of the files; by default in .sandbox/profiles.")
 @click.option("--show", "shown", type=click.Path(path_type=Path), multiple=True,
               help="Profile nothing: show what has this prefix. Twice compares.")  # fmt: skip
@@ -45,8 +45,8 @@ def profile_(
     if not shown:
         problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
         for reference in compare or (tile,):
-            revision = reference if reference and "=" not in reference else ""
-            subject = _subject(spec, problem, None if revision else reference, revision, dry_run)
+            version = reference if reference and "=" not in reference else ""
+            subject = _subject(spec, problem, None if version else reference, version, dry_run)
             place = _prefix(out, subject, len(prefixes) if compare else None)
             if dry_run:
                 click.echo(shlex.join(profiler.command(tool, subject, place)))
@@ -64,10 +64,10 @@ def profile_(
         say(f"kept {', '.join(f'{place}.ncu-rep' for place in prefixes)}", stderr=True)
 
 
-def _subject(spec: Kernel, problem: Problem, tile: str | None, revision: str, dry_run: bool) -> Subject:
+def _subject(spec: Kernel, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:
     if dry_run and not driver.available():
-        return Subject(spec.name, problem, parsed_tile(tile) or spec.tiles[0], "sm_90a", revision)
-    return profiler.subject(spec, problem, Tile.parse(tile) if tile else None, revision)
+        return Subject(spec.name, problem, parsed_tile(tile) or spec.tiles[0], "sm_90a", version)
+    return profiler.subject(spec, problem, Tile.parse(tile) if tile else None, version)
 
 
 def _prefix(out: Path | None, subject: Subject, number: int | None) -> Path:
