@@ -55,11 +55,11 @@ class _Worker:
         theirs.close()  # so that the pipe ends when either side does
 
     def stop(self) -> None:
-        if self._process is not None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()  # first: whoever waits at the pipe wakes up
+            process.join()
             self._pipe.close()
-            self._process.kill()
-            self._process.join()
-            self._process = None
 
 
 def _serve(pipe: Any, environment: Mapping[str, str]) -> None:

@@ -110,6 +110,9 @@ class Search:
             alive = self._better_half(alive)
             samples *= 2
         finalists = list(dict.fromkeys([*alive, *([default] if default else [])]))
+        if not finalists:
+            states = "; ".join(sorted({f"{c.tile} {c.state}: {c.message}" for c in self.candidates.values()})[:3])
+            raise UnsupportedProblem(f"{self.kernel.name}: no tile can be timed on {self.problem}: {states}")
         yield from self._timed([tuple(finalists)], LAST)
         self._decide([self.candidates[tile] for tile in finalists], default)
 

@@ -30,18 +30,20 @@ def ranked(search: Search) -> list[Candidate]:
 
 
 def tune_table(search: Search, width: int) -> Table:
-    """The best tiles, a column for each of their numbers where the screen is wide enough."""
+    """The best tiles: a column for each of their numbers, or, where the screen is narrow, one for all in that order."""
     names = list(search.kernel.tiles[0])
     wide = width >= 62 + 9 * len(names)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names if wide else ("tile",):
-        table.add_column(name.replace("_", "_\n", 1), justify="right" if wide else "left", overflow="fold")
+    for name in names if wide else (" ".join(names),):
+        table.add_column(
+            name.replace("_", "_\n", 1) if wide else name.replace(" ", "\n"), justify="right", no_wrap=True
+        )
     for name in ("regs", "smem", "blocks\nper SM", "time", "TFLOP/s", "samples"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for c in ranked(search)[:_SHOWN]:
         assert c.timing
-        numbers = [str(c.tile[name]) for name in names] if wide else [str(c.tile).replace(",", "\n")]
+        numbers = [str(c.tile[name]) for name in names] if wide else [" ".join(str(c.tile[name]) for name in names)]
         blocks = str(c.occupancy.blocks_per_sm) if c.occupancy else "-"
         regs = str(c.resources.registers) if c.resources else "-"
         speed, samples = f"{_tflops(search, c):.3g}", str(c.timing.samples)
@@ -166,6 +168,7 @@ def _strip(axis: Any, search: Search, name: str, values: Sequence[int]) -> None:
         )
     axis.set_xticks(range(len(values)), values)
     axis.set_xlabel(name)
-    axis.set_ylim(bottom=0)
+    axis.set_xlim(-0.5, len(values) - 0.5)
+    axis.set_ylim(0, 1.1 * max(_tflops(search, c) for c in points))
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#e4e4e4")

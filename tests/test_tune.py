@@ -219,6 +219,10 @@ def test_no_tile_is_legal_or_right(own_cache: Path) -> None:
         Search(MINIMAL, dataclasses.replace(PROBLEM, D=256), FakeLab(), {"BLOCK_M": 256}).legal()
     with pytest.raises(UnsupportedProblem, match=r"no tile is right on .*: error 1 against a bound of 0"):
         finished(FakeLab(), fixed=dict(FakeLab.wrong))
+    with pytest.raises(
+        UnsupportedProblem, match=r"no tile can be timed on .* spills: 8 bytes of registers are spilled"
+    ):
+        finished(FakeLab(), fixed=dict(FakeLab.spilling))
 
 
 def test_a_space_names_what_a_tile_names() -> None:
