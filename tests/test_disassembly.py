@@ -131,11 +131,13 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
         check=True,
         capture_output=True,
     )
+    folder = project_copy / "kernels_cu"
+    source, header = folder / "fwd_minimal.cu", folder / "include/common.cuh"
+    header.write_text("#define OF_THE_REVISION\n" + header.read_text())
+    source.write_text(source.read_text() + "#ifndef OF_THE_REVISION\n#error another header\n#endif\n")
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "before")
-    folder = project_copy / "kernels_cu"
-    source, header = folder / "fwd_minimal.cu", folder / "include/common.cuh"
     source.write_text("#include <nowhere.h>\n" + source.read_text())
     header.write_text("#error edited since\n")
     monkeypatch.setattr(registry, "FOLDER", folder)
