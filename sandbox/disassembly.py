@@ -106,7 +106,9 @@ def ptx(text: str) -> tuple[Instruction, ...]:
             function = entry[1]
         elif loc := _LOC.match(line):
             pairs = [(loc[1], loc[2]), (loc[3], loc[4])]
-            where = tuple(Location(files[n], int(row)) for n, row in pairs if n in files)
+            where = tuple(
+                Location(files[n], int(row)) for n, row in pairs if n in files and row != "0"
+            )  # 0: of no line
         elif instruction := _PTX.match(line):
             found.append(Instruction(function, number, instruction[2], " ".join(instruction[1].split()), where))
     return tuple(found)

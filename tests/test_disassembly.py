@@ -140,11 +140,12 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
     git("commit", "-qm", "before")
     source.write_text("#include <nowhere.h>\n" + source.read_text())
     header.write_text("#error edited since\n")
+    kernel = registry.get("fwd_minimal")
     monkeypatch.setattr(registry, "FOLDER", folder)
-    old = code.version(registry.get("fwd_minimal"), "HEAD")
+    old = code.version(kernel, "HEAD")
     assert old.source.is_relative_to(own_cache)
     before = code.translate(old, "ptx", PROBLEM, tile=TILE, label="HEAD")
-    after = code.translate(registry.get("fwd_minimal"), "ptx", PROBLEM, tile=TILE)
+    after = code.translate(kernel, "ptx", PROBLEM, tile=TILE)
     assert before.counts == after.counts
     assert code.changed_lines(before, after) == []
     assert code.changed_classes(before, after) == {}
