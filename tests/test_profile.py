@@ -276,6 +276,7 @@ def test_the_page_names_lines_of_the_kernel(kept: Path) -> None:
 
 
 def test_two_side_by_side_json_and_the_roofline(kept: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     shown = call("fwd_mma", "--show", str(kept), "--show", str(kept), "--plot", str(tmp_path / "roof"))
     assert shown.exit_code == 0
     assert "stalled: math_pipe_throttle" in shown.stdout

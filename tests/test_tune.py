@@ -301,6 +301,7 @@ def test_attention_heeds_what_was_found(own_cache: Path, monkeypatch: pytest.Mon
 
 
 def test_the_table_and_the_picture(own_cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     search = finished(FakeLab())
     ranked = tune_report.ranked(search)
     assert ranked[0].tile == BEST
