@@ -34,6 +34,13 @@ kernel = Kernel(
         Tile(BLOCK_M=64, BLOCK_N=64, BLOCK_D=64, THREADS_X=8, THREADS_Y=16),
         Tile(BLOCK_M=32, BLOCK_N=32, BLOCK_D=64, THREADS_X=16, THREADS_Y=8),
     ),
+    space={
+        "BLOCK_M": (16, 32, 64, 128),
+        "BLOCK_N": (32, 64, 128),
+        "BLOCK_D": (32, 64, 128),
+        "THREADS_X": (8, 16, 32),
+        "THREADS_Y": (4, 8, 16),
+    },
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
     block=lambda t: (t.THREADS_X, t.THREADS_Y, 1),
     # Q, P, and a step of K or V: fp32, each row padded by four words

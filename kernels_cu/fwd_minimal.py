@@ -10,6 +10,7 @@ kernel = Kernel(
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
     tiles=(Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=16)),
+    space={"BLOCK_M": (32, 64, 128, 256), "BLOCK_N": (8, 16, 32, 64)},
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
     block=lambda t: (t.BLOCK_M, 1, 1),
     smem_bytes=lambda p, t: 4 * p.D * (2 * t.BLOCK_M + 2 * t.BLOCK_N),

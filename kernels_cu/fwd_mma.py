@@ -54,6 +54,13 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
     ),
+    space={
+        "BLOCK_M": (64, 128, 192, 256),
+        "BLOCK_N": (16, 32, 48, 64, 96, 128, 192),
+        "SUB_N": (16, 32, 48, 64),
+        "WARPS": (4, 8),
+        "MIN_BLOCKS": (1, 2, 3),
+    },
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,

@@ -96,3 +96,10 @@ def _pack(row: Row, problem: Problem, tensor: Tensor | None) -> Any:
         return row.value(problem)
     assert tensor is not None, "the caller names every tensor of the spec's args"
     return View(tensor.pointer, *tensor.strides[:3]) if row.ctype is View else row.ctype(tensor.pointer)
+
+
+def describe(value: Any) -> str:
+    """A packed argument, for people."""
+    if isinstance(value, ctypes.Structure):
+        return ", ".join(f"{field[0]} {getattr(value, field[0])}" for field in value._fields_)
+    return str(value.value)

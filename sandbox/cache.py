@@ -26,7 +26,7 @@ from .errors import CacheError
 
 _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
 _STAGING = ".new-"  # prefix of folders on their way in or out
-_OURS = re.compile(r"[0-9a-f]{40}|headers-[0-9a-f]{16}")  # entries, and the headers that nvrtc unpacks
+_OURS = re.compile(r"(revision-)?[0-9a-f]{40}|headers-[0-9a-f]{16}")  # entries, old sources, headers that NVRTC unpacks
 
 
 @dataclass(frozen=True)

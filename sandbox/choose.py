@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import arch as architectures
-from . import registry
+from . import log, registry, tuned
 from .errors import UnsupportedProblem
 from .spec import Arch, Kernel, Problem, Tile
 
@@ -23,17 +23,23 @@ def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None
     return None
 
 
-def choose_tile(kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None) -> Tile:
-    """`tile` if given, else the spec's best that `arch` can hold.
+def choose_tile(
+    kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = ""
+) -> Tile:
+    """`tile` if given, else what tuning found on a GPU of the name `gpu`, else the spec's best that `arch` can hold.
 
     Raises UnsupportedProblem with the kernel's or the tile's own reason.
     """
     if reason := kernel.refuses(problem, arch):
         raise UnsupportedProblem(reason)
+    found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
+    own = dict.fromkeys(kernel.tiles, "the spec's best that is legal")
+    candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     reasons = []
-    for candidate in (tile,) if tile is not None else kernel.tiles:
+    for candidate, why in candidates.items():
         reason = refuses_tile(kernel, problem, candidate, arch)
         if reason is None:
+            log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
             return candidate
         reasons.append(reason)
     raise UnsupportedProblem(reasons[-1])
@@ -63,6 +69,8 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None) -> Kernel:
     reasons = []
     for candidate in candidates(problem, computes, arch):
         if candidate.tile is not None:
+            because = "".join(f"\n  not {reason}" for reason in reasons)
+            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, candidate.kernel.name, because)
             return candidate.kernel
         reasons.append(candidate.reason)
     listed = "\n  ".join(reasons)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import cache, driver, nvrtc
+from . import cache, driver, nvrtc, tools
 from .cpu import compiler
 from .errors import SandboxError
 
@@ -86,12 +85,5 @@ def _package(name: str, remedy: str) -> Finding:
 
 
 def _tool(name: str, remedy: str) -> Finding:
-    path = shutil.which(name)
-    if path is None:
-        try:
-            from cuda.pathfinder import find_nvidia_binary_utility
-
-            path = find_nvidia_binary_utility(name)
-        except Exception:  # not installed, or a name that this version does not know
-            path = None
+    path = tools.find(name)
     return Finding(name, path is not None, str(path or "-"), remedy)

@@ -117,6 +117,16 @@ class Device:
         with self.current():
             _call("cuCtxSynchronize", about=f"after {after}" if after else "")
 
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Where a profiler that waits for it records."""
+        with self.current():
+            _call("cuProfilerStart")
+            try:
+                yield
+            finally:
+                _call("cuProfilerStop")
+
 
 @cache
 def device(ordinal: int = 0) -> Device:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import cache, sources
+from . import cache, log, sources
 from .errors import CompileError, ToolchainMissing, UnsupportedProblem
 
 INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on) or "[nvrtc13]" (from 580 on)'
@@ -60,6 +60,8 @@ def compile(
 ) -> Compiled:
     """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`.
 
+    Headers in a folder `include` beside it go before the project's own.
+
     `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
     Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
     for an architecture that this NVRTC cannot target.
@@ -72,7 +74,7 @@ def compile(
     source = source.resolve()
     if not source.is_file():
         raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
-    folders = (INCLUDE_DIR, *include_dirs())
+    folders = tuple(dict.fromkeys((source.parent / "include", INCLUDE_DIR, *include_dirs())))
     flags = (
         f"--gpu-architecture={arch}",
         "--std=c++17",
@@ -89,15 +91,24 @@ def compile(
         meta = found.meta
         resources = Resources(**{**meta["resources"], "warnings": tuple(meta["resources"]["warnings"])})
         cubin, ptx = found.files["cubin"], found.files["ptx"].decode()
+        log.logger.log(log.COMPILING, "%s %s: in the cache, %s", entry, arch, found.path)
+        _keep(key, source, entry, arch, cubin, ptx)
         return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
     start = time.perf_counter()
-    cubin, ptx, log = _compile(source, flags)
+    cubin, ptx, text = _compile(source, flags)
     seconds = time.perf_counter() - start
-    resources = parse_resources(log, entry, source)
+    options_text = " ".join(flags)
+    log.logger.log(log.COMPILING, "%s %s: compiled in %.2f s with %s\n%s", entry, arch, seconds, options_text, text)
+    _keep(key, source, entry, arch, cubin, ptx)
+    resources = parse_resources(text, entry, source)
     if fingerprint and fingerprint == sources.fingerprint(source, folders):  # not when edited while it compiled
-        meta = {"name": f"{entry} {arch}", "log": log, "resources": asdict(resources), "seconds": seconds}
+        meta = {"name": f"{entry} {arch}", "log": text, "resources": asdict(resources), "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
-    return Compiled(entry, arch, cubin, ptx, log, resources, flags, seconds, False)
+    return Compiled(entry, arch, cubin, ptx, text, resources, flags, seconds, False)
+
+
+def _keep(key: str, source: Path, entry: str, arch: str, cubin: bytes, ptx: str) -> None:
+    log.keep(f"{entry}-{arch}-{key[:8]}", {".cu": source.read_bytes(), ".ptx": ptx.encode(), ".cubin": cubin})
 
 
 def parse_resources(log: str, entry: str, source: Path) -> Resources:

@@ -35,14 +35,15 @@ def make_plan(
     problem = problem_of(views, causal, scale)
     home = views["q"].device
     device = _device(home, backend)
-    arch = driver.device(device[1]).arch if device[0] == "cuda" else None
+    gpu = driver.device(device[1]) if device[0] == "cuda" else None
+    arch = gpu.arch if gpu else None
     if kernel is not None and not isinstance(kernel, Kernel):
         kernel = registry.get(kernel)
     if kernel is None:
         kernel = choose.choose_kernel(problem, "forward", arch)
     if kernel.computes != "forward":
         raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the forward")
-    tile = choose.choose_tile(kernel, problem, arch, run.as_tile(tile))
+    tile = choose.choose_tile(kernel, problem, arch, run.as_tile(tile), gpu=gpu.name if gpu else "")
     out_shape, lse_shape = (problem.B, problem.H, problem.Sq, problem.D), (problem.B, problem.H, problem.Sq)
     out_strides, lse_strides = dense_strides(out_shape, views["q"].strides), dense_strides(lse_shape)
     new_out = library.allocator(q, out_shape, out_strides, problem.dtype)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from . import arch as architectures
-from . import driver, nvrtc
-from .arguments import ArgumentBlock, Launch, Tensor
+from . import driver, log, nvrtc
+from .arguments import ArgumentBlock, Launch, Tensor, describe
 from .choose import choose_tile
 from .cpu import build
 from .cpu.launch import CpuFunction
@@ -16,7 +16,7 @@ from .dlpack import HOST, Device
 from .errors import SpecError, UnsupportedProblem
 from .nvrtc import Compiled
 from .registry import get
-from .spec import Arch, Kernel, Problem, Tile, normalise_causal
+from .spec import Arch, Dim3, Kernel, Problem, Tile, normalise_causal
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -64,11 +64,25 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     smem = kernel.smem_bytes(problem, tile)
     if device == HOST:
         built, cpu_function = _on_cpu(kernel, defines)
-        launch = cpu_function.launcher(grid, threads, smem, arguments)
+        launch = _logged(cpu_function.launcher(grid, threads, smem, arguments), kernel, grid, threads, smem, arguments)
         return Prepared(kernel, tile, problem, device, built.seconds, built.cached, None, launch, names)
     compiled, cuda_function = _on_gpu(kernel, defines, device[1])
-    launch = cuda_function.launcher(grid, threads, smem, arguments)
+    launch = _logged(cuda_function.launcher(grid, threads, smem, arguments), kernel, grid, threads, smem, arguments)
     return Prepared(kernel, tile, problem, device, compiled.seconds, compiled.cached, compiled, launch, names)
+
+
+def _logged(launch: Launch, kernel: Kernel, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock) -> Launch:
+    """`launch` itself, unless somebody wants to hear of each."""
+    if not log.logger.isEnabledFor(log.LAUNCHES):
+        return launch
+
+    def said(pointers: tuple[int, ...], stream: int = 0) -> None:
+        log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", kernel.name, grid, block, smem)
+        launch(pointers, stream)
+        for name, value in zip(kernel.args, arguments.values, strict=True):
+            log.logger.log(log.ARGUMENTS, "  %s = %s", name, describe(value))
+
+    return said
 
 
 @lru_cache(maxsize=512)

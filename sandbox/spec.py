@@ -207,11 +207,12 @@ class Kernel:
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]
     min_arch: Arch
-    tiles: tuple[Tile, ...]  # best first
+    tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
     grid: Callable[[Problem, Tile], Dim3]
     block: Callable[[Tile], Dim3]
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
     args: tuple[str, ...]
+    space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
@@ -232,6 +233,8 @@ class Kernel:
         for tile in self.tiles:
             if set(tile) != set(self.tiles[0]):
                 raise SpecError(f"{self.name}: tile {tile} names other numbers than {self.tiles[0]}")
+        if self.space and set(self.space) != set(self.tiles[0]):
+            raise SpecError(f"{self.name}: space names {', '.join(self.space)}, a tile {', '.join(self.tiles[0])}")
         for dtype in self.dtypes:
             if dtype not in ITEMSIZE:
                 raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first: a module imports only from lines above its own. Names on one line do not import one another.
 ORDER = """
 errors
+log
 spec
 reference
 sources
@@ -27,11 +28,15 @@ nvrtc
 driver
 cpu
 registry
-staging
+new tools
+disassembly
+staging fleet
+tuned
 choose
 run
 trial plan
 attention
+code
 cases
 check
 doctor
@@ -39,10 +44,17 @@ environment
 sampled timing
 peers
 rows
+ncu
+profiler
+profiler_target
 bench
+tune
+labs
 plot
 report
+tune_report profile_report profile_plot
 bench_report
+code_report
 cli
 __init__
 __main__

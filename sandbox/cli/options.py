@@ -8,7 +8,15 @@ from .. import registry
 from ..spec import ITEMSIZE, Kernel, Tile
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
+
+
+def kernel_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    return [name for name in registry.kernels() if name.startswith(incomplete)]
+
+
+kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names)
+kernel_argument = click.argument("kernel", shell_complete=kernel_names)
 tile_option = click.option("--tile", help="Use this tile, as BLOCK_M=64,BLOCK_N=32.")
 backend_option = click.option(
     "--backend", type=click.Choice(["cuda", "cpu"]), help="By default cuda if there is a GPU."
@@ -20,6 +28,7 @@ causal_option = click.option(
     type=click.Choice(["bottom-right", "top-left"]),
     help="Mask the future; alone it means bottom-right.",
 )
+head_dim_option = click.option("-D", "--head-dim", "D", type=int, default=128, show_default=True, help="Head width.")
 dtype_option = click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="float16", show_default=True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .. import cache, sources
+from .. import cache, log, sources
 from ..errors import ToolchainMissing
 from ..nvrtc import INCLUDE_DIR
 from . import compiler as host
@@ -131,6 +131,7 @@ def _build(
     parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}
     fingerprints = made_of()
     if None not in fingerprints and (found := cache.get(cache.make_key(source=fingerprints, **parts))):
+        log.logger.log(log.COMPILING, "%s: in the cache, %s", name, found.path)
         return Built(found.path / name, found.meta["seconds"], True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +139,8 @@ def _build(
         host.run(compiler, (*options, "-x", "c++", "-", "-x", "none", *link, "-o", str(made)), text, source)
         content = made.read_bytes()
     seconds = time.perf_counter() - start
+    line = " ".join((*compiler.command, *options))
+    log.logger.log(log.COMPILING, "%s: compiled in %.2f s with %s", name, seconds, line)
     if None in fingerprints or fingerprints != made_of():  # unknown, or edited while it compiled: found by content only
         fingerprints = [hashlib.sha256(content).hexdigest()]
     key = cache.make_key(source=fingerprints, **parts)

@@ -1,0 +1,99 @@
+"""Every tile of fwd_mma: shared memory, occupancy and speed, and where FlashAttention's rule would be. See README.md.
+
+python experiments/005_block_size/run.py [measure]     needs a GPU; writes results.jsonl and a picture for each width
+python experiments/005_block_size/run.py report        the figures of results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sandbox import arch, environment, labs, registry, tune_report
+from sandbox.reference import paper_block_sizes
+from sandbox.spec import Problem, Tile
+from sandbox.tune import Search
+
+HERE = Path(__file__).resolve().parent
+WIDTHS = (64, 128)
+
+
+def measure() -> list[dict[str, Any]]:
+    """Search the whole space afresh, and keep nothing of it for `attention`."""
+    where, rows, kernel = environment.describe(), [], registry.get("fwd_mma")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SANDBOX_CACHE_DIR"] = folder
+        with labs.lab(kernel, None, [0]) as lab:
+            for D in WIDTHS:
+                problem = Problem(4, 16, 4096, 4096, D, dtype="float16")
+                search = Search(kernel, problem, lab, {"WARPS": 4})
+                for _ in search:
+                    pass
+                tune_report.draw(search, HERE / f"space_d{D}")
+                rows += [_row(search, c) | where for c in search.candidates.values()]
+    (HERE / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _row(search: Search, c: Any) -> dict[str, Any]:
+    seconds = c.timing.median if c.timing else None
+    return {
+        "D": search.problem.D, "problem": str(search.problem), "tile": str(c.tile), "state": c.state, "smem": c.smem,
+        "registers": c.resources.registers if c.resources else None, "finalist": c.finalist,
+        "occupancy": c.occupancy.fraction if c.occupancy else None, "ms": seconds and seconds * 1e3,
+        "samples": c.timing.samples if c.timing else None,
+        "tflops": seconds and search.problem.flops / seconds * 1e-12,
+    }  # fmt: skip
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """The figures that the prediction names, for each head width."""
+    for D in WIDTHS:
+        timed = [row for row in rows if row["D"] == D and row["tflops"]]
+        best = max(timed, key=lambda row: row["tflops"])
+        M, N = paper_block_sizes(arch.limits((9, 0)).smem_per_block, D, 2)
+        rule = min(timed, key=lambda row: (_distance(row, M, N), -row["tflops"]))
+        print(f"D={D}: {len(timed)} tiles timed; best {best['tile']}: {_said(best)}")
+        share = rule["tflops"] / best["tflops"]
+        print(f"  the rule asks for {M} x {N}; nearest {rule['tile']}: {_said(rule)}, {share:.2f} of it")
+        speeds = [row["tflops"] for row in timed]
+        for what in ("occupancy", "smem"):
+            print(f"  rank correlation of {what} and speed: {_spearman([row[what] for row in timed], speeds):+.2f}")
+
+
+def _said(row: dict[str, Any]) -> str:
+    return f"{row['tflops']:.0f} TFLOP/s, {row['smem'] / 1024:.0f} KiB, occupancy {row['occupancy']:.0%}"
+
+
+def _distance(row: dict[str, Any], M: int, N: int) -> float:
+    tile = Tile.parse(row["tile"])
+    return abs(np.log2(tile.BLOCK_M / M)) + abs(np.log2(tile.BLOCK_N / N))
+
+
+def _spearman(x: list[float], y: list[float]) -> float:
+    """Correlation of ranks, equal values sharing theirs."""
+
+    def ranks(values: list[float]) -> np.ndarray:
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
+    stored = HERE / "results.jsonl"
+    report(
+        measure() if parser.parse_args().what == "measure" else [json.loads(x) for x in stored.read_text().splitlines()]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`sass` and `ptx`: what the compiler made of a kernel."""
+
+from __future__ import annotations
+
+import click
+
+from .. import code, code_report, registry
+from ..spec import Problem, Tile
+from .group import cli
+from .options import (
+    causal_option,
+    dtype_option,
+    head_dim_option,
+    json_option,
+    kernel_argument,
+    parsed_tile,
+    tile_option,
+)
+from .output import print_json, say, screen
+
+
+def _command(language: str, doc: str) -> None:
+    @cli.command(language, help=doc)
+    @kernel_argument
+    @head_dim_option
+    @dtype_option
+    @causal_option
+    @tile_option
+    @click.option("--arch", help="Compile for this architecture; by default sm_90a.")
+    @click.option(
+        "--diff", "reference", metavar="REF", help="Show what changed from a git revision, a tile or a .cu file."
+    )
+    @click.option("--summary", is_flag=True, help="Leave the instructions out.")
+    @json_option
+    def show(
+        kernel: str, D: int, dtype: str, causal: str | None, tile: str | None, arch: str | None, reference: str | None,
+        summary: bool, as_json: bool,
+    ) -> None:  # fmt: skip
+        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
+        wanted, spec = parsed_tile(tile), registry.get(kernel)
+        after = code.translate(spec, language, problem, arch, wanted)
+        if reference is None:
+            _show_code(after, summary, as_json)
+        elif "=" in reference:
+            _show_changes(code.translate(spec, language, problem, arch, Tile.parse(reference)), after, as_json)
+        else:
+            old = code.version(spec, reference)
+            _show_changes(code.translate(old, language, problem, arch, wanted, reference), after, as_json)
+
+
+def _show_code(shown: code.Code, summary: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(code.as_json(shown))
+        return
+    if not summary:
+        say(code_report.listing(shown))
+    say(code_report.headline(shown))
+    screen().print(code_report.summary_table(shown))
+    for text in code_report.live_lines(shown):
+        say(text)
+
+
+def _show_changes(before: code.Code, after: code.Code, as_json: bool) -> None:
+    if as_json:
+        print_json(code.changes_as_json(before, after))
+        return
+    for text in code_report.changed_line_texts(before, after):
+        say(text)
+    say(code_report.headline(after))
+    screen().print(code_report.changes_table(before, after))
+
+
+_command("sass", "Machine code below its source lines, and a summary by opcode class. Needs no GPU.")
+_command("ptx", "PTX below its source lines, and a summary by opcode class. Needs no GPU.")

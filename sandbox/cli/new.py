@@ -1,0 +1,43 @@
+"""`new`: the files of a kernel or an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .. import new
+from .group import cli
+from .options import json_option, kernel_names
+from .output import print_json
+
+
+@cli.group("new")
+def new_() -> None:
+    """Files to begin with, which work as they are."""
+
+
+@new_.command("experiment")
+@click.argument("name")
+@json_option
+def new_experiment(name: str, as_json: bool) -> None:
+    """experiments/NNN_NAME: question, prediction, verdict, and a script that measures."""
+    _say(new.experiment(name), as_json)
+
+
+@new_.command("kernel")
+@click.argument("name")
+@click.option("--from", "source", default="fwd_minimal", show_default=True, shell_complete=kernel_names,
+              help="The kernel to copy.")  # fmt: skip
+@json_option
+def new_kernel(name: str, source: str, as_json: bool) -> None:
+    """kernels_cu/NAME.cu and its spec, copied from another kernel: list, run, check, bench and the tests find it."""
+    _say(new.kernel(name, source), as_json)
+
+
+def _say(files: list[Path], as_json: bool) -> None:
+    if as_json:
+        print_json({"files": files})
+    else:
+        for file in files:
+            click.echo(file)

@@ -1,0 +1,100 @@
+"""`profile`: what does a launch spend its time on?"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from .. import driver, profile_plot, profile_report, profiler, registry
+from ..profiler import Profile, Subject
+from ..spec import Kernel, Problem, Tile
+from .group import cli
+from .options import causal_option, dtype_option, json_option, kernel_argument, parsed_tile, tile_option
+from .output import print_json, say, screen
+
+
+@cli.command("profile")
+@kernel_argument
+@click.option("--tool", type=click.Choice(list(profiler.TOOLS)), default="ncu", show_default=True,
+              help="Nsight Compute: one launch in every detail. Nsight Systems: the time line.")  # fmt: skip
+@click.option("--shape", default="1,12,4096,64", show_default=True, help="B,H,S,D or B,H,Sq,Sk,D; groups B,H/Hk,S,D.")
+@dtype_option
+@causal_option
+@tile_option
+@click.option("--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions or .cu files.")
+@click.option("--out", type=click.Path(path_type=Path), help="Prefix of the files; by default in .sandbox/profiles.")
+@click.option("--show", "shown", type=click.Path(path_type=Path), multiple=True,
+              help="Profile nothing: show what has this prefix. Twice compares.")  # fmt: skip
+@click.option(
+    "--plot", "prefix", type=click.Path(path_type=Path), help="Draw the roofline to PREFIX.png and PREFIX.svg."
+)
+@click.option("--dry-run", is_flag=True, help="Print the command, and run nothing.")
+@json_option
+def profile_(
+    kernel: str, tool: str, shape: str, dtype: str, causal: str | None, tile: str | None,
+    compare: tuple[str, str] | None, out: Path | None, shown: tuple[Path, ...], prefix: Path | None, dry_run: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Profile one launch, and print a page to act on: time, tensor cores, bytes beside the IO model, stalls by line.
+
+    The report itself is kept, to be opened in Nsight; its pages are kept as text that --show reads anywhere.
+    """
+    spec, prefixes = registry.get(kernel), list(shown)
+    if not shown:
+        problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+        for reference in compare or (tile,):
+            version = reference if reference and "=" not in reference else ""
+            subject = _subject(spec, problem, None if version else reference, version, dry_run)
+            place = _prefix(out, subject, len(prefixes) if compare else None)
+            if dry_run:
+                click.echo(shlex.join(profiler.command(tool, subject, place)))
+            else:
+                profiler.collect(tool, subject, place)
+            prefixes.append(place)
+    if dry_run:
+        return
+    if tool == "nsys" and not shown:
+        for place in prefixes:
+            _show_nsys(place, as_json)
+        return
+    _show([profiler.read(place) for place in prefixes], prefix, as_json)
+    if not shown:
+        say(f"kept {', '.join(f'{place}.ncu-rep' for place in prefixes)}", stderr=True)
+
+
+def _subject(spec: Kernel, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:
+    if dry_run and not driver.available():
+        return Subject(spec.name, problem, parsed_tile(tile) or spec.tiles[0], "sm_90a", version)
+    return profiler.subject(spec, problem, Tile.parse(tile) if tile else None, version)
+
+
+def _prefix(out: Path | None, subject: Subject, number: int | None) -> Path:
+    name = f"{subject.kernel}-{subject.problem}".replace(" ", "_").replace("/", "_")
+    base = out or Path(".sandbox") / "profiles" / name
+    return base if number is None else base.with_name(f"{base.name}-{'ab'[number]}")
+
+
+def _show_nsys(place: Path, as_json: bool) -> None:
+    text = Path(f"{place}.kernels.csv").read_text()
+    if as_json:
+        print_json({"report": f"{place}.nsys-rep", "kernels": text.splitlines()})
+    else:
+        click.echo(text)
+
+
+def _show(profiles: list[Profile], prefix: Path | None, as_json: bool) -> None:
+    if as_json:
+        print_json([profile_report.as_json(p) for p in profiles])
+    else:
+        console = screen()
+        if len(profiles) == 2:
+            console.print(profile_report.comparison(*profiles))
+        else:
+            for p in profiles:
+                for part in profile_report.page(p, console.width):
+                    console.print(part)
+    if prefix:
+        for path in profile_plot.draw(profiles, prefix):
+            say(f"wrote {path}", stderr=True)

@@ -1,0 +1,61 @@
+"""`tune`: which tile is fastest?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .. import bench, labs, registry, tune_report
+from ..spec import Problem, Tile
+from ..tune import Search
+from .group import cli
+from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument
+from .output import followed, print_json, say, screen
+
+
+@cli.command("tune")
+@kernel_argument
+@click.option("--grid", type=click.Choice(list(bench.GRIDS)), help="Named problems, each with a search of its own.")
+@click.option("--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. Repeatable.")
+@dtype_option
+@causal_option
+@click.option("--fix", help="Hold these numbers of the tile, as BLOCK_M=64,WARPS=4.")
+@click.option("--gpus", help="GPUs to spread the work over, as 0,1; by default all.")
+@click.option("--fresh", is_flag=True, help="Measure again what an earlier search has measured.")
+@click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw the space to PREFIX.png and PREFIX.svg.")
+@backend_option
+@json_option
+def tune_(
+    kernel: str, grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, fix: str | None,
+    gpus: str | None, fresh: bool, prefix: Path | None, backend: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Search the spec's space of tiles: compile in parallel, drop what spills, check, time by successive halving.
+
+    The best is kept, and `attention` takes it for problems of the class on that GPU, until the source changes. An
+    interrupted search goes on where it stopped. --backend cpu is for trying this command: its times say nothing.
+    """
+    if not shapes and not grid:
+        raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")
+    if gpus and not all(part.strip().isdecimal() for part in gpus.split(",")):
+        raise click.BadParameter(f"{gpus!r} is not a list of numbers, such as 0,1", param_hint="--gpus")
+    problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
+    problems += bench.GRIDS[grid](dtype) if grid else []
+    spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
+    searches = []
+    with labs.lab(spec, backend, [int(part) for part in gpus.split(",")] if gpus else ()) as lab:
+        for number, problem in enumerate(problems):
+            search = Search(spec, problem, lab, fixed, fresh)
+            for _ in followed(search, lambda c: f"{c.state} {c.tile}"):
+                pass
+            searches.append(search)
+            if not as_json:
+                console = screen()
+                console.print(tune_report.tune_table(search, console.width))
+                for text in tune_report.verdict(search):
+                    say(text)
+            if prefix:
+                for path in tune_report.draw(search, f"{prefix}-{number}" if len(problems) > 1 else prefix):
+                    say(f"wrote {path}", stderr=True)
+    if as_json:
+        print_json([tune_report.as_json(search) for search in searches])

@@ -1,0 +1,61 @@
+"""Profiles on a roofline (Williams, Waterman and Patterson 2009)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import ToolchainMissing, UnsupportedProblem
+from .profiler import Profile
+
+
+def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
+    """Writes the roofline to PREFIX.png and PREFIX.svg: each profile, and hollow where the IO model would put it.
+
+    Raises UnsupportedProblem when no profile has what a roofline needs, ToolchainMissing without matplotlib.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ToolchainMissing(f"plots need matplotlib ({error}): pip install matplotlib") from error
+    known = [p for p in profiles if p.tflops and p.counters.dram_read and p.counters.dram_peak and p.tensor_peak]
+    if not known:
+        raise UnsupportedProblem("the report lacks what a roofline needs: time, DRAM bytes and throughput, clock, SMs")
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "font.size": 9, "svg.hashsalt": "sandbox"}):
+        figure = Figure(figsize=(8, 4.5), dpi=125, layout="constrained")
+        axis = figure.add_subplot()
+        _roof(axis, known)
+        for n, p in enumerate(known):
+            colour = f"C{n}"
+            measured = (p.counters.dram_read or 0) + (p.counters.dram_written or 0)
+            flops, label = p.subject.problem.flops, f"{p.subject.kernel} {p.subject.label}"
+            axis.plot([flops / measured], [p.tflops or 0.0], "o", color=colour, label=label, markersize=8)
+            uncached, tflops = flops / p.model.total, p.tflops or 0.0
+            axis.plot([uncached], [tflops], "o", color=colour, mfc="none", label="the same, if no cache kept anything")
+        axis.legend(frameon=False, fontsize=8, loc="lower right")
+        axis.set_title(f"{known[0].subject.problem} on {known[0].where.get('device') or ''}", loc="left", fontsize=9)
+        paths = [Path(f"{prefix}.png"), Path(f"{prefix}.svg")]
+        figure.savefig(paths[0], metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths
+
+
+def _roof(axis: Any, profiles: Sequence[Profile]) -> None:
+    """The highest roof of the profiles: what DRAM could feed, what the tensor cores could do."""
+    bandwidth = max(p.counters.dram_peak or 0.0 for p in profiles) * 1e-12
+    peak = max(p.tensor_peak or 0.0 for p in profiles)
+    ridge = peak / bandwidth
+    intensities = [p.subject.problem.flops / p.model.total for p in profiles]
+    low, high = 10 ** math.floor(math.log10(min(ridge / 20, *intensities))), ridge * 200
+    axis.plot([low, ridge, high], [low * bandwidth, peak, peak], color="#444444")
+    axis.text(high, peak, f"{peak:.0f} TFLOP/s", ha="right", va="bottom", color="#444444")
+    axis.text(low, low * bandwidth, f"  {bandwidth:.2f} TB/s", ha="left", va="top", color="#444444")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOP per byte of DRAM traffic")
+    axis.set_ylabel("TFLOP/s")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#eeeeee")
