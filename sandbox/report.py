@@ -109,7 +109,7 @@ def _reason(r: Result) -> str:
         return r.message
     lse = f"exceeds its bound by {_error(r.lse_excess)}" if (r.lse_excess or 0) > 0 else "ok"
     numbers = f"error {_error(r.error)} against a bound of {_error(r.bound)}; LSE {lse}"
-    return "; ".join(filter(None, (numbers, r.message)))
+    return "; ".join(filter(None, (numbers, r.message))) + (f"\n{r.where.text}" if r.where else "")
 
 
 @dataclass(frozen=True)

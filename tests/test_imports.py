@@ -33,6 +33,7 @@ run
 trial plan
 attention
 cases
+error_map
 check
 doctor
 environment
