@@ -26,6 +26,8 @@ dlpack
 nvrtc
 driver
 cpu
+findings
+compute_sanitizer
 registry
 staging
 choose
@@ -34,7 +36,7 @@ trial plan
 attention
 cases
 error_map
-check
+check sanitize
 doctor
 environment
 sampled timing
