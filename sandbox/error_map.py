@@ -62,6 +62,7 @@ def locate(
     M, named = _tile_rows(name, tile)
     shapes = (
         _extent(cube),
+        _factor(np.asarray(got)[bad], ref[bad]),
         _row_shapes(np.nonzero(cube.any((0, 1, 3)))[0], cube.shape[2], M, named, math.prod(kernel.block(tile))),
         _diagonal(cube, off, truth, problem) if problem.causal and name not in ("dK", "dV") else (),
         _column_shapes(np.nonzero(cube.any((0, 1, 2)))[0], cube.shape[3]),
@@ -116,6 +117,16 @@ def _extent(bad: Array) -> Iterator[str]:
     elif heads.size > 1 and not heads.all():
         which = [f"(b {b}, h {h})" for b, h in np.argwhere(heads)]
         yield f"in {len(which)} of {heads.size} heads: {', '.join(which[:3])}{' …' if len(which) > 3 else ''}"
+
+
+def _factor(got: Array, truth: Array) -> Iterator[str]:
+    """A wrong scale of P, or a wrong sum, multiplies whole rows."""
+    some = np.isfinite(got) & (abs(truth) > 0.1 * abs(np.nan_to_num(truth)).max())
+    if some.sum() < 16:
+        return
+    low, middle, high = np.quantile(got[some] / truth[some], (0.05, 0.5, 0.95))
+    if high - low < 0.1 * abs(middle):
+        yield f"{middle:.3g} times what they should be"
 
 
 def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterator[str]:

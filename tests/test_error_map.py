@@ -136,3 +136,11 @@ def test_the_command_line_says_where_and_draws(project_copy: Path) -> None:
     (row,) = json.loads(in_project(project_copy, "sandbox", "run", *arguments, "--json").stdout)
     assert row["where"]["first"] == [0, 0, 129, 0]
     assert "heat" not in row["where"]
+
+
+def test_a_factor_is_seen() -> None:
+    rng = np.random.default_rng(1)
+    ref = rng.standard_normal((1, 1, 64, 32))
+    found = locate("O", 0.5 * ref, ref, BOUND, KERNEL, PROBLEM, TILE)
+    assert found
+    assert "0.5 times what they should be" in found.follows

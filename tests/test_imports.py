@@ -29,7 +29,7 @@ cpu
 findings
 compute_sanitizer
 registry
-staging
+staging history disassembly worker
 choose
 run
 trial plan
@@ -37,6 +37,9 @@ attention
 cases
 error_map
 check sanitize
+examination
+examine
+watch
 doctor
 environment
 sampled timing
@@ -45,7 +48,7 @@ rows
 bench
 plot
 report
-bench_report
+bench_report watch_report
 cli
 __init__
 __main__

@@ -4,7 +4,7 @@ Exit status: 0 when all is well, 1 when a result is wrong or something fails, 2 
 problem.
 """
 
-from . import bench, cache, compile, doctor, listing, sanitize, verify  # each joins its commands to the group
+from . import bench, cache, compile, doctor, listing, sanitize, verify, watch  # each joins its commands to the group
 from .group import cli, main
 
-__all__ = ["bench", "cache", "cli", "compile", "doctor", "listing", "main", "sanitize", "verify"]
+__all__ = ["bench", "cache", "cli", "compile", "doctor", "listing", "main", "sanitize", "verify", "watch"]
