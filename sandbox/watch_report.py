@@ -144,4 +144,4 @@ def history_lines(versions: Iterable[Version]) -> Iterator[Text]:
         word, style = _TITLES.get(v.stage, (v.stage, ""))
         shown = [f"{_FIGURES[name][0]} {_FIGURES[name][2](v.figures[name])}" for name in _BRIEF if name in v.figures]
         yield Text.assemble((f"#{v.number:<4}", "bold"), f" {v.time}  ", (word, style), "  ", ", ".join(shown))
-        yield Text(f"      {v.setting if v.ok else _gist(v.message)}", "dim", no_wrap=True, overflow="ellipsis")
+        yield Text(f"      {v.setting if v.ok else _gist(v.message)}", "dim")

@@ -107,4 +107,4 @@ def _look_back(
     else:
         console = screen()
         for line in watch_report.history_lines(history.versions()):
-            console.print(line)
+            console.print(line, no_wrap=True, overflow="ellipsis")
