@@ -117,13 +117,12 @@ def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Til
     with np.errstate(invalid="ignore"):
         error = max_error(done.out, truth.out)
         excess = float((errors(done.lse, truth.lse) - truth.lse_bound).max(initial=-1.0))
-        where = locate("O", done.out, truth.out, truth.bound, kernel, problem, chosen) or locate(
-            "LSE", done.lse, truth.lse, truth.lse_bound, kernel, problem, chosen
-        )
+    right = bool(error <= truth.bound and excess <= 0)
+    where = None if right else _where(kernel, problem, chosen, done, truth)
     trespass = "rows beside O were written" if done.trespassed else ""
     return Result(
         *head,
-        ok=bool(error <= truth.bound and excess <= 0 and not done.trespassed),
+        ok=right and not done.trespassed,
         tile=str(chosen),
         arch=compiled.arch if compiled else "",
         compile_seconds=compiled.seconds if compiled else done.prepared.seconds,
@@ -139,6 +138,12 @@ def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Til
         message="; ".join(filter(None, (trespass, note))),
         where=where,
     )
+
+
+def _where(kernel: Kernel, problem: Problem, tile: Tile, done: trial.Trial, truth: Truth) -> ErrorMap | None:
+    """Of O; of LSE where O is right."""
+    in_out = locate("O", done.out, truth.out, truth.bound, kernel, problem, tile)
+    return in_out or locate("LSE", done.lse, truth.lse, truth.lse_bound, kernel, problem, tile)
 
 
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[nvrtc.Compiled | None, str]:

@@ -57,6 +57,7 @@ class Examination:
     notes: tuple[str, ...] = ()
     output: str = ""  # what the kernel printed
     seconds: float = 0.0
+    compiling: float = 0.0  # seconds of them
 
     @property
     def ok(self) -> bool:

@@ -77,7 +77,9 @@ def _examine(job: Job, at: At) -> Examination:
     setting = f"{_device_name(job.device)}: {cases[0].problem}"
     at("compiling", COMPILE_SECONDS)
     with ThreadPoolExecutor() as pool:  # compilers run side by side, and the disassembler beside the kernel
+        started = time.perf_counter()
         cost, notes = _compile(kernel, cases, job, pool)
+        compiling = time.perf_counter() - started
         findings: tuple[Finding, ...] = ()
         if job.device == HOST:
             findings, more = _sanitize(kernel, job, at, pool)
@@ -85,7 +87,7 @@ def _examine(job: Job, at: At) -> Examination:
         results = () if findings else _verify(kernel, cases, job, at)
         stage, message = _verdict(findings, results)
         held = cost.result() if cost else None
-        return Examination(stage, message, results, findings, held, setting, tuple(notes))
+        return Examination(stage, message, results, findings, held, setting, tuple(notes), compiling=compiling)
 
 
 def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tuple[str, str]:

@@ -58,9 +58,10 @@ def screen(now: Iteration) -> RenderableType:
 
 def _headline(now: Iteration) -> Text:
     word, style = _TITLES[now.found.stage]
-    about = f"  {now.found.setting}" if now.found.setting else ""
-    return Text.assemble((f"{now.kernel} #{now.number}", "bold"), "  ", (word, style), f"  {si_time(now.latency)}",
-                         (about, "dim"))  # fmt: skip
+    about = f"\n{now.found.setting}" if now.found.setting else ""
+    compiling = f", {si_time(now.found.compiling)} of it compiling" if now.found.compiling else ""
+    return Text.assemble((f"{now.kernel} #{now.number}", "bold"), "  ", (word, style),
+                         f"  {si_time(now.latency)}{compiling}", (about, "dim"))  # fmt: skip
 
 
 def _faults(found: Examination) -> Iterator[RenderableType]:
@@ -68,11 +69,13 @@ def _faults(found: Examination) -> Iterator[RenderableType]:
         for finding in found.findings:
             yield Text(finding.what, "red")
             for place in finding.places[:6]:
-                yield Text.assemble("  ", (str(place), "bold"), f"  {place.text()}")
+                line = Text.assemble("  ", (str(place), "bold"), f"  {place.text()}")
+                line.no_wrap, line.overflow = True, "ellipsis"
+                yield line
         yield ""
     elif not found.ok:
-        for line in _shortened(found.message).splitlines():
-            yield Text(line, "bold red" if found.stage != "compile" or "error" in line else "")
+        for said in _shortened(found.message).splitlines():
+            yield Text(said, "bold red" if found.stage != "compile" or "error:" in said else "")
         yield ""
 
 
