@@ -48,10 +48,10 @@ def run(tool: str, command: Sequence[str], timeout: float, cwd: Path) -> tuple[l
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return [Finding(f"did not finish within {timeout:g} s under {tool}: does the kernel end?")], ""
-    found = of_compute_sanitizer(done.stdout)
     if done.returncode == 0:
         return [], done.stdout
-    if done.returncode == _FOUND and found:
+    found = of_compute_sanitizer(done.stdout)
+    if done.returncode == _FOUND or any(finding.places for finding in found):
         return found, done.stdout
     last = "\n".join(done.stdout.strip().splitlines()[-8:])
     raise ToolchainMissing(f"compute-sanitizer --tool {tool} ended with status {done.returncode}:\n{last}")

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import examine, registry
-from .errors import HistoryError, ToolchainMissing
+from .errors import ToolchainMissing
 from .examination import Examination, Job, figures
 from .history import History, Texts, Version, read_texts
 from .spec import Kernel
 from .worker import Worker, WorkerDied
 
 _DEBOUNCE_MS = 20  # an editor's save is several events
-_QUIET_MS = 400  # how long the library waits before it returns with nothing
+_START_MS = 200  # how long the library is given to begin
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,26 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
     None is yielded when a save has been seen, before its verdict. Raises ToolchainMissing without the watchfiles
     package, unless `once`.
     """
-    saves: Iterator[None] = iter(()) if once else _saves(registry.FOLDER)
     history = History(kernel)
     with closing(Worker(examine.examine, examine.prepare, job)) as worker:
-        next(saves, None)  # from here on no save is missed
+        saves = iter(()) if once else _saves(registry.FOLDER)  # from here on no save is missed
         seen: Texts | None = None
         while True:
             texts = read_texts(kernel)
             if texts is not None and texts != seen:
-                saved = _saved_at(kernel, texts) if seen is not None else time.time()
+                saved = _saved_at(texts) if seen is not None else time.time()
                 seen = texts
                 yield None
                 found = _examined(worker, job)
-                if read_texts(kernel) == texts:  # else nobody knows which text it was about
+                if read_texts(kernel) == texts:  # else nobody knows which text it was about, and a save is waiting
                     yield _recorded(history, texts, found, time.time() - saved)
-                    if once:
-                        return
-                continue
-            if once and texts is None:
-                raise HistoryError(f"{kernel.name}: {kernel.source} or its spec is missing")
+            if once:
+                return
             next(saves)
 
 
 def _saves(folder: Path) -> Iterator[None]:
-    """An item after every save, and now and then without one."""
+    """An item after every save below `folder`, from now on."""
     try:
         import watchfiles
     except ImportError as error:
@@ -70,9 +66,10 @@ def _saves(folder: Path) -> Iterator[None]:
             'watch needs the watchfiles package: pip install "attention-sandbox[watch]" (watch --once needs it not)'
         ) from error
     events = watchfiles.watch(
-        folder, step=_DEBOUNCE_MS, debounce=10 * _DEBOUNCE_MS, rust_timeout=_QUIET_MS, yield_on_timeout=True
+        folder, step=_DEBOUNCE_MS, debounce=10 * _DEBOUNCE_MS, rust_timeout=_START_MS, yield_on_timeout=True
     )
-    return (None for _ in events)
+    next(events)  # the library begins to look when it is first asked
+    return (None for changed in events if changed)
 
 
 def _examined(worker: Worker, job: Job) -> Examination:
@@ -107,6 +104,6 @@ def _rank(version: Version) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _saved_at(kernel: Kernel, texts: Texts) -> float:
+def _saved_at(texts: Texts) -> float:
     """When the newest of the files was written."""
     return max(path.stat().st_mtime for path in (registry.FOLDER.parent / name for name in texts) if path.exists())
