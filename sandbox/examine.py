@@ -20,6 +20,7 @@ from .cases import Case, Inputs, make_inputs
 from .check import Result, Truth
 from .choose import choose_tile
 from .cpu import build
+from .cpu.sanitize import UNFINISHED
 from .dlpack import HOST, Device
 from .errors import CompileError, DriverError, SandboxError, SpecError, ToolchainMissing, UnsupportedProblem
 from .examination import Cost, Examination, Job, quick_cases
@@ -92,7 +93,7 @@ def _examine(job: Job, at: At) -> Examination:
 
 def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tuple[str, str]:
     if findings:
-        return ("hang" if "did not finish" in findings[0].what else "sanitize"), findings[0].what
+        return ("hang" if UNFINISHED in findings[0].what else "sanitize"), findings[0].what
     if broken := next((r for r in results if r.ok is False and r.error is None), None):
         return "run", broken.message
     if any(r.ok is False for r in results):

@@ -83,7 +83,10 @@ def inspect(kernel: Kernel, device: Device, tile: Tile | None = None, timeout: f
     if device != HOST:
         compute_sanitizer.find()
     tile = tile or small_tile(kernel)
-    for problem in small_problems(kernel, tile):
+    problems = small_problems(kernel, tile)
+    if not problems:
+        raise UnsupportedProblem(f"{kernel.name}: no small problem can be run with tile {tile}")
+    for problem in problems:
         for tool in HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS:
             yield (on_host if device == HOST else on_gpu)(tool, kernel, problem, tile, timeout)
 

@@ -128,6 +128,14 @@ def test_a_crash_and_a_spec(person: Callable[..., Person]) -> None:
         assert last["figures"]["smem"] > last["previous"]["figures"]["smem"]
 
 
+def test_a_loop_that_no_problem_ends_is_met_under_the_sanitizers(person: Callable[..., Person]) -> None:
+    me = person("cpu", "--timeout", "1")
+    me.sees()
+    said = me.edits(START, START + ' while (score.Sq) asm volatile("");')["found"]
+    assert said["stage"] == "hang"
+    assert said["message"] == "mine did not finish within 1 s: does it end?"
+
+
 def test_what_a_kernel_prints_is_shown(person: Callable[..., Person]) -> None:
     me = person("cpu", "--shape", "1,1,33,8", "--dtype", "float32")
     me.sees()

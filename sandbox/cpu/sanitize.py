@@ -21,19 +21,20 @@ from ..spec import Dim3
 from . import build
 from .build import Sanitizer
 
+UNFINISHED = "did not finish within"  # what the text says of a launch that was ended
+
 
 @dataclass(frozen=True)
 class Report:
     """What a sanitizer said. `lines` are the places it names in the kernel's own files, as (file name, line).
 
-    `contents`: the buffers after the launch, when it came to its end. `timed_out`: it was ended because it did not.
+    `contents`: the buffers after the launch, when it came to its end.
     """
 
     clean: bool
     text: str
     lines: tuple[tuple[str, int], ...]
     contents: tuple[np.ndarray, ...] = ()
-    timed_out: bool = False
 
 
 def run(
@@ -69,7 +70,7 @@ def run(
                 timeout=timeout, env={**os.environ, **_OPTIONS},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Report(False, f"{entry} did not finish within {timeout:g} s: does it end?", (), timed_out=True)
+            return Report(False, f"{entry} {UNFINISHED} {timeout:g} s: does it end?", ())
         results = Path(file.name).read_bytes() if done.returncode == 0 else b""
     text = _symbolized((done.stderr + done.stdout).strip())
     if done.returncode < 0 and not text:
