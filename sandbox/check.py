@@ -12,10 +12,12 @@ from . import driver, nvrtc, run, trial
 from .cases import Case, Inputs, make_inputs, named_cases, sweep_cases
 from .choose import choose_tile
 from .dlpack import HOST, Device, view
+from .error_map import ErrorMap, locate
 from .errors import SandboxError, ToolchainMissing, UnsupportedProblem
 from .nvrtc import Resources
 from .reference import attention, errors, lse_bound, max_error, naive, output_bound
-from .spec import Kernel, Tile
+from .spec import Kernel, Problem, Tile
+from .trial import Array
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,25 @@ class Result:
     seconds: float | None = None
     tflops: float | None = None
     message: str = ""
+    where: ErrorMap | None = None  # of the output that is wrong
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What O and LSE are, in float64, and how far each may be off."""
+
+    out: Array
+    lse: Array
+    bound: float
+    lse_bound: Array
+
+
+def truth_of(problem: Problem, inputs: Inputs) -> Truth:
+    """The reference on these inputs, and the bounds that it sets."""
+    with np.errstate(all="ignore"):  # NaN and inf are among the inputs
+        out, lse = attention(*inputs, causal=problem.causal, scale=problem.scale)
+        plain = naive(*inputs, causal=problem.causal, scale=problem.scale, dtype=problem.dtype)
+        return Truth(out, lse, output_bound(out, plain, problem.dtype), lse_bound(lse, problem.dtype))
 
 
 def pick_device(backend: str | None) -> Device:
@@ -72,8 +93,9 @@ def sweep(kernels: Iterable[Kernel], device: Device, tile: Tile | None = None) -
 
 
 def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Tile | None = None, *, repeats: int = 1,
-           report: bool = False) -> Result:  # fmt: skip
-    """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
+           report: bool = False, truth: Truth | None = None) -> Result:  # fmt: skip
+    """One kernel on one case, compared with the reference (`truth`, where somebody has it already). `report` adds
+    NVRTC's figures, also without a GPU."""
     alignment = min(view(array).alignment for array in inputs)
     problem = dataclasses.replace(case.problem, alignment=alignment)
     head = (kernel.name, case.name, str(problem), device[0])
@@ -91,16 +113,16 @@ def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Til
             compiled, note = _static_report(kernel, chosen, case)
         except SandboxError as failure:  # the host's compiler takes it, NVRTC does not
             return Result(*head, ok=False, message=str(failure))
-    q, k, v = inputs
-    with np.errstate(all="ignore"):  # NaN and inf are among the inputs
-        ref, ref_lse = attention(q, k, v, causal=problem.causal, scale=problem.scale)
-        plain = naive(q, k, v, causal=problem.causal, scale=problem.scale, dtype=problem.dtype)
-        error, bound = max_error(done.out, ref), output_bound(ref, plain, problem.dtype)
-        excess = float((errors(done.lse, ref_lse) - lse_bound(ref_lse, problem.dtype)).max(initial=-1.0))
+    truth = truth or truth_of(problem, inputs)
+    with np.errstate(invalid="ignore"):
+        error = max_error(done.out, truth.out)
+        excess = float((errors(done.lse, truth.lse) - truth.lse_bound).max(initial=-1.0))
+    right = bool(error <= truth.bound and excess <= 0)
+    where = None if right else _where(kernel, problem, chosen, done, truth)
     trespass = "rows beside O were written" if done.trespassed else ""
     return Result(
         *head,
-        ok=bool(error <= bound and excess <= 0 and not done.trespassed),
+        ok=right and not done.trespassed,
         tile=str(chosen),
         arch=compiled.arch if compiled else "",
         compile_seconds=compiled.seconds if compiled else done.prepared.seconds,
@@ -108,13 +130,20 @@ def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Til
         resources=compiled.resources if compiled else None,
         smem_dynamic=kernel.smem_bytes(problem, chosen),
         error=error,
-        bound=bound,
-        lse_error=max_error(done.lse, ref_lse),
+        bound=truth.bound,
+        lse_error=max_error(done.lse, truth.lse),
         lse_excess=excess,
         seconds=done.seconds,
         tflops=problem.flops / done.seconds * 1e-12 if device != HOST and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
+        where=where,
     )
+
+
+def _where(kernel: Kernel, problem: Problem, tile: Tile, done: trial.Trial, truth: Truth) -> ErrorMap | None:
+    """Of O; of LSE where O is right."""
+    in_out = locate("O", done.out, truth.out, truth.bound, kernel, problem, tile)
+    return in_out or locate("LSE", done.lse, truth.lse, truth.lse_bound, kernel, problem, tile)
 
 
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[nvrtc.Compiled | None, str]:

@@ -66,7 +66,7 @@ def candidates(problem: Problem, computes: str, arch: Arch | None) -> Iterator[C
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None) -> Kernel:
     """The highest rung that takes `problem` on `arch`. Raises UnsupportedProblem with every kernel's reason."""
-    reasons = []
+    reasons: list[str] = []
     for candidate in candidates(problem, computes, arch):
         if candidate.tile is not None:
             because = "".join(f"\n  not {reason}" for reason in reasons)

@@ -27,6 +27,7 @@ _PACKAGES = {
     "torch": "PyTorch tensors, and the check against autograd: pip install torch",
     "cupy": "CuPy arrays: pip install cupy-cuda12x (or cupy-cuda13x)",
     "ml_dtypes": "pip install ml_dtypes",
+    "watchfiles": 'watch sees saves: pip install "attention-sandbox[watch]"',
     "matplotlib": 'plots: pip install "attention-sandbox[plot]"',
 }
 _TOOLS = {

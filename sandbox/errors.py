@@ -26,6 +26,10 @@ class CacheError(SandboxError, OSError):
     """The cache directory cannot be used."""
 
 
+class HistoryError(SandboxError, LookupError):
+    """A version that the history does not have, or a history that cannot be written."""
+
+
 class ToolchainMissing(SandboxError, RuntimeError):
     """NVRTC, the CUDA headers or a host compiler is missing or does not fit; the message says how to get it."""
 

@@ -37,7 +37,15 @@ def _error(value: float | None) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if math.isfinite(value) else str(value)
 
 
-def _verdict(result: Result) -> Text:
+def errors_shown(r: Result) -> str:
+    """As "1.2e-4 <= 1.2e-3"; "-" without numbers."""
+    if r.error is None or r.bound is None:
+        return "-"
+    return f"{_error(r.error)} {'<=' if r.error <= r.bound else '>'} {_error(r.bound)}"
+
+
+def verdict(result: Result) -> Text:
+    """ok, WRONG, FAIL or skip."""
     if result.ok is None:
         return Text("skip", "yellow")
     return Text("ok", "green") if result.ok else Text("WRONG" if result.error is not None else "FAIL", "bold red")
@@ -80,15 +88,13 @@ def results_table(results: Sequence[Result], width: int) -> Table:
         compiling = "cached" if r.cached else si_time(r.compile_seconds)
         regs, smem = _registers(r.resources), _kib(r.smem_dynamic)
         speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
-        error, bound, time = _error(r.error), _error(r.bound), si_time(r.seconds)
-        against = "" if r.error is None or r.bound is None else f"{'<=' if r.error <= r.bound else '>'} {bound}"
+        error, time = errors_shown(r), si_time(r.seconds)
         if width >= WIDE:
-            error = f"{error} {against}"
-            table.add_row(r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, _verdict(r))
+            table.add_row(r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, verdict(r))
         else:
             what = Text.assemble(r.kernel, " ", r.case, "\n", (r.problem, "dim"))
             held = Text.assemble(regs, "\n", smem)
-            table.add_row(what, held, compiling, f"{error}\n{against}", f"{time}\n{speed}", _verdict(r))
+            table.add_row(what, held, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r))
     return table
 
 
@@ -101,7 +107,7 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
     for same in sharing.values():
         r = same[0]
         cases = ", ".join(r.case for r in same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")
-        mark = Text("note", "yellow") if r.ok is not False else _verdict(r)
+        mark = Text("note", "yellow") if r.ok is not False else verdict(r)
         yield Text.assemble(mark, f" {r.kernel} on {cases} [{r.backend}]: {_reason(r).removeprefix(f'{r.kernel}: ')}")
 
 
@@ -110,7 +116,7 @@ def _reason(r: Result) -> str:
         return r.message
     lse = f"exceeds its bound by {_error(r.lse_excess)}" if (r.lse_excess or 0) > 0 else "ok"
     numbers = f"error {_error(r.error)} against a bound of {_error(r.bound)}; LSE {lse}"
-    return "; ".join(filter(None, (numbers, r.message)))
+    return "; ".join(filter(None, (numbers, r.message))) + (f"\n{r.where.text}" if r.where else "")
 
 
 @dataclass(frozen=True)

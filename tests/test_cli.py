@@ -174,7 +174,19 @@ def test_cache(own_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("run",), ("compile",), ("check",), ("list",), ("doctor",), ("cache",), ("cache", "ls")]
+    "command",
+    [
+        (),
+        ("run",),
+        ("compile",),
+        ("check",),
+        ("list",),
+        ("doctor",),
+        ("cache",),
+        ("cache", "ls"),
+        ("sanitize",),
+        ("watch",),
+    ],
 )
 def test_help(command: tuple[str, ...]) -> None:
     result = call(*command, "-h")

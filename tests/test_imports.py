@@ -27,9 +27,11 @@ dlpack
 nvrtc
 driver
 cpu
+findings
+compute_sanitizer
 registry
-new tools
-disassembly
+history new tools
+disassembly worker
 staging fleet
 tuned
 choose
@@ -38,7 +40,11 @@ trial plan
 attention
 code
 cases
-check
+error_map
+check sanitize
+examination
+examine
+watch
 doctor
 environment
 sampled timing
@@ -53,7 +59,7 @@ labs
 plot
 report
 tune_report profile_report profile_plot
-bench_report
+bench_report watch_report
 code_report
 cli
 __init__

@@ -1,22 +1,23 @@
-"""The CPU backend under AddressSanitizer and ThreadSanitizer: they find what is wrong, by line, and nothing else."""
+"""The CPU backend under sanitizers: they find what is wrong, by line, and nothing else."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sandbox import choose, dlpack, registry
-from sandbox.arguments import ArgumentBlock
-from sandbox.cases import Case, make_inputs
+from sandbox import registry
 from sandbox.cpu import compiler, sanitize
 from sandbox.cpu.build import Sanitizer
 from sandbox.cpu.sanitize import Report
-from sandbox.spec import Kernel, Problem, Tile
+from sandbox.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
+from sandbox.spec import Kernel, Problem
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes == "forward"]
 pytestmark = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has no sanitizers")
@@ -29,26 +30,13 @@ BARRIERS = [number for number, line in enumerate(LINES, 1) if "__syncthreads()" 
 
 def ragged(kernel: Kernel) -> Problem:
     """Causal, lengths that no tile divides, 3 x 2 blocks, two query heads to a key/value head."""
-    tile = smallest_tile(kernel)
-    Sq, Sk = 2 * tile.get("BLOCK_M", 64) + 3, 2 * tile.get("BLOCK_N", 64) + 5
-    return Problem(1, 2, Sq, Sk, 16, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right")
-
-
-def smallest_tile(kernel: Kernel) -> Tile:
-    return min(kernel.tiles, key=lambda tile: np.prod(list(tile.values())))
+    return small_problems(kernel, small_tile(kernel))[0]
 
 
 def run_forward(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: Path | None = None) -> Report:
-    """One launch of a kernel, or of a changed copy of its source, in buffers of exact size."""
-    tile = choose.choose_tile(kernel, problem, None, smallest_tile(kernel))
-    q, k, v = map(np.ascontiguousarray, make_inputs(Case("sanitize", problem)))
-    arrays = {"Q": q, "K": k, "V": v, "O": np.zeros_like(q), "LSE": np.zeros(q.shape[:3], np.float32)}
-    arguments = ArgumentBlock(kernel, problem, {name: dlpack.view(array) for name, array in arrays.items()})
-    buffers = {i: arrays[name] for i, name in enumerate(kernel.args) if name in arrays}
-    return sanitize.run(
-        sanitizer, source or kernel.source, kernel.name, kernel.defines(problem, tile), kernel.grid(problem, tile),
-        kernel.block(tile), kernel.smem_bytes(problem, tile), arguments.values, buffers,
-    )  # fmt: skip
+    """One launch of a kernel, or of a changed copy of its source."""
+    changed = dataclasses.replace(kernel, source=source or kernel.source)
+    return launch_on_host(sanitizer, changed, problem, small_tile(kernel))
 
 
 def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> Path:
@@ -62,18 +50,17 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
     return copy
 
 
-@both
+@pytest.mark.parametrize("tool", HOST_TOOLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_every_kernel_is_clean(kernel: Kernel, sanitizer: Sanitizer) -> None:
+def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
     """On a ragged causal problem of several blocks, and on whole tiles."""
-    tile = smallest_tile(kernel)
-    whole = Problem(2, 1, tile.get("BLOCK_M", 64), 2 * tile.get("BLOCK_N", 64), 32, dtype=kernel.dtypes[0])
-    for problem in (ragged(kernel), whole):
-        if choose.refuses_tile(kernel, problem, tile, None) or kernel.refuses(problem, None):
-            continue
-        report = run_forward(sanitizer, kernel, problem)
-        assert report.clean, report.text
-        assert report.lines == ()
+    tile = small_tile(kernel)
+    problems = small_problems(kernel, tile)
+    assert problems
+    for problem in problems:
+        found = on_host(tool, kernel, problem, tile, timeout=60)
+        assert found.clean, found.text or found
+        assert found.findings == ()
 
 
 @pytest.mark.parametrize("number", BARRIERS)
@@ -137,14 +124,15 @@ def test_a_return_above_a_barrier(sanitizer: Sanitizer, tmp_path: Path) -> None:
 
 
 def run_text(
-    tmp_path: Path, sanitizer: Sanitizer, text: str, *buffers: np.ndarray, grid: int = 1, block: int = 32, smem: int = 0
-) -> Report:
+    tmp_path: Path, sanitizer: Sanitizer, text: str, *buffers: np.ndarray, grid: int = 1, block: int = 32,
+    smem: int = 0, **options: Any,
+) -> Report:  # fmt: skip
     """A kernel called `k` in k.cu, on these arrays."""
     source = tmp_path / "k.cu"
     source.write_text(text)
     arguments = [ctypes.c_void_p() for _ in buffers]
     return sanitize.run(
-        sanitizer, source, "k", {}, (grid, 1, 1), (block, 1, 1), smem, arguments, dict(enumerate(buffers))
+        sanitizer, source, "k", {}, (grid, 1, 1), (block, 1, 1), smem, arguments, dict(enumerate(buffers)), **options
     )
 
 
@@ -152,6 +140,22 @@ def line_of(text: str) -> tuple[str, int]:
     """Where the comment HERE stands."""
     return ("k.cu", next(i for i, line in enumerate(text.splitlines(), 1) if "// HERE" in line))
 
+
+# Two groups of copies, of which the second is used.
+COPY = """#define DTYPE_float32 1
+        #define HEAD_DIM 16
+        #include "ptx.cuh"
+        extern "C" __global__ void k(float* out) {{
+            __shared__ __align__(16) float a[192], b[192];
+            __shared__ volatile float sum[48];
+            cp_async_16(smem_address(&a[4 * threadIdx.x]), out, true);
+            cp_async_commit();
+            cp_async_16(smem_address(&b[4 * threadIdx.x]), out, true);
+            cp_async_commit();
+            {wait}
+            sum[threadIdx.x] = a[4 * threadIdx.x];
+            sum[threadIdx.x] = b[4 * threadIdx.x];  // HERE
+        }}"""
 
 BROKEN = {
     "write past dynamic shared memory": (
@@ -185,6 +189,47 @@ BROKEN = {
         """extern "C" __global__ void k(float* out) {
             reinterpret_cast<float4*>(out + 1)[0].x = 1.0f;  // HERE
         }""",
+    ),
+    "shift too far": (
+        "undefined",
+        """extern "C" __global__ void k(float* out) {
+            out[threadIdx.x] = 1 << (threadIdx.x + 1);  // HERE
+        }""",
+    ),
+    "static shared memory that nobody wrote": (
+        "uninitialised",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ float a[32];
+            if (threadIdx.x != 7) a[threadIdx.x] = 1.0f;
+            __syncthreads();
+            out[threadIdx.x] = a[31 - threadIdx.x];  // HERE
+        }""",
+    ),
+    "dynamic shared memory that the block before wrote": (
+        "uninitialised",
+        """extern "C" __global__ void k(float* out) {
+            extern __shared__ float a[];
+            if (blockIdx.x == 0) a[threadIdx.x] = 1.0f;
+            __syncthreads();
+            out[threadIdx.x] = a[threadIdx.x];  // HERE
+        }""",
+    ),
+    "half of a vector that nobody wrote": (
+        "uninitialised",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ __align__(16) float a[128];
+            a[4 * threadIdx.x] = a[4 * threadIdx.x + 1] = a[4 * threadIdx.x + 2] = 1.0f;
+            const float4 v = *reinterpret_cast<float4*>(&a[4 * threadIdx.x]);  // HERE
+            out[threadIdx.x] = v.x + v.y + v.z + v.w;
+        }""",
+    ),
+    "shared memory that a copy is on its way to": (
+        "address",
+        COPY.format(wait="cp_async_wait<1>();"),
+    ),
+    "shared memory that no copy has reached": (
+        "uninitialised",
+        COPY.format(wait="cp_async_wait<1>();"),
     ),
     "race between blocks": (
         "thread",
@@ -241,6 +286,16 @@ def test_it_is_found(name: str, tmp_path: Path) -> None:
 
 
 CLEAN = {
+    "copies that were waited for": COPY.format(wait="cp_async_wait<0>();"),
+    "copies that nobody waits for, and the next block": """
+        #define DTYPE_float32 1
+        #define HEAD_DIM 16
+        #include "ptx.cuh"
+        extern "C" __global__ void k(float* out) {
+            __shared__ __align__(16) float a[192];
+            if (blockIdx.x == 0) cp_async_16(smem_address(&a[4 * threadIdx.x]), out, true);
+            else a[4 * threadIdx.x] = 1.0f;
+        }""",
     "atomics": """extern "C" __global__ void k(float* out) { atomicAdd(&out[0], 1.0f); }""",
     "the last block sums up": """
         extern "C" __global__ void k(float* out) {
@@ -281,7 +336,7 @@ CLEAN = {
 }
 
 
-@both
+@pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread", "uninitialised"])
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found(name: str, sanitizer: Sanitizer, tmp_path: Path) -> None:
     out = np.zeros(32, np.float32)

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ..errors import SandboxError, SpecError, UnknownKernel, UnsupportedProblem
+from ..errors import HistoryError, SandboxError, SpecError, UnknownKernel, UnsupportedProblem
 from .output import say
 
-_USAGE = (UnsupportedProblem, SpecError, UnknownKernel)
+_USAGE = (UnsupportedProblem, SpecError, UnknownKernel, HistoryError)
 
 
 class _Commands(click.Group):

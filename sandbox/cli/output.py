@@ -34,9 +34,10 @@ def print_json(value: object) -> None:
 
 
 def plain(value: object) -> object:
-    """As JSON has it: a NaN or an infinity, which it cannot write, becomes null."""
+    """As JSON has it: a NaN or an infinity, which it cannot write, becomes null; what a dataclass keeps out of its repr
+    is for this process alone."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
 from .. import check as checking
-from .. import report
+from .. import error_map, report
 from ..cases import Case
 from ..spec import Problem
 from .group import cli
@@ -24,6 +26,10 @@ from .options import (
 )
 from .output import exit_status, followed, print_json, say, screen
 
+map_option = click.option(
+    "--map", "prefix", type=click.Path(path_type=Path), help="Draw where a result is wrong to PREFIX.png and .svg."
+)
+
 
 @cli.command("run")
 @kernels_argument
@@ -32,10 +38,11 @@ from .output import exit_status, followed, print_json, say, screen
 @causal_option
 @tile_option
 @backend_option
+@map_option
 @json_option
 def run_(
     kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    as_json: bool,
+    prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile, launch, verify, report: one line for each kernel and problem.
 
@@ -59,6 +66,7 @@ def run_(
         console.print(report.results_table(shown, console.width))
         for text in report.failures(results):
             say(text)
+    _draw_map(results, prefix)
     sys.exit(exit_status(r.ok for r in results))
 
 
@@ -66,8 +74,9 @@ def run_(
 @kernels_argument
 @tile_option
 @backend_option
+@map_option
 @json_option
-def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, as_json: bool) -> None:
+def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, as_json: bool) -> None:
     """The correctness sweep: ragged lengths, masks, dtypes, layouts, and inputs that point at a fault."""
     device = checking.pick_device(backend)
     chosen = forward_kernels(kernels)
@@ -79,4 +88,14 @@ def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, as_j
             say(text)
         counts = {state: sum(r.ok is state for r in results) for state in (True, False, None)}
         say(f"{counts[True]} ok, {counts[False]} wrong, {counts[None]} not taken, on {device[0]}")
+    _draw_map(results, prefix)
     sys.exit(exit_status(r.ok for r in results))
+
+
+def _draw_map(results: Iterable[checking.Result], prefix: Path | None) -> None:
+    """Of the wrong result with the most elements, which shows most."""
+    wrong = [(r, r.where) for r in results if r.where]
+    if prefix and wrong:
+        r, where = max(wrong, key=lambda pair: pair[1].heat.size)
+        for path in error_map.draw(where, f"{r.kernel} on {r.problem}", prefix):
+            say(f"wrote {path}", stderr=True)

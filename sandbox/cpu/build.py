@@ -20,7 +20,7 @@ from .compiler import HostCompiler
 
 HERE = Path(__file__).resolve().parent
 INCLUDE_DIRS = (HERE / "include", INCLUDE_DIR)  # the twins first: cuda_fp16.h, and any header of the same name
-Sanitizer = Literal["address", "thread"]
+Sanitizer = Literal["address", "undefined", "thread", "uninitialised", "none"]
 
 _OPTIONS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-march=native", "-fno-strict-aliasing", "-pthread")
 # Fibers have small stacks of their own, and frames must be walkable for a report.
@@ -31,7 +31,18 @@ _SANITIZE = {
         "-fno-omit-frame-pointer",
         "-DSANDBOX_ASAN",
     ),
+    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     "thread": ("-fsanitize=thread", "-fno-omit-frame-pointer", "-DSANDBOX_TSAN"),
+    # What a Linux kernel is built with: calls at each load and store, and no library behind them. The runtime answers.
+    "uninitialised": (
+        "-fsanitize=kernel-address",
+        "--param=asan-instrumentation-with-call-threshold=0",
+        "--param=asan-stack=0",
+        "--param=asan-globals=0",
+        "-DSANDBOX_SHADOW",
+        "-O0",  # an optimised load may have lost its line
+    ),
+    "none": (),
 }
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # extern __shared__ __align__(16) float smem[];  in any order of the specifiers
@@ -65,6 +76,8 @@ def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: 
     compiler = host.find()
     if "ziglang" in compiler.command:
         raise ToolchainMissing("the ziglang package has no sanitizers to link with: apt-get install g++, or set CXX")
+    if sanitizer == "uninitialised" and not compiler.is_gcc:
+        raise ToolchainMissing("reads of uninitialised shared memory are found with GCC alone: apt-get install g++")
     instrumented = _SANITIZE[sanitizer]
     # The runtime and main() only talk to the tool; they are not instrumented themselves.
     text = f'{_runtime_text()}#include "{HERE / "main.cpp"}"\n'
@@ -74,7 +87,7 @@ def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: 
         compiler, sanitizer, HERE / "main.cpp", "", (*_OPTIONS, *instrumented, "-rdynamic"), (str(objects.path), "-ldl")
     )
     runner.path.chmod(0o700)
-    return runner, _kernel(compiler, source, entry, (*_kernel_options(compiler, defines), *instrumented, "-O1"))
+    return runner, _kernel(compiler, source, entry, (*_kernel_options(compiler, defines), "-O1", *instrumented))
 
 
 def _kernel(

@@ -1,11 +1,14 @@
 // A program that runs one launch, read from a file, so that a sanitizer sees the kernel and little else. Every buffer is
 // allocated with its exact size: one element too far is out of bounds. Linked with the runtime; loads the kernel.
 //
-// The file, all numbers int64: grid[3], block[3], smem_bytes, workers, buffer count, argument count;
+// The file, all numbers int64: grid[3], block[3], smem_bytes, workers, order, buffer count, argument count;
 // for each buffer: size, bytes; for each argument: size, buffer to point to (or -1), bytes.
+// After the launch it holds the buffers' bytes, one after the other.
 #include <dlfcn.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 
 #include "runtime.h"
 
@@ -33,6 +36,7 @@ dim3 read_dim3(FILE* file) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // an endless kernel does not outlive whoever waits for it
     FILE* file = argc == 3 ? fopen(argv[2], "rb") : nullptr;
     void* kernel = file ? dlopen(argv[1], RTLD_NOW) : nullptr;
     if (!kernel) {
@@ -47,14 +51,16 @@ int main(int argc, char** argv) {
     launch.block = read_dim3(file);
     launch.smem_bytes = read_number(file);
     launch.workers = read_number(file);
+    launch.order = read_number(file);
     launch.error = error;
     launch.error_size = sizeof error;
     const int64_t buffers = read_number(file), arguments = read_number(file);
     char** buffer = static_cast<char**>(calloc(buffers, sizeof(char*)));
+    int64_t* size_of = static_cast<int64_t*>(calloc(buffers, sizeof(int64_t)));
     for (int64_t i = 0; i < buffers; ++i) {
-        const int64_t size = read_number(file);
-        buffer[i] = static_cast<char*>(malloc(size));
-        read(buffer[i], size, file);
+        size_of[i] = read_number(file);
+        buffer[i] = static_cast<char*>(malloc(size_of[i]));
+        read(buffer[i], size_of[i], file);
     }
     launch.args = static_cast<void**>(calloc(arguments, sizeof(void*)));
     for (int64_t i = 0; i < arguments; ++i) {
@@ -68,5 +74,7 @@ int main(int argc, char** argv) {
         fprintf(stderr, "%s\n", error);
         return 3;
     }
-    return 0;
+    file = fopen(argv[2], "wb");
+    for (int64_t i = 0; i < buffers; ++i) fwrite(buffer[i], 1, size_of[i], file);
+    return fclose(file) ? 2 : 0;
 }

@@ -3,7 +3,9 @@
 // Built once for each host compiler and sanitizer and linked by every kernel. It is never itself instrumented: under
 // ThreadSanitizer (-DSANDBOX_TSAN) fibers are announced to the tool as threads, and the barrier as the only thing that
 // orders them, so that a race between two CUDA threads is found although they never run at the same time, and found
-// in every run. Under AddressSanitizer (-DSANDBOX_ASAN) the tool is told of each change of stack.
+// in every run. Under AddressSanitizer (-DSANDBOX_ASAN) the tool is told of each change of stack, and forbidden the
+// shared memory that a cp.async is on its way to. With -DSANDBOX_SHADOW kernels call us before each of their loads and
+// stores, and what they read of shared memory must have been written.
 #include "runtime.h"
 
 #include <link.h>
@@ -28,6 +30,10 @@ extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, 
 extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
 extern "C" void __asan_poison_memory_region(const volatile void* address, size_t size);
 extern "C" void __asan_unpoison_memory_region(const volatile void* address, size_t size);
+extern "C" void* __asan_get_report_address(void);
+#endif
+#if defined(SANDBOX_SHADOW)
+#include <dlfcn.h>
 #endif
 
 namespace cpu {
@@ -81,11 +87,29 @@ bool same_collective(const Fiber& a, const Fiber& b) {
 struct SharedMemory {
     char *begin, *end, *dynamic;
     unsigned dynamic_bytes;
+#if defined(SANDBOX_SHADOW)
+    bool* written;  // of each byte, by this block
+
+    bool holds(const char* at) const { return begin <= at && at < end; }
+    void wrote(const char* at, size_t bytes) {
+        for (size_t i = 0; i < bytes; ++i)
+            if (holds(at + i)) written[at + i - begin] = true;
+    }
+    bool was_written(const char* at, size_t bytes) const {
+        for (size_t i = 0; i < bytes; ++i)
+            if (holds(at + i) && !written[at + i - begin]) return false;
+        return true;
+    }
+    ~SharedMemory() { free(written); }
+#endif
 
     explicit SharedMemory(const Launch& launch) : dynamic_bytes(launch.smem_bytes) {
         dynamic = begin = launch.dynamic_smem();  // also makes the TLS block exist
         end = dynamic + MAX_DYNAMIC_SMEM;
         dl_iterate_phdr(find_tls_block, this);
+#if defined(SANDBOX_SHADOW)
+        written = static_cast<bool*>(malloc(end - begin));
+#endif
 #if defined(SANDBOX_ASAN)
         const unsigned used = (dynamic_bytes + 7) / 8 * 8;
         __asan_poison_memory_region(dynamic + used, MAX_DYNAMIC_SMEM - used);
@@ -114,6 +138,9 @@ struct SharedMemory {
         memset(begin, 0xff, dynamic - begin);
         memset(dynamic, 0xff, dynamic_bytes);
         memset(dynamic + MAX_DYNAMIC_SMEM, 0xff, end - (dynamic + MAX_DYNAMIC_SMEM));
+#if defined(SANDBOX_SHADOW)
+        memset(written, false, end - begin);
+#endif
     }
 };
 
@@ -121,6 +148,7 @@ struct Block {
     const Launch& launch;
     unsigned threads;
     Fiber* fibers;
+    unsigned *turns, *warps;  // the threads, warp by warp, and the warps, in the order in which they run
     uint64_t values[WARP];  // handed in by the lanes of the warp whose turn it is
     Context scheduler;
     void* scheduler_tool = nullptr;
@@ -137,6 +165,7 @@ struct Block {
     ~Block();
     bool run(dim3 index);
 
+    void shuffle(dim3 index);
     void resume(Fiber& fiber);
     bool run_warp(unsigned first);
     bool release_collectives(unsigned first, unsigned last);
@@ -155,6 +184,15 @@ void release(char* order) { __tsan_release(order); }
 #else
 void acquire(char*) {}
 void release(char*) {}
+#endif
+
+// What a copy is on its way to is nobody's to read or write.
+#if defined(SANDBOX_ASAN)
+void forbid(const Copy& copy) { __asan_poison_memory_region(copy.to, copy.bytes); }
+void permit(const Copy& copy) { __asan_unpoison_memory_region(copy.to, copy.bytes); }
+#else
+void forbid(const Copy&) {}
+void permit(const Copy&) {}
 #endif
 
 // Gives the turn back to the scheduler; returns when the scheduler resumes this fiber.
@@ -187,6 +225,9 @@ void fiber_main() {
 Block::Block(const Launch& launch) : launch(launch), smem(launch) {
     threads = launch.block.x * launch.block.y * launch.block.z;
     fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
+    turns = static_cast<unsigned*>(malloc(2 * threads * sizeof(unsigned)));
+    warps = turns + threads;
+    for (unsigned t = 0; t < threads; ++t) turns[t] = warps[t] = t;
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         void* stack = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
@@ -221,6 +262,7 @@ Block::~Block() {
         __tsan_destroy_fiber(fibers[t].tool);
 #endif
     }
+    free(turns);
     if (!TSAN) free(fibers);  // the tool would take it for a race with a fiber that was given up
     free(message);
 }
@@ -245,7 +287,8 @@ bool Block::run_warp(unsigned first) {
     const unsigned last = first + WARP < threads ? first + WARP : threads;
     do {
         for (unsigned t = first; t < last; ++t) {
-            if (fibers[t].state == State::ready) resume(fibers[t]);
+            Fiber& fiber = fibers[turns[t]];
+            if (fiber.state == State::ready) resume(fiber);
             if (message) return false;
         }
     } while (release_collectives(first, last));
@@ -274,10 +317,34 @@ bool Block::release_collectives(unsigned first, unsigned last) {
     return any;
 }
 
+// Other turns for each block: of the warps, and of the lanes in each.
+void Block::shuffle(dim3 index) {
+    uint64_t state = (uint64_t(launch.order) << 32 | 1) ^ (index.x + 977ull * index.y + 65537ull * index.z) << 1;
+    const auto below = [&](unsigned n) {  // Knuth's MMIX generator
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        return unsigned((state >> 33) % n);
+    };
+    const auto permute = [&](unsigned* numbers, unsigned n) {
+        for (unsigned i = n; i > 1; --i) {
+            const unsigned j = below(i), last = numbers[i - 1];
+            numbers[i - 1] = numbers[j];
+            numbers[j] = last;
+        }
+    };
+    permute(warps, (threads + WARP - 1) / WARP);
+    for (unsigned first = 0; first < threads; first += WARP) {
+        permute(turns + first, threads - first < WARP ? threads - first : WARP);
+    }
+}
+
 bool Block::run(dim3 index) {
     if (message) return false;
     acquire(&ended);  // the block before this one on the same OS thread
+    for (unsigned t = 0; t < threads; ++t) {
+        for (unsigned i = 0; i < fibers[t].copy_count; ++i) permit(fibers[t].copies[i]);
+    }
     smem.poison();
+    if (launch.order) shuffle(index);
     release(&begun);
     generation = 0;
     any[0] = any[1] = false;
@@ -290,8 +357,8 @@ bool Block::run(dim3 index) {
     }
     current = this;
     for (;;) {
-        for (unsigned first = 0; first < threads; first += WARP) {
-            if (!run_warp(first)) return false;
+        for (unsigned w = 0; w < (threads + WARP - 1) / WARP; ++w) {
+            if (!run_warp(warps[w] * WARP)) return false;
         }
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
@@ -382,7 +449,8 @@ void* work(void* argument) {
     Block block(grid.launch);
     uint64_t index = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     while (index < grid.blocks && !__atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) {
-        const dim3 at(index % extent.x, index / extent.x % extent.y, index / extent.x / extent.y);
+        const uint64_t i = grid.launch.order ? grid.blocks - 1 - index : index;
+        const dim3 at(i % extent.x, i / extent.x % extent.y, i / extent.x / extent.y);
         if (!block.run(at)) {
             pthread_mutex_lock(&grid.lock);
             if (!grid.failed) snprintf(grid.launch.error, grid.launch.error_size, "%s", block.message);
@@ -392,6 +460,7 @@ void* work(void* argument) {
         // For ThreadSanitizer in fixed shares: blocks of one worker are ordered, so that neighbours must not share one.
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
+    acquire(&block.ended);  // whoever waits for the launch may read what it wrote
     return nullptr;
 }
 
@@ -458,6 +527,7 @@ extern "C" void sandbox_copy_later(void* to, const void* from, unsigned bytes, u
     }
     fiber.copies[fiber.copy_count++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, valid,
                                         fiber.copy_group};
+    forbid(fiber.copies[fiber.copy_count - 1]);
 }
 
 extern "C" void sandbox_commit_copies() { ++self().copy_group; }
@@ -467,6 +537,10 @@ extern "C" void sandbox_wait_for_copies(unsigned pending) {
     unsigned done = 0;
     while (done < fiber.copy_count && fiber.copies[done].group + pending < fiber.copy_group) {
         const Copy& copy = fiber.copies[done++];
+        permit(copy);
+#if defined(SANDBOX_SHADOW)
+        current->smem.wrote(copy.to, copy.bytes);
+#endif
         memcpy(copy.to, copy.from, copy.valid);
         memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
     }
@@ -481,6 +555,48 @@ extern "C" void sandbox_trap(const char* reason, Site site) {
     pause(true);
     abort();  // never resumed
 }
+
+#if defined(SANDBOX_ASAN)
+// AddressSanitizer calls this before it reports.
+extern "C" void __asan_on_error() {
+    const char* at = static_cast<char*>(__asan_get_report_address());
+    for (unsigned t = 0; current && t < current->threads; ++t) {
+        for (unsigned i = 0; i < current->fibers[t].copy_count; ++i) {
+            const Copy& copy = current->fibers[t].copies[i];
+            if (copy.to <= at && at < copy.to + copy.bytes) {
+                fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", t);
+                return;
+            }
+        }
+    }
+}
+#elif defined(SANDBOX_SHADOW)
+namespace {
+void check_read(const char* at, size_t bytes, const void* where) {
+    if (current->smem.was_written(at, bytes)) return;
+    Dl_info module{};
+    dladdr(where, &module);
+    const uint3 &t = self().thread_idx, &b = self().block_idx;
+    current->fail("shared memory read before anything was written there, at %s+0x%zx, in block (%u,%u,%u) thread (%u,%u,%u)",
+                  module.dli_fname, static_cast<const char*>(where) - static_cast<const char*>(module.dli_fbase), b.x, b.y,
+                  b.z, t.x, t.y, t.z);
+    pause(true);
+}
+}  // namespace
+
+// What -fsanitize=kernel-address makes of each load and store.
+#define SANDBOX_ACCESS(size) \
+    extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
+    extern "C" void __asan_store##size##_noabort(const char* at) { current->smem.wrote(at, size); }
+SANDBOX_ACCESS(1)
+SANDBOX_ACCESS(2)
+SANDBOX_ACCESS(4)
+SANDBOX_ACCESS(8)
+SANDBOX_ACCESS(16)
+extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) { check_read(at, bytes, __builtin_return_address(0)); }
+extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { current->smem.wrote(at, bytes); }
+extern "C" void __asan_handle_no_return() {}
+#endif
 
 extern "C" int sandbox_launch(const Launch* launch) {
     Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z, 1};

@@ -54,6 +54,7 @@ struct Launch {
     dim3 grid, block;
     unsigned smem_bytes;
     unsigned workers;  // OS threads to spread the blocks over
+    unsigned order;    // 0: blocks, warps and lanes in ascending order; else blocks descending, and the seed of a shuffle
     char* error;       // of error_size bytes: what went wrong, "" when all is well
     uint64_t error_size;
 };

@@ -1,0 +1,49 @@
+"""`sanitize`: does a kernel do what it may not?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import click
+
+from .. import check as checking
+from .. import registry, sanitize
+from .group import cli
+from .options import backend_option, json_option, parsed_tile, tile_option
+from .output import exit_status, followed, print_json, say
+
+
+@cli.command("sanitize")
+@click.argument("kernel")
+@tile_option
+@backend_option
+@click.option("--timeout", default=120.0, show_default=True, help="Seconds that one tool may take.")
+@json_option
+def sanitize_(kernel: str, tile: str | None, backend: str | None, timeout: float, as_json: bool) -> None:
+    """Out of bounds, races, reads of what nobody wrote, missing waits and barriers, by line of the .cu.
+
+    On a GPU under compute-sanitizer; on the CPU backend under the host compiler's sanitizers, which see more of shared
+    memory.
+    """
+    device = checking.pick_device(backend)
+    tried = sanitize.inspect(registry.get(kernel), device, parsed_tile(tile), timeout)
+    results = list(followed(tried, lambda r: f"{r.tool} on {r.problem}"))
+    if as_json:
+        print_json(results)
+    else:
+        for line in _lines(results):
+            say(line)
+    sys.exit(exit_status(r.clean for r in results))
+
+
+def _lines(results: list[sanitize.Inspection]) -> Iterator[str]:
+    for problem in dict.fromkeys(r.problem for r in results):
+        of_problem = [r for r in results if r.problem == problem]
+        yield f"{of_problem[0].kernel} on {problem}, tile {of_problem[0].tile}"
+        for r in of_problem:
+            state = {True: "clean", False: f"{len(r.findings)} found", None: f"not used: {r.message}"}[r.clean]
+            yield f"  {r.tool:13}  {state}"
+            for finding in r.findings:
+                yield f"    {finding.what}"
+                yield from (f"      {place}  {place.text()}" for place in finding.places[:6])

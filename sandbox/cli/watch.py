@@ -1,0 +1,110 @@
+"""`watch`: edit and relaunch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+
+import click
+
+from .. import check as checking
+from .. import registry, watch, watch_report
+from ..examination import Job
+from ..history import History, read_texts
+from ..spec import Kernel, Problem
+from .group import cli
+from .options import backend_option, causal_option, dtype_option, json_option, parsed_tile, tile_option
+from .output import plain, print_json, say, screen
+
+
+@cli.command("watch")
+@click.argument("kernel")
+@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the quick set; grouped heads as B,H/Hk,S,D.")
+@dtype_option
+@causal_option
+@tile_option
+@backend_option
+@click.option("--timeout", default=10.0, show_default=True, help="Seconds that one run of the kernel may take.")
+@click.option("--once", is_flag=True, help="Examine the kernel as it is now, and end.")
+@click.option("--history", is_flag=True, help="List the versions so far.")
+@click.option("--show", type=int, metavar="N", help="Print version N.")
+@click.option(
+    "--diff", "old", type=int, metavar="N [M]", help="What changed from version N to M, or to the files as they are."
+)
+@click.option("--restore", type=int, metavar="N", help="Put the .cu and its spec back to version N.")
+@click.argument("new", type=int, required=False, metavar="")
+@json_option
+def watch_(
+    kernel: str, shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
+    timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
+    restore: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """On every save of the .cu, its spec or a header: compile, verify, time, compare with the versions before.
+
+    --dtype and --causal go with --shape. With --json, a line of JSON for each version.
+    """
+    chosen = registry.get(kernel)
+    if new is not None and old is None:
+        raise click.UsageError(f"{new} is not an option's: --diff N M takes two versions")
+    if history or show is not None or old is not None or restore is not None:
+        _look_back(History(chosen), show, old, new, restore, as_json)
+        return
+    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False) if shape else None
+    job = Job(kernel, checking.pick_device(backend), problem, parsed_tile(tile), timeout)
+    try:
+        ok = _follow(chosen, job, once, as_json)
+    except KeyboardInterrupt:
+        sys.exit(0)
+    sys.exit(0 if ok else 1)
+
+
+def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
+    """Show every version; whether the last was good."""
+    console, ok = screen(), False
+    with closing(watch.watch(kernel, job, once=once)) as iterations, console.status("") as status:
+        status.stop()
+        for now in iterations:
+            if now is None:
+                if not as_json and console.is_terminal:
+                    status.update(f"examining {kernel.name}")
+                    status.start()
+                continue
+            status.stop()
+            ok = now.found.ok
+            if as_json:
+                click.echo(json.dumps(plain(now)))
+                continue
+            if console.is_terminal and not once:
+                console.clear()
+            console.print(watch_report.screen(now))
+            if console.is_terminal and not once:
+                console.print(f"watching {kernel.source.name}, its spec and headers; Ctrl-C ends", style="dim")
+    return ok
+
+
+def _look_back(
+    history: History, show: int | None, old: int | None, new: int | None, restore: int | None, as_json: bool
+) -> None:
+    if restore is not None:
+        keep, headers = history.restore(restore)
+        say(f"version {restore} is back" + (f"; what it replaced is version {keep.number}" if keep else ""))
+        if headers:
+            say(f"left as they are, since other kernels share them: {', '.join(headers)}")
+    elif old is not None:
+        before = history.get(old).texts
+        after = history.get(new).texts if new is not None else read_texts(history.kernel) or {}
+        click.echo(history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now")), nl=False)
+    elif show is not None:
+        version = history.get(show)
+        if as_json:
+            print_json({**version.__dict__})
+            return
+        for path, text in version.texts.items():
+            click.echo(f"==> {path} <==\n{text}", nl=not text.endswith("\n"))
+    elif as_json:
+        print_json(history.versions())
+    else:
+        console = screen()
+        for line in watch_report.history_lines(history.versions()):
+            console.print(line, no_wrap=True, overflow="ellipsis")
