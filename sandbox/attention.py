@@ -7,6 +7,8 @@ keeps a plan; later calls of the same kind look the plan up and launch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from .dlpack import library_of
@@ -72,26 +74,59 @@ def attention_forward(
     Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
     ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    library = library_of(q)
+    return _planned("forward_plan", (q, k, v), (causal, scale, kernel, tile, backend))
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Any, Any, Any]:
+    """The gradients of sum(dout * out), FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 2).
+
+    q, k, v and the options as in `attention_forward`; out (B, H, Sq, D) and lse (B, H, Sq) as it returned them; dout
+    (B, H, Sq, D), of q's dtype. Where D has not unit stride (an expanded dout), or lse is not contiguous, a copy is
+    made, which the log ("sandbox") says. deterministic: only kernels whose results are the same bits at each call.
+
+    Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
+    share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. Memory beyond inputs
+    and results: delta, (B, H, Sq) float32, and for a kernel that sums dq by atomics one float32 (B, H, Sq, D).
+
+    Raises what `attention_forward` does.
+    """
+    options = (causal, scale, kernel, tile, backend, deterministic)
+    return _planned("backward_plan", (dout, q, k, v, out, lse), options)
+
+
+def _planned(maker: str, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """Find or make the plan for arrays of this kind, and follow it."""
+    library = library_of(arrays[0])
     try:
-        addresses = library.pointer(q), library.pointer(k), library.pointer(v)
-        key = (
-            library.signature(q), library.signature(k), library.signature(v),
-            (addresses[0] | addresses[1] | addresses[2]) % 16, causal, scale, kernel, tile, backend,
-        )  # fmt: skip
+        addresses = tuple(map(library.pointer, arrays))
+        key = (maker, *map(library.signature, arrays), reduce(or_, addresses) % 16, *options)
         plan = _plans.get(key)
     except (TypeError, AttributeError, RuntimeError):  # a tile given as a dict, several libraries, no address
         key, plan = None, None
     if plan is None:
-        from .plan import make_plan  # all that compiles and launches is imported here
+        from . import plan as planning  # all that compiles and launches is imported here
 
-        plan = make_plan(q, k, v, causal, scale, kernel, tile, backend)
-        addresses = library.pointer(q), library.pointer(k), library.pointer(v)
+        plan = getattr(planning, maker)(arrays, planning.Options(*options))
+        addresses = tuple(map(library.pointer, arrays))
         if key is not None:
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
             _plans[key] = plan
-    return plan(q, k, v, addresses)
+    return plan(arrays, addresses)
 
 
 def reload() -> None:

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from . import driver, nvrtc, run, trial
-from .cases import Case, Inputs, make_inputs, named_cases, sweep_cases
+from .cases import Array, Case, Inputs, inputs_of, make_inputs, named_cases, sweep_cases
 from .choose import choose_tile
 from .dlpack import HOST, Device, view
 from .errors import SandboxError, ToolchainMissing, UnsupportedProblem
 from .nvrtc import Resources
-from .reference import attention, errors, lse_bound, max_error, naive, output_bound
-from .spec import Kernel, Tile
+from .reference import (
+    GRADIENT_FACTOR,
+    attention,
+    attention_backward,
+    backward_magnitudes,
+    errors,
+    gradient_bound,
+    lse_bound,
+    max_error,
+    naive,
+    naive_backward,
+    output_bound,
+)
+from .spec import Kernel, Problem, Tile
 
 
 @dataclass(frozen=True)
 class Result:
     """One kernel on one case. Errors are absolute; `error <= bound` and `lse_excess <= 0` make it ok.
 
-    `lse_excess` is the worst |LSE - ref| minus its bound. `message` says why there is no number: the kernel does not
+    Of dQ, dK and dV, `error` and `bound` are those of the one that fares worst, named in `tensor`. `lse_excess` is the
+    worst |LSE - ref| minus its bound; without LSE, None. `message` says why there is no number: the kernel does not
     take the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time, or emulation on the CPU.
-    `resources`, `smem_dynamic` and `compile_seconds` are NVRTC's, for the GPU or, without one, for `arch`.
+    `resources`, `smem_dynamic` and `compile_seconds` are NVRTC's, for the GPU or, without one, for `arch`; of several
+    entries, the largest figures.
     """
 
     kernel: str
@@ -45,6 +59,7 @@ class Result:
     seconds: float | None = None
     tflops: float | None = None
     message: str = ""
+    tensor: str = ""
 
 
 def pick_device(backend: str | None) -> Device:
@@ -57,7 +72,7 @@ def pick_device(backend: str | None) -> Device:
 def run_cases(
     kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, cases: Iterable[Case] | None = None
 ) -> Iterator[Result]:
-    """`run`: every forward kernel on the named problems (or `cases`), timed, with what NVRTC reports."""
+    """`run`: every kernel on the named problems (or `cases`), timed, with what NVRTC reports."""
     for case in named_cases(small=device == HOST) if cases is None else cases:
         inputs = make_inputs(case)
         for kernel in kernels:
@@ -74,53 +89,89 @@ def sweep(kernels: Iterable[Kernel], device: Device, tile: Tile | None = None) -
 def verify(kernel: Kernel, case: Case, inputs: Inputs, device: Device, tile: Tile | None = None, *, repeats: int = 1,
            report: bool = False) -> Result:  # fmt: skip
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
-    alignment = min(view(array).alignment for array in inputs)
+    given = inputs_of(kernel, case, inputs)
+    alignment = min(view(array).alignment for array in given.values() if array.ndim == 4)
     problem = dataclasses.replace(case.problem, alignment=alignment)
     head = (kernel.name, case.name, str(problem), device[0])
     arch = driver.device(device[1]).arch if device != HOST else None
     try:
         chosen = choose_tile(kernel, problem, arch, tile)
-        done = trial.forward(kernel, chosen, problem, *inputs, device, repeats=repeats)
+        done = trial.launch(kernel, chosen, problem, given, device, repeats=repeats)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
     except SandboxError as failure:
         return Result(*head, ok=False, message=str(failure))
     compiled, note = done.prepared.compiled, ""
-    if report and compiled is None:
+    if report and not compiled:
         try:
             compiled, note = _static_report(kernel, chosen, case)
         except SandboxError as failure:  # the host's compiler takes it, NVRTC does not
             return Result(*head, ok=False, message=str(failure))
-    q, k, v = inputs
     with np.errstate(all="ignore"):  # NaN and inf are among the inputs
-        ref, ref_lse = attention(q, k, v, causal=problem.causal, scale=problem.scale)
-        plain = naive(q, k, v, causal=problem.causal, scale=problem.scale, dtype=problem.dtype)
-        error, bound = max_error(done.out, ref), output_bound(ref, plain, problem.dtype)
-        excess = float((errors(done.lse, ref_lse) - lse_bound(ref_lse, problem.dtype)).max(initial=-1.0))
-    trespass = "rows beside O were written" if done.trespassed else ""
+        verdict = _VERDICTS[kernel.computes](problem, given, done.outputs)
+    trespass = f"rows beside {', '.join(done.trespassed)} were written" if done.trespassed else ""
+    flops = problem.flops_of(kernel.computes)
     return Result(
         *head,
-        ok=bool(error <= bound and excess <= 0 and not done.trespassed),
+        ok=verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0 and not done.trespassed,
         tile=str(chosen),
-        arch=compiled.arch if compiled else "",
-        compile_seconds=compiled.seconds if compiled else done.prepared.seconds,
-        cached=compiled.cached if compiled else done.prepared.cached,
-        resources=compiled.resources if compiled else None,
-        smem_dynamic=kernel.smem_bytes(problem, chosen),
-        error=error,
-        bound=bound,
-        lse_error=max_error(done.lse, ref_lse),
-        lse_excess=excess,
+        arch=compiled[0].arch if compiled else "",
+        compile_seconds=compiled[0].seconds if compiled else done.prepared.seconds,
+        cached=compiled[0].cached if compiled else done.prepared.cached,
+        resources=Resources.worst(c.resources for c in compiled) if compiled else None,
+        smem_dynamic=max(entry.smem_bytes(problem, chosen) for entry in kernel.entries),
+        **vars(verdict),
         seconds=done.seconds,
-        tflops=problem.flops / done.seconds * 1e-12 if device != HOST and done.seconds else None,
+        tflops=flops / done.seconds * 1e-12 if device != HOST and flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
     )
 
 
-def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[nvrtc.Compiled | None, str]:
+@dataclass(frozen=True)
+class _Verdict:
+    """The fields of Result that say how far a kernel's outputs are from the truth."""
+
+    error: float
+    bound: float
+    lse_error: float | None = None
+    lse_excess: float | None = None
+    tensor: str = ""
+
+
+def _forward(problem: Problem, given: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Verdict:
+    q, k, v = (given[name] for name in ("Q", "K", "V"))
+    ref, ref_lse = attention(q, k, v, causal=problem.causal, scale=problem.scale)
+    plain = naive(q, k, v, causal=problem.causal, scale=problem.scale, dtype=problem.dtype)
+    excess = float((errors(outputs["LSE"], ref_lse) - lse_bound(ref_lse, problem.dtype)).max(initial=-1.0))
+    bound = output_bound(ref, plain, problem.dtype)
+    return _Verdict(max_error(outputs["O"], ref), bound, max_error(outputs["LSE"], ref_lse), excess)
+
+
+def _delta(problem: Problem, given: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Verdict:
+    ref, plain = (np.einsum("bhsd,bhsd->bhs", *(given[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
+    return _Verdict(max_error(outputs["delta"], ref), output_bound(ref, plain, "float32", GRADIENT_FACTOR))
+
+
+def _backward(problem: Problem, given: Mapping[str, Array], outputs: Mapping[str, Array]) -> _Verdict:
+    """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
+    dO, q, k, v, out, lse = (given[name] for name in ("dO", "Q", "K", "V", "O", "LSE"))
+    refs = attention_backward(dO, q, k, v, causal=problem.causal, scale=problem.scale)
+    plains = naive_backward(dO, q, k, v, causal=problem.causal, scale=problem.scale, dtype=problem.dtype)
+    sizes = backward_magnitudes(dO, q, k, v, out, lse, causal=problem.causal, scale=problem.scale)
+    verdicts = [
+        _Verdict(max_error(outputs[name], ref), gradient_bound(ref, plain, size, problem.dtype), tensor=name)
+        for name, ref, plain, size in zip(("dQ", "dK", "dV"), refs, plains, sizes, strict=True)
+    ]
+    return max(verdicts, key=lambda verdict: verdict.error / verdict.bound)
+
+
+_VERDICTS = {"forward": _forward, "delta": _delta, "backward": _backward}
+
+
+def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:
     """What NVRTC makes of the kernel where no GPU runs it; without NVRTC, a note instead."""
     try:
         p = case.problem
-        return run.compile(kernel, D=p.D, dtype=p.dtype, causal=p.causal, arch=run.DEFAULT_ARCH, tile=tile), ""
+        return run.compile_entries(kernel, p.D, p.dtype, p.causal, run.DEFAULT_ARCH, tile), ""
     except (ToolchainMissing, UnsupportedProblem) as error:
-        return None, str(error).splitlines()[0]
+        return (), str(error).splitlines()[0]

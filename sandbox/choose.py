@@ -12,7 +12,7 @@ def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
     if reason := kernel.refuses_tile(problem, tile, arch):
         return reason
-    need = kernel.smem_bytes(problem, tile)
+    need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
     if need > have:
         where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
@@ -36,11 +36,17 @@ def choose_tile(kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile 
     raise UnsupportedProblem(reasons[-1])
 
 
-def choose_kernel(problem: Problem, computes: str, arch: Arch | None) -> Kernel:
-    """The highest rung that takes `problem` on `arch`. Raises UnsupportedProblem with every kernel's reason."""
+def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
+    """The highest rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`.
+
+    Raises UnsupportedProblem with every kernel's reason.
+    """
     reasons = []
     for kernel in reversed(registry.kernels().values()):
         if kernel.computes != computes:
+            continue
+        if deterministic and not kernel.deterministic:
+            reasons.append(f"{kernel.name}: is not deterministic")
             continue
         try:
             choose_tile(kernel, problem, arch)

@@ -78,6 +78,10 @@ class Library:
         """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
         return int  # int() is 0, the default stream
 
+    def contiguous(self, array: Any) -> Any:
+        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
+        raise UnsupportedProblem(f"a {type(array).__name__} of these strides cannot be copied: pass a contiguous array")
+
     def requires_grad(self, array: Any) -> bool:
         """Whether automatic differentiation follows this array."""
         return False
@@ -110,6 +114,9 @@ class _NumPy(Library):
         kind = numpy_dtype(dtype)
         return lambda: np.empty(lying, kind).transpose(axes)
 
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
 
 class _CuPy(Library):
     name = "CuPy"
@@ -136,6 +143,12 @@ class _CuPy(Library):
                 return cupy.empty(lying, kind).transpose(axes)
 
         return allocate
+
+    def contiguous(self, array: Any) -> Any:
+        import cupy
+
+        with array.device:
+            return cupy.ascontiguousarray(array)
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         import cupy
@@ -166,6 +179,9 @@ class _PyTorch(Library):
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         torch = sys.modules["torch"]
         return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
+
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.

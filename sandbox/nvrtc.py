@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ class Resources:
     spill_loads: int  # bytes a thread
     warnings: tuple[str, ...] = ()  # such as serialised wgmma
 
+    @classmethod
+    def worst(cls, entries: Iterable[Resources]) -> Resources:
+        """Each figure the largest of several entries', and every warning."""
+        every = list(entries)
+        numbers = ("registers", "smem_static", "stack", "spill_stores", "spill_loads")
+        warnings = tuple(dict.fromkeys(warning for r in every for warning in r.warnings))
+        return cls(**{name: max(getattr(r, name) for r in every) for name in numbers}, warnings=warnings)
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -58,7 +66,7 @@ class Compiled:
 def compile(
     source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = ()
 ) -> Compiled:
-    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`.
+    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`. Its other entries then come cached.
 
     `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
     Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
@@ -84,18 +92,17 @@ def compile(
         *(f"--include-path={folder}" for folder in folders),
     )
     fingerprint = sources.fingerprint(source, folders)
-    key = cache.make_key(kind="cubin", source=fingerprint, entry=entry, flags=flags, nvrtc=library.identity)
+    key = cache.make_key(kind="cubin", source=fingerprint, flags=flags, nvrtc=library.identity)
     if fingerprint and (found := cache.get(key)):
-        meta = found.meta
-        resources = Resources(**{**meta["resources"], "warnings": tuple(meta["resources"]["warnings"])})
-        cubin, ptx = found.files["cubin"], found.files["ptx"].decode()
+        meta, cubin, ptx = found.meta, found.files["cubin"], found.files["ptx"].decode()
+        resources = parse_resources(meta["log"], entry, source)
         return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
     start = time.perf_counter()
     cubin, ptx, log = _compile(source, flags)
     seconds = time.perf_counter() - start
     resources = parse_resources(log, entry, source)
     if fingerprint and fingerprint == sources.fingerprint(source, folders):  # not when edited while it compiled
-        meta = {"name": f"{entry} {arch}", "log": log, "resources": asdict(resources), "seconds": seconds}
+        meta = {"name": f"{source.stem} {arch}", "log": log, "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, log, resources, flags, seconds, False)
 

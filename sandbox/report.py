@@ -82,12 +82,13 @@ def results_table(results: Sequence[Result], width: int) -> Table:
         error, bound, time = _error(r.error), _error(r.bound), si_time(r.seconds)
         against = "" if r.error is None or r.bound is None else f"{'<=' if r.error <= r.bound else '>'} {bound}"
         if width >= WIDE:
-            error = f"{error} {against}"
+            error = f"{r.tensor} {error} {against}".strip()
             table.add_row(r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, _verdict(r))
         else:
             what = Text.assemble(r.kernel, " ", r.case, "\n", (r.problem, "dim"))
             held = Text.assemble(regs, "\n", smem)
-            table.add_row(what, held, compiling, f"{error}\n{against}", f"{time}\n{speed}", _verdict(r))
+            errors = f"{r.tensor} {error}\n{against}".strip()
+            table.add_row(what, held, compiling, errors, f"{time}\n{speed}", _verdict(r))
     return table
 
 
@@ -107,9 +108,12 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
 def _reason(r: Result) -> str:
     if r.ok is not False or r.error is None:
         return r.message
-    lse = f"exceeds its bound by {_error(r.lse_excess)}" if (r.lse_excess or 0) > 0 else "ok"
-    numbers = f"error {_error(r.error)} against a bound of {_error(r.bound)}; LSE {lse}"
-    return "; ".join(filter(None, (numbers, r.message)))
+    numbers = f"{r.tensor} error {_error(r.error)} against a bound of {_error(r.bound)}".strip()
+    if r.lse_excess is None:
+        lse = ""
+    else:
+        lse = "LSE " + (f"exceeds its bound by {_error(r.lse_excess)}" if r.lse_excess > 0 else "ok")
+    return "; ".join(filter(None, (numbers, lse, r.message)))
 
 
 @dataclass(frozen=True)

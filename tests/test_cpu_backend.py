@@ -851,7 +851,7 @@ def test_launches_from_several_threads(tmp_path: Path) -> None:
         ("stuck", 'extern "C" __global__ void stuck() { if (threadIdx.x) __syncthreads(); }'),
     ):
         (tmp_path / f"{name}.cu").write_text(text)
-        libraries.append(CpuFunction(build.library(tmp_path / f"{name}.cu", name, {}).path, name))
+        libraries.append(CpuFunction(build.library(tmp_path / f"{name}.cu", [name], {}).path, name))
     from conftest import RawArguments
 
     wrong: list[object] = []

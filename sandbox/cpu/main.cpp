@@ -33,15 +33,15 @@ dim3 read_dim3(FILE* file) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    FILE* file = argc == 3 ? fopen(argv[2], "rb") : nullptr;
+    FILE* file = argc == 4 ? fopen(argv[3], "rb") : nullptr;
     void* kernel = file ? dlopen(argv[1], RTLD_NOW) : nullptr;
     if (!kernel) {
-        fprintf(stderr, "usage: %s KERNEL_LIBRARY LAUNCH_FILE\n%s\n", argv[0], file ? dlerror() : "");
+        fprintf(stderr, "usage: %s KERNEL_LIBRARY ENTRY LAUNCH_FILE\n%s\n", argv[0], file ? dlerror() : "");
         return 2;
     }
     static char error[4096];
     cpu::Launch launch{};
-    launch.entry = reinterpret_cast<void (*)(void**)>(dlsym(kernel, "sandbox_entry"));
+    launch.entry = reinterpret_cast<void (*)(void**)>(dlsym(kernel, argv[2]));
     launch.dynamic_smem = reinterpret_cast<char* (*)()>(dlsym(kernel, "sandbox_dynamic_smem_address"));
     launch.grid = read_dim3(file);
     launch.block = read_dim3(file);

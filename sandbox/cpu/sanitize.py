@@ -61,7 +61,7 @@ def run(
             file.write(struct.pack("2q", ctypes.sizeof(argument), buffer) + bytes(argument))
         file.flush()
         done = subprocess.run(
-            [*_fixed_layout(), str(program.path), str(kernel.path), file.name],
+            [*_fixed_layout(), str(program.path), str(kernel.path), f"sandbox_entry_{entry}", file.name],
             capture_output=True,
             text=True,
             errors="replace",
