@@ -1,7 +1,6 @@
 // What a score means: scale and mask today; bias, window, softcap and slopes would come here and nowhere else. Every
 // kernel, forward and backward, sees scores through `sees` and `score`, and walks the tiles that the ranges bound.
 #pragma once
-#include "common.cuh"
 
 // Passed by value to every kernel. Mirrored by Score in sandbox/arguments.py.
 struct Score {
