@@ -82,8 +82,8 @@ class Library:
         """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
         raise UnsupportedProblem(f"a {type(array).__name__} of these strides cannot be copied: pass a contiguous array")
 
-    def requires_grad(self, array: Any) -> bool:
-        """Whether automatic differentiation follows this array."""
+    def records(self, *arrays: Any) -> bool:
+        """Whether the library notes what is done to one of these arrays: to differentiate it, or to compile it."""
         return False
 
 
@@ -187,8 +187,10 @@ class _PyTorch(Library):
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
         return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
-    def requires_grad(self, array: Any) -> bool:
-        return array.requires_grad and sys.modules["torch"].is_grad_enabled()
+    def records(self, *arrays: Any) -> bool:
+        torch = sys.modules["torch"]
+        followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
+        return followed or torch.compiler.is_compiling()
 
 
 class _Capsule(Library):
