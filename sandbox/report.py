@@ -82,13 +82,12 @@ def results_table(results: Sequence[Result], width: int) -> Table:
         error, bound, time = _error(r.error), _error(r.bound), si_time(r.seconds)
         against = "" if r.error is None or r.bound is None else f"{'<=' if r.error <= r.bound else '>'} {bound}"
         if width >= WIDE:
-            error = f"{r.tensor} {error} {against}".strip()
+            error = f"{error} {against}"
             table.add_row(r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, _verdict(r))
         else:
             what = Text.assemble(r.kernel, " ", r.case, "\n", (r.problem, "dim"))
             held = Text.assemble(regs, "\n", smem)
-            errors = f"{r.tensor} {error}\n{against}".strip()
-            table.add_row(what, held, compiling, errors, f"{time}\n{speed}", _verdict(r))
+            table.add_row(what, held, compiling, f"{error}\n{against}", f"{time}\n{speed}", _verdict(r))
     return table
 
 
@@ -109,10 +108,9 @@ def _reason(r: Result) -> str:
     if r.ok is not False or r.error is None:
         return r.message
     numbers = f"{r.tensor} error {_error(r.error)} against a bound of {_error(r.bound)}".strip()
-    if r.lse_excess is None:
-        lse = ""
-    else:
-        lse = "LSE " + (f"exceeds its bound by {_error(r.lse_excess)}" if r.lse_excess > 0 else "ok")
+    lse = "" if r.lse_excess is None else "LSE ok"
+    if r.lse_excess is not None and r.lse_excess > 0:
+        lse = f"LSE exceeds its bound by {_error(r.lse_excess)}"
     return "; ".join(filter(None, (numbers, lse, r.message)))
 
 

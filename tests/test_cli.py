@@ -119,6 +119,24 @@ def test_run() -> None:
     assert " ok" in shown.stdout
 
 
+def test_a_backward_is_one_kernel_of_several_entries() -> None:
+    """One line in `list` and in `run`; `compile` has a line for each entry. A failure names the worst gradient."""
+    assert [row["name"] for row in parsed("list") if row["name"].startswith("bwd_minimal")] == ["bwd_minimal"]
+    options = ("run", "bwd_minimal", "--shape", "1,4/2,40,50,16", "--causal", "--backend", "cpu")
+    (row,) = parsed(*options)
+    assert (row["ok"], row["lse_error"], row["lse_excess"]) == (True, None, None)
+    assert row["tensor"] in ("dQ", "dK", "dV")
+    wrong = check.Result(**{**row, "ok": False, "resources": None})
+    (text,) = report.failures([wrong])
+    assert f"[cpu]: {row['tensor']} error " in text.plain
+    assert "LSE" not in text.plain
+    costs = parsed("compile", "bwd_minimal", "-D", "16", "--tile", "BLOCK_M=16,BLOCK_N=32")
+    assert [cost["kernel"] for cost in costs] == ["bwd_minimal", "bwd_minimal_dq"]
+    assert [cost["smem_dynamic"] for cost in costs] == [4 * 16 * (4 * 32 + 2 * 16), 4 * 16 * (3 * 16 + 2 * 32)]
+    assert row["resources"]["registers"] >= max(cost["resources"]["registers"] for cost in costs)
+    assert "bwd_minimal_dq is a part of bwd_minimal" in call("run", "bwd_minimal_dq").stderr
+
+
 def test_check(short_sweep: int) -> None:
     rows = parsed("check", "fwd_minimal", "--backend", "cpu")
     assert [row["ok"] for row in rows] == [True] * short_sweep

@@ -91,6 +91,21 @@ def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> No
     assert np.isfinite(outputs["LSE"][0, 0, :50]).all()
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "backward"], ids=by_name)
+def test_nan_stays_in_the_gradients_that_it_reaches(kernel: Kernel, device: Device) -> None:
+    """Of a query row, or its dO: that row of dQ, and of dK and dV the keys that it sees."""
+    case = Case("nan", Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right"))
+    tile = choose.choose_tile(kernel, case.problem, None)
+    for name in ("Q", "dO"):
+        inputs = inputs_of(kernel, case, make_inputs(case))
+        inputs[name][:, :, 40] = np.nan
+        outputs = trial.launch(kernel, tile, case.problem, inputs, device).outputs
+        hit = {n: np.isnan(x.astype(np.float32)).any(axis=3)[0, 0] for n, x in outputs.items()}
+        assert hit["dQ"].nonzero()[0].tolist() == [40]
+        for gradient in ("dK", "dV"):
+            assert hit[gradient].nonzero()[0].tolist() == list(range(41))
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_a_wrong_result_is_caught(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: with the scale forgotten, an element of any output left unwritten, or too large, it does."""

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from sandbox import choose, dlpack, registry
-from sandbox.arguments import ArgumentBlock
-from sandbox.cases import Case, make_inputs
+from sandbox.arguments import SCRATCH, ArgumentBlock
+from sandbox.cases import Case, inputs_of, make_inputs
 from sandbox.cpu import compiler, sanitize
 from sandbox.cpu.build import Sanitizer
 from sandbox.cpu.sanitize import Report
-from sandbox.spec import Kernel, Problem, Tile
+from sandbox.spec import Entry, Kernel, Problem, Tile
 
-KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes == "forward"]
+KERNELS = list(registry.kernels().values())
 pytestmark = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has no sanitizers")
 both = pytest.mark.parametrize("sanitizer", ["address", "thread"])
 
@@ -38,16 +38,22 @@ def smallest_tile(kernel: Kernel) -> Tile:
     return min(kernel.tiles, key=lambda tile: np.prod(list(tile.values())))
 
 
-def run_forward(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: Path | None = None) -> Report:
-    """One launch of a kernel, or of a changed copy of its source, in buffers of exact size."""
-    tile = choose.choose_tile(kernel, problem, None, smallest_tile(kernel))
-    q, k, v = map(np.ascontiguousarray, make_inputs(Case("sanitize", problem)))
-    arrays = {"Q": q, "K": k, "V": v, "O": np.zeros_like(q), "LSE": np.zeros(q.shape[:3], np.float32)}
-    arguments = ArgumentBlock(kernel, problem, {name: dlpack.view(array) for name, array in arrays.items()})
-    buffers = {i: arrays[name] for i, name in enumerate(kernel.args) if name in arrays}
+def run_entry(
+    sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: Path | None = None, entry: Entry | None = None
+) -> Report:
+    """One launch of an entry of a kernel, or of a changed copy of its source, in buffers of exact size."""
+    entry = entry or kernel
+    tile, case = choose.choose_tile(kernel, problem, None, smallest_tile(kernel)), Case("sanitize", problem)
+    q, k, v = make_inputs(case)
+    arrays = {"O": np.zeros_like(q), "LSE": np.zeros(q.shape[:3], np.float32)}
+    arrays |= {"dQ": np.zeros_like(q), "dK": np.zeros_like(k), "dV": np.zeros_like(k)}
+    arrays |= {name: np.zeros(scratch.shape(problem), np.float32) for name, scratch in SCRATCH.items()}
+    arrays |= {name: np.ascontiguousarray(array) for name, array in inputs_of(kernel, case, (q, k, v)).items()}
+    arguments = ArgumentBlock(entry, problem, {name: dlpack.view(array) for name, array in arrays.items()})
+    buffers = {i: arrays[name] for i, name in enumerate(entry.args) if name in arrays}
     return sanitize.run(
-        sanitizer, source or kernel.source, kernel.name, kernel.defines(problem, tile), kernel.grid(problem, tile),
-        kernel.block(tile), kernel.smem_bytes(problem, tile), arguments.values, buffers,
+        sanitizer, source or kernel.source, entry.name, kernel.defines(problem, tile), entry.grid(problem, tile),
+        entry.block(tile), entry.smem_bytes(problem, tile), arguments.values, buffers,
     )  # fmt: skip
 
 
@@ -71,9 +77,10 @@ def test_every_kernel_is_clean(kernel: Kernel, sanitizer: Sanitizer) -> None:
     for problem in (ragged(kernel), whole):
         if choose.refuses_tile(kernel, problem, tile, None) or kernel.refuses(problem, None):
             continue
-        report = run_forward(sanitizer, kernel, problem)
-        assert report.clean, report.text
-        assert report.lines == ()
+        for entry in kernel.entries:
+            report = run_entry(sanitizer, kernel, problem, entry=entry)
+            assert report.clean, report.text
+            assert report.lines == ()
 
 
 @pytest.mark.parametrize("number", BARRIERS)
@@ -86,7 +93,7 @@ def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
         return "".join(lines)
 
     kernel = registry.get("fwd_minimal")
-    report = run_forward("thread", kernel, ragged(kernel), changed(tmp_path, without))
+    report = run_entry("thread", kernel, ragged(kernel), changed(tmp_path, without))
     assert not report.clean
     assert "data race" in report.text
     named = {line for name, line in report.lines if name == "fwd_minimal.cu"}
@@ -98,12 +105,35 @@ def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
     assert named & uses, report.text
 
 
+MEETINGS = [
+    (name, number)
+    for name in ("bwd_minimal", "bwd_block2d")
+    for number, line in enumerate(registry.get(name).source.read_text().splitlines(), 1)
+    if re.search(r"__sync(threads|warp)\(\);", line)
+]
+
+
+@pytest.mark.parametrize(("name", "number"), MEETINGS)
+def test_each_meeting_of_a_backward_is_needed(name: str, number: int, tmp_path: Path) -> None:
+    """Without this barrier, of the block or of a warp, some entry of the kernel races."""
+    kernel = registry.get(name)
+
+    def without(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        lines[number - 1] = re.sub(r"__sync(threads|warp)\(\);", "", lines[number - 1])
+        return "".join(lines)
+
+    source = changed(tmp_path, without, kernel.source)
+    reports = [run_entry("thread", kernel, ragged(kernel), source, entry) for entry in kernel.entries]
+    assert any("data race" in report.text for report in reports), reports[0].text
+
+
 def test_a_row_too_far_is_named(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     old = "query_row < score.Sq ?"
     (line,) = [i for i, text in enumerate(LINES, 1) if old in text]
     source = changed(tmp_path, lambda text: text.replace(old, "query_row <= score.Sq ?"))
-    report = run_forward("address", kernel, Problem(1, 1, 33, 40, 16), source)
+    report = run_entry("address", kernel, Problem(1, 1, 33, 40, 16), source)
     assert "heap-buffer-overflow" in report.text
     assert ("fwd_minimal.cu", line) in report.lines
 
@@ -117,7 +147,7 @@ def test_a_row_too_far_in_a_header_is_named(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     source = tmp_path / SOURCE.name
     source.write_text(SOURCE.read_text())
-    report = run_forward("address", kernel, Problem(1, 1, 33, 40, 16), source)
+    report = run_entry("address", kernel, Problem(1, 1, 33, 40, 16), source)
     assert ("common.cuh", line) in report.lines, report.text
     assert any(name == "fwd_minimal.cu" and "load_tile<" in LINES[at - 1] for name, at in report.lines)
 
@@ -128,7 +158,7 @@ def test_a_return_above_a_barrier(sanitizer: Sanitizer, tmp_path: Path) -> None:
     old = "    float m = -INF"
     source = changed(tmp_path, lambda text: text.replace(old, "    if (query_row >= score.Sq) return;" + old))
     kernel = registry.get("fwd_minimal")
-    report = run_forward(sanitizer, kernel, ragged(kernel), source)
+    report = run_entry(sanitizer, kernel, ragged(kernel), source)
     assert not report.clean
     assert "Sanitizer" not in report.text
     assert "barrier not reached by every thread" in report.text
