@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .attention import attention, attention_forward, reload
+from .attention import attention
+from .call import attention_backward, attention_forward, reload
 from .errors import (
     CacheError,
     CompileError,
@@ -45,6 +46,7 @@ __all__ = [
     "UnknownKernel",
     "UnsupportedProblem",
     "attention",
+    "attention_backward",
     "attention_forward",
     "compile",
     "kernels",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from .errors import SpecError
-from .spec import Kernel, Problem
+from .spec import COMPUTATIONS, Entry, Kernel, Problem
 
 
 class Tensor(Protocol):
@@ -62,40 +62,61 @@ class Row(NamedTuple):
 
 
 _TENSOR = Row(View)  # any strides, unit stride in D
-_POINTER = Row(ctypes.c_void_p)  # contiguous, its shape fixed by the problem: (B, H, Sq) fp32
+_POINTER = Row(ctypes.c_void_p)  # contiguous, fp32, its shape fixed by the problem: (B, H, Sq) but for SCRATCH's
 
 ARGUMENTS: dict[str, Row] = {
     **dict.fromkeys(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV"), _TENSOR),
-    **dict.fromkeys(("LSE", "delta"), _POINTER),
+    **dict.fromkeys(("LSE", "delta", "dQ_accum"), _POINTER),
     "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale)),
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
 }
 
 
+class Scratch(NamedTuple):
+    """Memory that a backward needs and its caller does not own: contiguous fp32, made by whoever launches."""
+
+    shape: Callable[[Problem], tuple[int, ...]]
+    zeroed: bool  # by the launch, on its stream
+
+
+SCRATCH: dict[str, Scratch] = {
+    "delta": Scratch(lambda p: (p.B, p.H, p.Sq), zeroed=False),
+    "dQ_accum": Scratch(lambda p: (p.B, p.H, p.Sq, p.D), zeroed=True),
+}
+
+
+def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the scratch that `kernel` needs."""
+    named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
+    return {name: SCRATCH[name].shape(problem) for name in named if name not in COMPUTATIONS[kernel.computes].writes}
+
+
 class ArgumentBlock:
-    """The arguments of one kernel for one problem, packed.
+    """The arguments of one entry point for one problem, packed.
 
     `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec.
     """
 
-    def __init__(self, kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]):
-        unknown = [name for name in kernel.args if name not in ARGUMENTS]
+    def __init__(self, entry: Entry, problem: Problem, tensors: Mapping[str, Tensor]):
+        unknown = [name for name in entry.args if name not in ARGUMENTS]
         if unknown:
-            raise SpecError(f"{kernel.name}: args {', '.join(unknown)} are not in sandbox/arguments.py")
-        self.tensor_names = tuple(name for name in kernel.args if ARGUMENTS[name].value is None)
-        self.values = [_pack(ARGUMENTS[name], problem, tensors.get(name)) for name in kernel.args]
+            raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/arguments.py")
+        self.tensor_names = tuple(name for name in entry.args if ARGUMENTS[name].value is None)
+        self.values = [_pack(ARGUMENTS[name], problem, tensors.get(name)) for name in entry.args]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
         # A tensor's address is the first word of its argument, whether a view or a bare pointer.
-        packed = zip(kernel.args, self.values, strict=True)
+        packed = zip(entry.args, self.values, strict=True)
         self.slots = [ctypes.c_void_p.from_buffer(value) for name, value in packed if ARGUMENTS[name].value is None]
 
 
 def _pack(row: Row, problem: Problem, tensor: Tensor | None) -> Any:
     if row.value is not None:
         return row.value(problem)
-    assert tensor is not None, "the caller names every tensor of the spec's args"
-    return View(tensor.pointer, *tensor.strides[:3]) if row.ctype is View else row.ctype(tensor.pointer)
+    if row.ctype is not View:
+        return row.ctype(tensor.pointer if tensor else None)
+    assert tensor is not None, "the caller names every tensor whose strides count"
+    return View(tensor.pointer, *tensor.strides[:3])
 
 
 def describe(value: Any) -> str:

@@ -1,23 +1,13 @@
-"""The public door: attention on anybody's arrays.
-
-The first call with arrays of some shapes, strides, dtype and device checks everything, picks a kernel, compiles it and
-keeps a plan; later calls of the same kind look the plan up and launch.
-"""
+"""Attention as people call it: on anybody's arrays, differentiable where their library can be told."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .call import attention_forward
 from .dlpack import library_of
-from .errors import UnsupportedProblem
 from .spec import Kernel, Tile
-
-if TYPE_CHECKING:
-    from .plan import Plan
-
-_plans: dict[tuple, Plan] = {}
-_MOST_PLANS = 4096
 
 
 def attention(
@@ -34,70 +24,14 @@ def attention(
 ) -> Any:
     """softmax(scale * q k^T, masked) v, exactly as `attention_forward`; returns out, or (out, lse) with `return_lse`.
 
-    Raises UnsupportedProblem for tensors that require gradients: no backward kernel is built yet.
+    Differentiable once for PyTorch tensors, and an operator to torch.compile. `kernel` and `tile` are the forward's;
+    the backward takes the highest rung, a deterministic one under torch.use_deterministic_algorithms(True). lse is a
+    constant to autograd: what is computed from it has no gradient.
     """
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if library_of(array).requires_grad(array):
-            raise UnsupportedProblem(
-                f"{name} requires gradients, but no kernel computes the backward yet: call under torch.no_grad(), "
-                f"or pass {name}.detach()"
-            )
-    out, lse = attention_forward(q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend)
+    if library_of(q).records(q, k, v):
+        from . import torch_op
+
+        out, lse = torch_op.attention(q, k, v, causal, scale, kernel, tile, backend)
+    else:
+        out, lse = attention_forward(q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend)
     return (out, lse) if return_lse else out
-
-
-def attention_forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    kernel: str | Kernel | None = None,
-    tile: Tile | str | Mapping[str, int] | None = None,
-    backend: str | None = None,
-) -> tuple[Any, Any]:
-    """Exact attention, FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
-
-    q: (B, H, Sq, D); k, v: (B, Hk, Sk, D), Hk dividing H; float32, float16 or bfloat16; any strides with a unit stride
-    in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
-    causal: False; True, or "bottom-right", query i sees keys j <= i + Sk - Sq; "top-left", j <= i.
-    scale: 1/sqrt(D) by default. kernel: a name, by default the highest rung that takes the problem. tile: a Tile,
-    {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by default where the arrays are.
-
-    Returns out, of q's shape, dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp of the
-    scaled scores. A row that sees no key has out 0 and lse -inf. On a GPU the work is queued on the caller's current
-    stream; arrays that lie on the other side than `backend` are copied there and back.
-
-    Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
-    ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
-    """
-    library = library_of(q)
-    try:
-        addresses = library.pointer(q), library.pointer(k), library.pointer(v)
-        key = (
-            library.signature(q), library.signature(k), library.signature(v),
-            (addresses[0] | addresses[1] | addresses[2]) % 16, causal, scale, kernel, tile, backend,
-        )  # fmt: skip
-        plan = _plans.get(key)
-    except (TypeError, AttributeError, RuntimeError):  # a tile given as a dict, several libraries, no address
-        key, plan = None, None
-    if plan is None:
-        from .plan import make_plan  # all that compiles and launches is imported here
-
-        plan = make_plan(q, k, v, causal, scale, kernel, tile, backend)
-        addresses = library.pointer(q), library.pointer(k), library.pointer(v)
-        if key is not None:
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    return plan(q, k, v, addresses)
-
-
-def reload() -> None:
-    """Forget plans, loaded kernels and specs, so that edited files count from the next call on."""
-    from . import registry, run
-
-    _plans.clear()
-    run.forget()
-    registry.forget()

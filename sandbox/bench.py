@@ -80,7 +80,7 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
             out.fill_(math.nan)
             lse.fill_(math.nan)
 
-        return Ready(launch, poison, str(chosen), prepared.compiled.arch if prepared.compiled else "")
+        return Ready(launch, poison, str(chosen), prepared.compiled[0].arch if prepared.compiled else "")
 
     return Contender(f"{kernel.name} {tile}" if tile else kernel.name, prepare, kernel.name)
 

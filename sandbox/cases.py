@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .dlpack import numpy_dtype
 from .errors import SpecError
+from .reference import attention
 from .spec import Kernel, Problem
 
 Array = NDArray[Any]
@@ -113,9 +114,10 @@ def _offset(q: Array, k: Array, v: Array) -> None:
 
 
 def _large(q: Array, k: Array, v: Array) -> None:
-    """q x 5, k x 3: scores up to a hundred; exp must be of differences only."""
+    """q x 5, k and v x 3: scores up to a hundred; exp must be of differences only."""
     q *= 5
     k *= 3
+    v *= 3
 
 
 def _rising(q: Array, k: Array, v: Array) -> None:
@@ -208,3 +210,23 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     INPUTS[case.inputs](q, k, v)
     lay_out = LAYOUTS[case.layout]
     return tuple(lay_out(x.astype(numpy_dtype(p.dtype))) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def inputs_of(computes: str, case: Case) -> dict[str, Array]:
+    """What kernels of a kind are given on a case, by the names in their `args`: q, k, v, and what only backwards need.
+
+    That is a standard normal dO, with NaN or inf in one row in the cases of that name, and the reference's O and LSE,
+    rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
+    """
+    inputs = make_inputs(case)
+    given = dict(zip(("Q", "K", "V"), inputs, strict=True))
+    if computes == "forward":
+        return given
+    p, lay_out = case.problem, LAYOUTS[case.layout]
+    dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.D), np.float32)
+    if case.inputs in ("nan", "inf"):
+        dout[:, :, 7] = float(case.inputs)
+    with np.errstate(over="ignore"):
+        out, lse = attention(*inputs, causal=p.causal, scale=p.scale)
+        dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))
+        return {**given, "dO": dO, "O": O, "LSE": lse.astype(np.float32)}

@@ -15,7 +15,7 @@ def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
     if reason := kernel.refuses_tile(problem, tile, arch):
         return reason
-    need = kernel.smem_bytes(problem, tile)
+    need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
     if need > have:
         where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
@@ -46,32 +46,39 @@ def choose_tile(
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A kernel beside a problem: the tile it would take it with, or the sentence that says why it cannot."""
+class Offer:
+    """What a kernel makes of a problem: the tile it would take it with, or the sentence that says why it does not."""
 
     kernel: Kernel
     tile: Tile | None
     reason: str = ""
 
 
-def candidates(problem: Problem, computes: str, arch: Arch | None) -> Iterator[Candidate]:
+def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Offer]:
     """Every kernel that `computes`, highest rung first: the first that has a tile is the one to choose."""
     for kernel in reversed(registry.kernels().values()):
-        if kernel.computes == computes:
-            try:
-                yield Candidate(kernel, choose_tile(kernel, problem, arch))
-            except UnsupportedProblem as reason:
-                yield Candidate(kernel, None, str(reason))
+        if kernel.computes != computes:
+            continue
+        if deterministic and not kernel.deterministic:
+            yield Offer(kernel, None, f"{kernel.name}: is not deterministic")
+            continue
+        try:
+            yield Offer(kernel, choose_tile(kernel, problem, arch))
+        except UnsupportedProblem as reason:
+            yield Offer(kernel, None, str(reason))
 
 
-def choose_kernel(problem: Problem, computes: str, arch: Arch | None) -> Kernel:
-    """The highest rung that takes `problem` on `arch`. Raises UnsupportedProblem with every kernel's reason."""
+def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
+    """The highest rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`.
+
+    Raises UnsupportedProblem with every kernel's reason.
+    """
     reasons: list[str] = []
-    for candidate in candidates(problem, computes, arch):
-        if candidate.tile is not None:
+    for offer in offers(problem, computes, arch, deterministic):
+        if offer.tile is not None:
             because = "".join(f"\n  not {reason}" for reason in reasons)
-            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, candidate.kernel.name, because)
-            return candidate.kernel
-        reasons.append(candidate.reason)
+            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, offer.kernel.name, because)
+            return offer.kernel
+        reasons.append(offer.reason)
     listed = "\n  ".join(reasons)
     raise UnsupportedProblem(f"no {computes} kernel takes {problem}:\n  {listed}")

@@ -78,8 +78,12 @@ class Library:
         """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
         return int  # int() is 0, the default stream
 
-    def requires_grad(self, array: Any) -> bool:
-        """Whether automatic differentiation follows this array."""
+    def contiguous(self, array: Any) -> Any:
+        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
+        raise UnsupportedProblem(f"a {type(array).__name__} of these strides cannot be copied: pass a contiguous array")
+
+    def records(self, *arrays: Any) -> bool:
+        """Whether the library notes what is done to one of these arrays: to differentiate it, or to compile it."""
         return False
 
 
@@ -110,6 +114,9 @@ class _NumPy(Library):
         kind = numpy_dtype(dtype)
         return lambda: np.empty(lying, kind).transpose(axes)
 
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
 
 class _CuPy(Library):
     name = "CuPy"
@@ -136,6 +143,12 @@ class _CuPy(Library):
                 return cupy.empty(lying, kind).transpose(axes)
 
         return allocate
+
+    def contiguous(self, array: Any) -> Any:
+        import cupy
+
+        with array.device:
+            return cupy.ascontiguousarray(array)
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         import cupy
@@ -167,12 +180,17 @@ class _PyTorch(Library):
         torch = sys.modules["torch"]
         return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
 
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
+
     def stream(self, ordinal: int) -> Callable[[], int]:
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
         return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
-    def requires_grad(self, array: Any) -> bool:
-        return array.requires_grad and sys.modules["torch"].is_grad_enabled()
+    def records(self, *arrays: Any) -> bool:
+        torch = sys.modules["torch"]
+        followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
+        return followed or torch.compiler.is_compiling()
 
 
 class _Capsule(Library):

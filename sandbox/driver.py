@@ -241,6 +241,12 @@ class DeviceMemory:
             driver.cuCtxPopCurrent()
 
 
+def zero(pointer: int, nbytes: int, device: Device, stream: int = 0) -> None:
+    """Queue on `stream` that GPU memory at `pointer` becomes zeros; a graph captures it."""
+    with device.current():
+        _call("cuMemsetD8Async", pointer, 0, nbytes, stream, about=f"{nbytes} bytes")
+
+
 def write(pointer: int, address: int, nbytes: int, device: Device) -> None:
     """Copy from host memory at `address` to GPU memory at `pointer`, after all earlier work."""
     if nbytes:

@@ -31,8 +31,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the compiler made of the first problem's kernel for `arch`. `opcodes`: instructions by kind; {} when nothing
-    can disassemble."""
+    """What the compiler made of the first problem's kernel for `arch`: of several entries, the largest figures and the
+    lowest occupancy. `opcodes`: all their instructions by class; {} when nothing can disassemble."""
 
     arch: str
     tile: str

@@ -5,19 +5,17 @@ Called in a worker, since the kernel may hang or crash; what it returns can be p
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import TypeVar
 
 from . import arch as architectures
 from . import check, disassembly, driver, nvrtc, registry, run, sanitize
-from .cases import Case, Inputs, make_inputs
-from .check import Result, Truth
+from .cases import Case
+from .check import Result
 from .choose import choose_tile
 from .cpu import build
 from .cpu.sanitize import UNFINISHED
@@ -25,7 +23,9 @@ from .dlpack import HOST, Device
 from .errors import CompileError, DriverError, SandboxError, SpecError, ToolchainMissing, UnsupportedProblem
 from .examination import Cost, Examination, Job, quick_cases
 from .findings import Finding
+from .nvrtc import Compiled, Resources
 from .spec import Arch, Kernel, Problem, Tile
+from .truth import truth_of
 from .worker import At
 
 T = TypeVar("T")
@@ -41,8 +41,9 @@ def prepare(job: Job) -> None:
     with suppress(Exception):
         if job.device != HOST:
             driver.device(job.device[1]).synchronize()
-        for case in _cases(registry.get(job.kernel), job):
-            _known(case)
+        kernel = registry.get(job.kernel)
+        for case in _cases(kernel, job):
+            truth_of(kernel.computes, case)
 
 
 def _cases(kernel: Kernel, job: Job) -> list[Case]:
@@ -72,8 +73,6 @@ def _examine(job: Job, at: At) -> Examination:
     registry.forget()
     run.forget()
     kernel = registry.get(job.kernel)
-    if kernel.computes != "forward":
-        raise UnsupportedProblem(f"{kernel.name}: watch takes forward kernels only")
     cases = _cases(kernel, job)
     setting = f"{_device_name(job.device)}: {cases[0].problem}"
     at("compiling", COMPILE_SECONDS)
@@ -117,26 +116,28 @@ def _compile(
     target = run.DEFAULT_ARCH if arch is None else run.arch_name(kernel, arch)
     try:
         nvrtc.version()
-        for_gpu = [*variants.items()][: None if arch else 1]
+        for_gpu = [*variants.values()][: None if arch else 1]
     except ToolchainMissing as missing:
         for_gpu, notes = [], [str(missing).splitlines()[0]]
-    cubins = [pool.submit(nvrtc.compile, kernel.source, kernel.name, target, dict(d)) for d, _ in for_gpu]
-    on_host = [] if arch else [pool.submit(build.library, kernel.source, kernel.name, dict(d)) for d in variants]
+    cubins = [pool.submit(run.compile_entries, kernel, p.D, p.dtype, p.causal, target, t) for p, t in for_gpu]
+    names = [entry.name for entry in kernel.entries]
+    on_host = [] if arch else [pool.submit(build.library, kernel.source, names, dict(d)) for d in variants]
     compiled = _all(cubins)
     _all(on_host)
     if not compiled:
         return None, notes
-    return pool.submit(_cost, kernel, *for_gpu[0][1], compiled[0]), notes
+    return pool.submit(_cost, kernel, *for_gpu[0], compiled[0]), notes
 
 
-def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: nvrtc.Compiled) -> Cost:
-    threads, resources = math.prod(kernel.block(tile)), compiled.resources
-    smem = kernel.smem_bytes(problem, tile) + resources.smem_static
-    occupancy = architectures.occupancy(architectures.parse(compiled.arch), threads, resources.registers, smem)
+def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled, ...]) -> Cost:
+    entries = [(entry, made.resources) for entry, made in zip(kernel.entries, compiled, strict=True)]
+    arch = architectures.parse(compiled[0].arch)
+    least = min((run.occupancy(entry, problem, tile, r, arch) for entry, r in entries), key=lambda o: o.fraction)
+    smem = max(entry.smem_bytes(problem, tile) + r.smem_static for entry, r in entries)
     opcodes: dict[str, int] = {}
     with suppress(ToolchainMissing):  # a disassembler that is older than the cubin
-        opcodes = disassembly.opcode_counts(compiled.cubin)
-    return Cost(compiled.arch, str(tile), resources, smem, occupancy, opcodes)
+        opcodes = disassembly.opcode_counts(compiled[0].cubin)  # of all entries: they are one module
+    return Cost(compiled[0].arch, str(tile), Resources.worst(r for _, r in entries), smem, least, opcodes)
 
 
 def _sanitize(kernel: Kernel, job: Job, at: At, pool: ThreadPoolExecutor) -> tuple[tuple[Finding, ...], list[str]]:
@@ -158,19 +159,13 @@ def _verify(kernel: Kernel, cases: Sequence[Case], job: Job, at: At) -> tuple[Re
     results = []
     for i, case in enumerate(cases):
         at(f"preparing {case.problem}", COMPILE_SECONDS)
-        inputs, truth = _known(case)
+        truth_of(kernel.computes, case)
         at(f"running {case.problem}", job.seconds)
         repeats = REPEATS if i == 0 and job.device != HOST else 1
-        results.append(check.verify(kernel, case, inputs, job.device, job.tile, repeats=repeats, truth=truth))
+        results.append(check.verify(kernel, case, job.device, job.tile, repeats=repeats))
         if results[-1].ok is False and results[-1].error is None:
             break
     return tuple(results)
-
-
-@lru_cache(maxsize=16)
-def _known(case: Case) -> tuple[Inputs, Truth]:
-    inputs = make_inputs(case)
-    return inputs, check.truth_of(case.problem, inputs)
 
 
 def _all(futures: Iterable[Future[T]]) -> list[T]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from . import bench, driver, registry, run
-from .cases import Case, make_inputs
+from .cases import Case
 from .check import verify
 from .dlpack import HOST
 from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem
@@ -139,9 +139,9 @@ def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], sampl
 def measure_on_cpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
     """The same on the CPU backend: the median alone."""
     case = Case("tune", problem)
-    inputs, found = make_inputs(case), []
+    found = []
     for tile in tiles:
-        result = verify(registry.get(kernel), case, inputs, HOST, tile, repeats=samples)
+        result = verify(registry.get(kernel), case, HOST, tile, repeats=samples)
         seconds = result.seconds or 0.0
         timing = Timing(seconds, seconds, seconds, samples, math.inf) if result.ok else None
         found.append(Measured(bool(result.ok), result.message, timing))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ class Resources:
     spill_loads: int  # bytes a thread
     warnings: tuple[str, ...] = ()  # such as serialised wgmma
 
+    @classmethod
+    def worst(cls, entries: Iterable[Resources]) -> Resources:
+        """Each figure the largest of several entries', and every warning."""
+        every = list(entries)
+        numbers = ("registers", "smem_static", "stack", "spill_stores", "spill_loads")
+        warnings = tuple(dict.fromkeys(warning for r in every for warning in r.warnings))
+        return cls(**{name: max(getattr(r, name) for r in every) for name in numbers}, warnings=warnings)
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -58,7 +66,7 @@ class Compiled:
 def compile(
     source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = ()
 ) -> Compiled:
-    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`.
+    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`. Its other entries then come cached.
 
     Headers in a folder `include` beside it go before the project's own.
 
@@ -86,29 +94,28 @@ def compile(
         *(f"--include-path={folder}" for folder in folders),
     )
     fingerprint = sources.fingerprint(source, folders)
-    key = cache.make_key(kind="cubin", source=fingerprint, entry=entry, flags=flags, nvrtc=library.identity)
+    key = cache.make_key(kind="cubin", source=fingerprint, flags=flags, nvrtc=library.identity)
     if fingerprint and (found := cache.get(key)):
-        meta = found.meta
-        resources = Resources(**{**meta["resources"], "warnings": tuple(meta["resources"]["warnings"])})
-        cubin, ptx = found.files["cubin"], found.files["ptx"].decode()
+        meta, cubin, ptx = found.meta, found.files["cubin"], found.files["ptx"].decode()
+        resources = parse_resources(meta["log"], entry, source)
         log.logger.log(log.COMPILING, "%s %s: in the cache, %s", entry, arch, found.path)
-        _keep(key, source, entry, arch, cubin, ptx)
+        _keep(key, source, arch, cubin, ptx)
         return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
     start = time.perf_counter()
     cubin, ptx, text = _compile(source, flags)
     seconds = time.perf_counter() - start
     options_text = " ".join(flags)
     log.logger.log(log.COMPILING, "%s %s: compiled in %.2f s with %s\n%s", entry, arch, seconds, options_text, text)
-    _keep(key, source, entry, arch, cubin, ptx)
+    _keep(key, source, arch, cubin, ptx)
     resources = parse_resources(text, entry, source)
     if fingerprint and fingerprint == sources.fingerprint(source, folders):  # not when edited while it compiled
-        meta = {"name": f"{entry} {arch}", "log": text, "resources": asdict(resources), "seconds": seconds}
+        meta = {"name": f"{source.stem} {arch}", "log": text, "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, text, resources, flags, seconds, False)
 
 
-def _keep(key: str, source: Path, entry: str, arch: str, cubin: bytes, ptx: str) -> None:
-    log.keep(f"{entry}-{arch}-{key[:8]}", {".cu": source.read_bytes(), ".ptx": ptx.encode(), ".cubin": cubin})
+def _keep(key: str, source: Path, arch: str, cubin: bytes, ptx: str) -> None:
+    log.keep(f"{source.stem}-{arch}-{key[:8]}", {".cu": source.read_bytes(), ".ptx": ptx.encode(), ".cubin": cubin})
 
 
 def parse_resources(log: str, entry: str, source: Path) -> Resources:

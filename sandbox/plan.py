@@ -2,76 +2,146 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from . import choose, driver, registry, run
+from . import choose, driver, log, registry, run
+from .arguments import scratch_of
 from .dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .errors import UnsupportedProblem
-from .spec import Kernel, Problem, Tile, normalise_causal
+from .spec import Arch, Kernel, Problem, Tile, normalise_causal
 from .staging import Staged
+
+_TENSORS = {"dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE"}  # a caller's word: a spec's
 
 
 class Plan(Protocol):
-    """Computes (out, lse) for arrays of the kind it was made for; `addresses` are those of q, k, v."""
+    """Computes the results for arrays of the kind it was made for; `addresses` are the arrays'."""
 
-    def __call__(self, q: Any, k: Any, v: Any, addresses: tuple[int, ...]) -> tuple[Any, Any]: ...
+    def __call__(self, arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]: ...
 
 
-def make_plan(
-    q: Any, k: Any, v: Any, causal: Any, scale: float | None, kernel: Any, tile: Any, backend: str | None
-) -> Plan:
-    """Check the arrays, pick kernel and tile, compile, and fix everything that does not change from call to call.
+@dataclass(frozen=True)
+class Options:
+    """What a caller asks for beside the arrays; see `attention_forward` and `attention_backward`."""
+
+    causal: Any = False
+    scale: float | None = None
+    kernel: Any = None
+    tile: Any = None
+    backend: str | None = None
+    deterministic: bool = False
+
+
+def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
+    """Of q, k, v: check them, pick kernel and tile, compile, and fix everything that does not change between calls.
 
     Raises what `attention_forward` says. The plan keeps none of the arrays alive.
     """
-    library = library_of(q)
-    for name, array in (("k", k), ("v", v)):
-        if library_of(array) is not library:
-            raise UnsupportedProblem(
-                f"q is a {library.name} array and {name} a {library_of(array).name} array: pass arrays of one library"
-            )
-    views = {"q": library.view(q), "k": library.view(k), "v": library.view(v)}
-    problem = problem_of(views, causal, scale)
-    home = views["q"].device
-    device = _device(home, backend)
-    gpu = driver.device(device[1]) if device[0] == "cuda" else None
-    arch = gpu.arch if gpu else None
-    if kernel is not None and not isinstance(kernel, Kernel):
-        kernel = registry.get(kernel)
-    if kernel is None:
-        kernel = choose.choose_kernel(problem, "forward", arch)
-    if kernel.computes != "forward":
-        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the forward")
-    tile = choose.choose_tile(kernel, problem, arch, run.as_tile(tile), gpu=gpu.name if gpu else "")
-    out_shape, lse_shape = (problem.B, problem.H, problem.Sq, problem.D), (problem.B, problem.H, problem.Sq)
-    out_strides, lse_strides = dense_strides(out_shape, views["q"].strides), dense_strides(lse_shape)
-    new_out = library.allocator(q, out_shape, out_strides, problem.dtype)
-    new_lse = library.allocator(q, lse_shape, lse_strides, "float32")
-    if 0 in out_shape:
-        return lambda q, k, v, addresses: (new_out(), new_lse())
-    if device != home:
-        return _staged_plan(library, kernel, tile, problem, device, new_out, new_lse)
-    tensors = {
-        "Q": views["q"],
-        "K": views["k"],
-        "V": views["v"],
-        "O": library.view(new_out()),
-        "LSE": library.view(new_lse()),
-    }
-    prepared = run.prepare(kernel, tile, problem, tensors, device)
-    launch, order = prepared.launch, [list(tensors).index(name) for name in prepared.tensor_names]
-    as_given = order == [0, 1, 2, 3, 4]
-    pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
-    del q, k, v, views, tensors  # a plan keeps no array alive
+    library, views = _views(("q", "k", "v"), arrays)
+    problem = problem_of(views, options.causal, options.scale)
+    rows = (problem.B, problem.H, problem.Sq)
+    results = {"O": _lying_as(views["q"]), "LSE": (rows, dense_strides(rows), "float32")}
+    return _plan("forward", problem, library, views, arrays[0], results, options)
 
-    def plan(q: Any, k: Any, v: Any, addresses: tuple[int, ...]) -> tuple[Any, Any]:
-        out, lse = new_out(), new_lse()
-        every = (*addresses, pointer(out), pointer(lse))
+
+def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
+    """Of dout, q, k, v, out, lse, as `forward_plan`. Those that no kernel can read as they lie are copied at each call,
+    which the log says once."""
+    library, views = _views(tuple(_TENSORS), arrays)
+    problem = problem_of({name: views[name] for name in ("q", "k", "v")}, options.causal, options.scale)
+    copied = _check_results(views, problem)
+    if copied:
+        for name in copied:
+            strides = views[name].strides
+            log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, strides)
+        return _copying_plan(library, [list(_TENSORS).index(name) for name in copied], arrays, options)
+    alignment = min(view.alignment for name, view in views.items() if name != "lse")
+    results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
+    problem = dataclasses.replace(problem, alignment=alignment)
+    return _plan("backward", problem, library, views, arrays[1], results, options)
+
+
+def _copying_plan(library: Library, copied: list[int], arrays: tuple[Any, ...], options: Options) -> Plan:
+    def readable(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
+
+    plan = backward_plan(readable(arrays), options)
+
+    def copy_first(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        arrays = readable(arrays)
+        return plan(arrays, tuple(map(library.pointer, arrays)))
+
+    return copy_first
+
+
+def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, dict[str, ArrayView]]:
+    """The arrays' library, which must be one, and what it says of each."""
+    library = library_of(arrays[0])
+    for name, array in zip(names, arrays, strict=True):
+        if library_of(array) is not library:
+            other = library_of(array).name
+            raise UnsupportedProblem(
+                f"{names[0]} is a {library.name} array and {name} a {other} array: pass arrays of one library"
+            )
+    return library, {name: library.view(array) for name, array in zip(names, arrays, strict=True)}
+
+
+_Lying = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make
+
+
+def _lying_as(view: ArrayView) -> _Lying:
+    return view.shape, dense_strides(view.shape, view.strides), view.dtype
+
+
+def _plan(
+    computes: str, problem: Problem, library: Library, views: Mapping[str, ArrayView], like: Any,
+    results: Mapping[str, _Lying], options: Options,
+) -> Plan:  # fmt: skip
+    home = views["q"].device
+    device = _device(home, options.backend)
+    gpu = driver.device(device[1]) if device != HOST else None
+    arch = gpu.arch if gpu else None
+    kernel = _kernel(computes, problem, arch, options)
+    tile = choose.choose_tile(kernel, problem, arch, run.as_tile(options.tile), gpu=gpu.name if gpu else "")
+    scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem).items()}
+    makers = {name: library.allocator(like, *lying) for name, lying in {**results, **scratch}.items()}
+    given = [_TENSORS[name] for name in views]
+    if device != home:
+        return _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
+    tensors = dict(zip(given, views.values(), strict=True))
+    tensors |= {name: library.view(makers[name]()) for name in results}
+    prepared = run.prepare(kernel, tile, problem, tensors, device)
+    names = [*given, *makers]
+    launch, order = prepared.launch, [names.index(name) for name in prepared.tensor_names]
+    as_given, news, count = order == list(range(len(names))), tuple(makers.values()), len(results)
+    pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
+
+    def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        made = [new() for new in news]
+        every = (*addresses, *map(pointer, made))
         launch(every if as_given else tuple(every[i] for i in order), stream())
-        return out, lse
+        return tuple(made[:count])
 
     return plan
+
+
+def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options) -> Kernel:
+    kernel = options.kernel
+    if kernel is None:
+        return choose.choose_kernel(problem, computes, arch, options.deterministic)
+    if not isinstance(kernel, Kernel):
+        kernel = registry.get(kernel)
+    if kernel.computes != computes:
+        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the {computes}")
+    if options.deterministic and not kernel.deterministic:
+        other = choose.choose_kernel(problem, computes, arch, deterministic=True)
+        raise UnsupportedProblem(
+            f"{kernel.name} is not deterministic: it sums by atomics, in any order; {other.name} does not"
+        )
+    return kernel
 
 
 def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None) -> Problem:
@@ -117,22 +187,40 @@ def _device(home: Device, backend: str | None) -> Device:
     return HOST if backend == "cpu" else ("cuda", 0)
 
 
+def _check_results(views: Mapping[str, ArrayView], problem: Problem) -> list[str]:
+    """That dout, out and lse go with q; returns which of them lie as no kernel reads them."""
+    q = views["q"]
+    unreadable = []
+    for name, shape, dtype in (("dout", q.shape, q.dtype), ("out", q.shape, q.dtype), ("lse", q.shape[:3], "float32")):
+        view = views[name]
+        if view.shape != shape:
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be {shape} to go with q")
+        if view.dtype != dtype:
+            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype} to go with q, which is {q.dtype}")
+        if view.device != q.device:
+            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move one")
+        wanted = dense_strides(shape) if name == "lse" else (*view.strides[:3], 1)
+        if 0 not in shape and any(s != w for n, s, w in zip(shape, view.strides, wanted, strict=True) if n > 1):
+            unreadable.append(name)
+    return unreadable
+
+
 def _staged_plan(
-    library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, new_out: Callable[[], Any],
-    new_lse: Callable[[], Any],
+    library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, given: list[str],
+    makers: Mapping[str, Callable[[], Any]], results: list[str],
 ) -> Plan:  # fmt: skip
     """A plan for arrays on the other side: copied to `device`, computed there, and copied back."""
 
-    def plan(q: Any, k: Any, v: Any, addresses: tuple[int, ...]) -> tuple[Any, Any]:
-        arrays = {"Q": q, "K": k, "V": v, "O": new_out(), "LSE": new_lse()}
-        staged = {name: Staged(library.view(array), device) for name, array in arrays.items()}
-        for name in ("Q", "K", "V"):
+    def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        every = dict(zip(given, arrays, strict=True)) | {name: make() for name, make in makers.items()}
+        staged = {name: Staged(library.view(array), device) for name, array in every.items()}
+        for name in given:
             staged[name].send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
         prepared.launch(prepared.pointers(staged))
         prepared.wait()
-        for name in ("O", "LSE"):
+        for name in results:
             staged[name].fetch()
-        return arrays["O"], arrays["LSE"]
+        return tuple(every[name] for name in results)
 
     return plan

@@ -15,7 +15,7 @@ from types import ModuleType
 import kernels_cu
 
 from .errors import SpecError, UnknownKernel
-from .spec import Kernel
+from .spec import COMPUTATIONS, Kernel
 
 FOLDER = Path(kernels_cu.__path__[0]).resolve()
 
@@ -38,7 +38,8 @@ def _kernels() -> dict[str, Kernel]:
             if kernel.name in found:
                 raise SpecError(f"kernel {kernel.name} is defined twice, in {found[kernel.name].source} and {source}")
             found[kernel.name] = dataclasses.replace(kernel, source=source)
-    return dict(sorted(found.items(), key=lambda item: (item[1].computes, item[1].rung, item[0])))
+    kinds = list(COMPUTATIONS)
+    return dict(sorted(found.items(), key=lambda item: (kinds.index(item[1].computes), item[1].rung, item[0])))
 
 
 def _load(name: str) -> ModuleType:
@@ -60,12 +61,21 @@ def kernels() -> dict[str, Kernel]:
 
 def get(name: str) -> Kernel:
     """The kernel of that name. Raises UnknownKernel with the names there are."""
+    kernel = entry_owner(name)
+    if kernel.name != name:
+        raise UnknownKernel(f"{name} is a part of {kernel.name}, launched after it: name {kernel.name}")
+    return kernel
+
+
+def entry_owner(name: str) -> Kernel:
+    """The kernel that has an entry point of that name. Raises UnknownKernel with the names of kernels."""
     known = _kernels()
-    if name not in known:
+    owners = {entry.name: kernel for kernel in known.values() for entry in kernel.entries}
+    if name not in owners:
         near = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UnknownKernel(f"kernel {name!r} is not known: {hint}there are {', '.join(known)}")
-    return known[name]
+    return owners[name]
 
 
 def forget() -> None:

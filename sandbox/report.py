@@ -11,7 +11,7 @@ from rich.text import Text
 
 from .arch import Occupancy
 from .check import Result
-from .choose import Candidate
+from .choose import Offer
 from .doctor import Finding
 from .nvrtc import Resources
 from .spec import Kernel
@@ -114,9 +114,11 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
 def _reason(r: Result) -> str:
     if r.ok is not False or r.error is None:
         return r.message
-    lse = f"exceeds its bound by {_error(r.lse_excess)}" if (r.lse_excess or 0) > 0 else "ok"
-    numbers = f"error {_error(r.error)} against a bound of {_error(r.bound)}; LSE {lse}"
-    return "; ".join(filter(None, (numbers, r.message))) + (f"\n{r.where.text}" if r.where else "")
+    numbers = f"{r.tensor} error {_error(r.error)} against a bound of {_error(r.bound)}"
+    lse = "" if r.lse_excess is None else "LSE ok"
+    if r.lse_excess is not None and r.lse_excess > 0:
+        lse = f"LSE exceeds its bound by {_error(r.lse_excess)}"
+    return "; ".join(filter(None, (numbers, lse, r.message))) + (f"\n{r.where.text}" if r.where else "")
 
 
 @dataclass(frozen=True)
@@ -172,16 +174,17 @@ def ladder_table(kernels: Iterable[Kernel]) -> Table:
     return table
 
 
-def candidates_table(candidates: Iterable[Candidate]) -> Table:
+def offers_table(offers: Iterable[Offer]) -> Table:
     """What `list --problem` prints: what would be chosen, what else would do, and why the rest would not."""
     table = _table("kernel", "computes", "", "tile, or why not")
     chosen = set()
-    for c in candidates:
-        name, computes = c.kernel.name, c.kernel.computes
-        if c.tile is None:
-            table.add_row(name, computes, Text("refuses", "yellow"), c.reason.removeprefix(f"{name}: "))
+    for offer in offers:
+        name, computes = offer.kernel.name, offer.kernel.computes
+        if offer.tile is None:
+            table.add_row(name, computes, Text("refuses", "yellow"), offer.reason.removeprefix(f"{name}: "))
         else:
-            table.add_row(name, computes, "takes it" if computes in chosen else Text("chosen", "green"), str(c.tile))
+            state = "takes it" if computes in chosen else Text("chosen", "green")
+            table.add_row(name, computes, state, str(offer.tile))
             chosen.add(computes)
     return table
 

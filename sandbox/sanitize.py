@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from . import compute_sanitizer, dlpack, registry, trial
-from .arguments import ArgumentBlock
-from .cases import Case, make_inputs
+from .arguments import ArgumentBlock, scratch_of
+from .cases import Array, Case, inputs_of
 from .choose import choose_tile, refuses_tile
 from .cpu import sanitize as host
 from .cpu.build import Sanitizer
@@ -78,8 +78,6 @@ def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
 def inspect(kernel: Kernel, device: Device, tile: Tile | None = None, timeout: float = 120.0) -> Iterator[Inspection]:
     """`sanitize`: every tool of the backend on small problems. Raises ToolchainMissing where
     the GPU's is missing, CompileError, UnsupportedProblem."""
-    if kernel.computes != "forward":
-        raise UnsupportedProblem(f"{kernel.name}: sanitize takes forward kernels only")
     if device != HOST:
         compute_sanitizer.find()
     tile = tile or small_tile(kernel)
@@ -98,7 +96,7 @@ def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: fl
         if tool == "orders":
             findings = _compare_orders(kernel, problem, tile, timeout)
             return Inspection(*head, not findings, findings)
-        report = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
+        report, _ = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
     except ToolchainMissing as missing:
         return Inspection(*head, None, message=str(missing))
     return Inspection(*head, report.clean, _findings(report), text=report.text)
@@ -106,18 +104,27 @@ def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: fl
 
 def launch_on_host(
     sanitizer: Sanitizer, kernel: Kernel, problem: Problem, tile: Tile, *, order: int = 0, timeout: float = 120.0
-) -> Report:
-    """One launch in buffers of exact size: `contents` are Q, K, V, O and LSE, in the order of the spec's `args`."""
+) -> tuple[Report, dict[str, Array]]:
+    """Every entry once, in the order of its launches and in buffers of exact size -> the report of the first that is
+    not clean, else of the last; and every tensor, by its name, as it was left."""
     chosen = choose_tile(kernel, problem, None, tile)
-    q, k, v = map(np.ascontiguousarray, make_inputs(Case("sanitize", problem)))
-    arrays = {"Q": q, "K": k, "V": v, "O": np.zeros_like(q), "LSE": np.zeros(q.shape[:3], np.float32)}
-    arguments = ArgumentBlock(kernel, problem, {name: dlpack.view(array) for name, array in arrays.items()})
-    buffers = {i: arrays[name] for i, name in enumerate(kernel.args) if name in arrays}
-    return host.run(
-        sanitizer, kernel.source, kernel.name, kernel.defines(problem, chosen), kernel.grid(problem, chosen),
-        kernel.block(chosen), kernel.smem_bytes(problem, chosen), arguments.values, buffers, order=order,
-        timeout=timeout,
-    )  # fmt: skip
+    given = inputs_of(kernel.computes, Case("sanitize", problem))
+    arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
+    made = trial.outputs_of(kernel, problem)
+    made |= {name: (shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made.items()}
+    for entry in kernel.entries:
+        arguments = ArgumentBlock(entry, problem, {name: dlpack.view(array) for name, array in arrays.items()})
+        buffers = {i: arrays[name] for i, name in enumerate(entry.args) if name in arrays}
+        report = host.run(
+            sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
+            entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers, order=order,
+            timeout=timeout,
+        )  # fmt: skip
+        if not report.clean:
+            break
+        arrays |= zip(arguments.tensor_names, report.contents, strict=True)
+    return report, arrays
 
 
 def _findings(report: Report) -> tuple[Finding, ...]:
@@ -126,14 +133,14 @@ def _findings(report: Report) -> tuple[Finding, ...]:
 
 def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> tuple[Finding, ...]:
     """Threads that meet only where they must give the same bits in whatever order they run in between."""
-    names = [name for name in kernel.args if name in ("Q", "K", "V", "O", "LSE")]
-    reports = [launch_on_host("none", kernel, problem, tile, order=n, timeout=timeout) for n in (0, *_SEEDS)]
-    if failed := next((report for report in reports if not report.clean), None):
+    launches = [launch_on_host("none", kernel, problem, tile, order=n, timeout=timeout) for n in (0, *_SEEDS)]
+    if failed := next((report for report, _ in launches if not report.clean), None):
         return _findings(failed)
-    for seed, report in zip(_SEEDS, reports[1:], strict=True):
-        for name, ascending, shuffled in zip(names, reports[0].contents, report.contents, strict=True):
-            bits = f"u{ascending.itemsize}"
-            if (differ := ascending.view(bits) != shuffled.view(bits)).any():
+    (_, ascending), *others = launches
+    for seed, (_, shuffled) in zip(_SEEDS, others, strict=True):
+        for name in ascending:
+            bits = f"u{ascending[name].itemsize}"
+            if (differ := ascending[name].view(bits) != shuffled[name].view(bits)).any():
                 first = tuple(map(int, np.argwhere(differ)[0]))
                 what = f"{name} depends on the order of threads: {differ.sum()} of {differ.size} elements differ"
                 return (Finding(f"{what} between ascending order and shuffle {seed}, first at {first}"),)
@@ -162,5 +169,5 @@ def launch(what: str) -> None:
     """In the child: NumPy arrays, copied to plain allocations of exact size, so that every byte is accounted for."""
     asked = json.loads(what)
     kernel, problem, tile = registry.get(asked["kernel"]), Problem(**asked["problem"]), Tile(**asked["tile"])
-    inputs = make_inputs(Case("sanitize", problem))
-    trial.forward(kernel, tile, problem, *inputs, ("cuda", 0))
+    inputs = inputs_of(kernel.computes, Case("sanitize", problem))
+    trial.launch(kernel, tile, problem, inputs, ("cuda", 0))

@@ -10,18 +10,28 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .errors import SpecError
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
 Causal = Literal[False, "bottom-right", "top-left"]
-COMPUTES = ("forward", "backward")
 Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
 Dim3 = tuple[int, int, int]
 
 
-_TENSORS = {"forward": ("Q", "K", "V", "O", "LSE")}  # what every kernel of that kind reads and writes
+class Computation(NamedTuple):
+    """What every kernel of a kind reads and writes, by the names in its `args`."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+COMPUTATIONS = {  # in the order in which kernels are listed
+    "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
+    "delta": Computation(("dO", "O"), ("delta",)),
+    "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after a delta
+}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -52,8 +62,8 @@ class Problem:
     """Shapes, dtype and semantics of one attention call.
 
     q, o: (B, H, Sq, D); k, v: (B, Hk, Sk, D); query head h reads key/value head h // (H / Hk).
-    `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k and v is a
-    multiple of. Raises SpecError naming the value that makes no sense.
+    `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k and v, and in
+    a backward of do and o, is a multiple of. Raises SpecError naming the value that makes no sense.
     """
 
     B: int
@@ -121,6 +131,10 @@ class Problem:
         """Forward floating-point operations by the field's rule: 4·B·H·Sq·Sk·D, half of it for causal."""
         full = 4 * self.B * self.H * self.Sq * self.Sk * self.D
         return full // 2 if self.causal else full
+
+    def flops_of(self, computes: str) -> int:
+        """`flops`, or 2.5 times as many for a "backward": five matrix products instead of two."""
+        return {"forward": self.flops, "backward": self.flops * 5 // 2}.get(computes, 0)
 
     def __str__(self) -> str:
         heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H}/{self.Hk}"
@@ -193,26 +207,41 @@ def _tile(numbers: dict[str, int]) -> Tile:
     return Tile(**numbers)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One `.cu` entry point and everything Python knows of it.
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How one entry point of a `.cu` is launched.
 
-    `args` names the entry's parameters in order; `sandbox.arguments` gives each name its C type and its value.
-    `source` is filled in by the registry: the `.cu` beside the spec.
+    `args` names its parameters in order; `sandbox.arguments` gives each name its C type and its value.
     """
 
     name: str
-    computes: Literal["forward", "backward"]
+    grid: Callable[[Problem, Tile], Dim3]
+    block: Callable[[Tile], Dim3]
+    smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
+    args: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise SpecError(f"kernel name {self.name!r} must be an identifier: it is the .cu entry point")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Entry):
+    """An entry point that people name, with everything Python knows of it.
+
+    `then`: further entry points of the same `.cu`, launched after it in order, on the same tensors with the same tile.
+    `source` is filled in by the registry: the `.cu` beside the spec.
+    """
+
+    computes: Literal["forward", "delta", "backward"]
     rung: int
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]
     min_arch: Arch
     tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
-    grid: Callable[[Problem, Tile], Dim3]
-    block: Callable[[Tile], Dim3]
-    smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
-    args: tuple[str, ...]
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
+    then: tuple[Entry, ...] = ()
+    deterministic: bool = True  # False: sums by atomics, in any order
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
@@ -220,14 +249,17 @@ class Kernel:
     source: Path = Path()
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise SpecError(f"kernel name {self.name!r} must be an identifier: it is the .cu entry point")
-        if self.computes not in COMPUTES:
-            raise SpecError(f'{self.name}: computes={self.computes!r} must be "forward" or "backward"')
+        super().__post_init__()
+        if self.computes not in COMPUTATIONS:
+            raise SpecError(f"{self.name}: computes={self.computes!r} must be one of {', '.join(COMPUTATIONS)}")
         if not self.dtypes:
             raise SpecError(f"{self.name}: a kernel needs at least one dtype")
-        if missing := [name for name in _TENSORS.get(self.computes, ()) if name not in self.args]:
+        given, named = COMPUTATIONS[self.computes], {name for entry in self.entries for name in entry.args}
+        if missing := [name for name in (*given.reads, *given.writes) if name not in named]:
             raise SpecError(f"{self.name}: args must name {', '.join(missing)}: the {self.computes} is given them all")
+        for entry in self.then:
+            if not entry.name.startswith(f"{self.name}_"):
+                raise SpecError(f"{self.name}: then: {entry.name!r} must begin with {self.name}_")
         if not self.tiles:
             raise SpecError(f"{self.name}: a kernel needs at least one tile")
         for tile in self.tiles:
@@ -238,6 +270,11 @@ class Kernel:
         for dtype in self.dtypes:
             if dtype not in ITEMSIZE:
                 raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every entry point, in the order of the launches."""
+        return (self, *self.then)
 
     def refuses(self, problem: Problem, arch: Arch | None = None) -> str | None:
         """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
@@ -260,11 +297,15 @@ class Kernel:
         return f"{self.name}: {reason}" if reason else None
 
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
-        """The macros that carry geometry, dtype and mask from the spec to the `.cu`."""
+        """The macros that carry geometry, dtype and mask from the spec to the `.cu`, alike for all its entries.
+
+        SMEM_BYTES is the first entry's shared memory; that of a later one, NAME_dq, is SMEM_BYTES_DQ.
+        """
+        smem = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
         return {
             **tile,
             "HEAD_DIM": problem.D,
-            "SMEM_BYTES": self.smem_bytes(problem, tile),
+            **{f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in smem.items()},
             "CAUSAL": int(bool(problem.causal)),
             f"DTYPE_{problem.dtype}": 1,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,40 +12,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import dlpack, driver, run
+from .arguments import scratch_of
 from .dlpack import HOST, Device
-from .spec import Kernel, Problem, Tile
+from .spec import COMPUTATIONS, Kernel, Problem, Tile
 from .staging import Staged
 
 Array = NDArray[Any]
 
 
+_SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
+    **dict.fromkeys(("O", "dQ"), lambda p: (p.B, p.H, p.Sq, p.D)),
+    **dict.fromkeys(("dK", "dV"), lambda p: (p.B, p.Hk, p.Sk, p.D)),
+    **dict.fromkeys(("LSE", "delta"), lambda p: (p.B, p.H, p.Sq)),
+}
+
+
 @dataclass(frozen=True)
 class Trial:
-    """What came out: `out` and `lse` as NumPy arrays, whether anything around `out` was written, seconds a launch."""
+    """What came out: `outputs` by name as NumPy arrays, those that something was written beside, seconds a launch."""
 
     prepared: run.Prepared
-    out: Array
-    lse: Array
-    trespassed: bool
+    outputs: dict[str, Array]
+    trespassed: tuple[str, ...]
     seconds: float
 
 
-def forward(kernel: Kernel, tile: Tile, problem: Problem, q: Array, k: Array, v: Array, device: Device, *,
-            repeats: int = 1) -> Trial:  # fmt: skip
-    """Run a forward kernel on NumPy arrays.
+def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Array], device: Device, *,
+           repeats: int = 1) -> Trial:  # fmt: skip
+    """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
 
-    Every byte of the outputs, and of a border around `out`, is NaN before the launch. `seconds` is the median of
-    `repeats` launches after the first: GPU time between events, or the wall clock on the CPU backend.
+    Every byte of the outputs, of a row before and after each head's, and of scratch is NaN before the launch.
+    `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
+    CPU backend.
     """
-    bordered = np.empty((problem.B, problem.H, problem.Sq + 2, problem.D), dlpack.numpy_dtype(problem.dtype))
-    lse = np.empty((problem.B, problem.H, problem.Sq), np.float32)
-    for array in (bordered, lse):
-        array.view(np.uint8)[...] = 0xFF
-    arrays = {"Q": q, "K": k, "V": v, "O": bordered[:, :, 1:-1], "LSE": lse}
-    views = {name: dlpack.view(array) for name, array in arrays.items()}
-    if problem.B * problem.H * problem.Sq == 0:
-        prepared = run.prepare(kernel, tile, problem, views, device)
-        return Trial(prepared, arrays["O"], lse, False, 0.0)
+    bordered = {name: _bordered(*what) for name, what in outputs_of(kernel, problem).items()}
+    outputs = {name: array[:, :, 1:-1] if array.ndim == 4 else array for name, array in bordered.items()}
+    scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
         prepared = run.prepare(kernel, tile, problem, views, device)
         seconds = _wall_clock(prepared, prepared.pointers(views), repeats)
@@ -54,10 +58,30 @@ def forward(kernel: Kernel, tile: Tile, problem: Problem, q: Array, k: Array, v:
             twin.send()
         prepared = run.prepare(kernel, tile, problem, staged, device)
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
-        staged["O"].fetch()
-        staged["LSE"].fetch()
-    border = bordered[:, :, [0, -1]].view(np.uint8)
-    return Trial(prepared, arrays["O"], lse, bool((border != 0xFF).any()), seconds)
+        for name in outputs:
+            staged[name].fetch()
+    borders = {name: array[:, :, [0, -1]] for name, array in bordered.items() if array.ndim == 4}
+    trespassed = tuple(name for name, border in borders.items() if (border.view(np.uint8) != 0xFF).any())
+    return Trial(prepared, outputs, trespassed, seconds)
+
+
+def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32."""
+    shapes = {name: _SHAPES[name](problem) for name in COMPUTATIONS[kernel.computes].writes}
+    return {name: (shape, problem.dtype if len(shape) == 4 else "float32") for name, shape in shapes.items()}
+
+
+def _bordered(shape: tuple[int, ...], dtype: str) -> Array:
+    """Memory for an output; of a tensor with a border, a row before and one after each head's."""
+    B, H, S, *D = shape
+    return _filled((B, H, S + 2, *D) if D else shape, dtype)
+
+
+def _filled(shape: tuple[int, ...], dtype: str) -> Array:
+    """Every byte 0xFF: NaN."""
+    array = np.empty(shape, dlpack.numpy_dtype(dtype))
+    array.view(np.uint8)[...] = 0xFF
+    return array
 
 
 def _wall_clock(prepared: run.Prepared, pointers: tuple[int, ...], repeats: int) -> float:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from . import arch as architectures
-from . import choose, environment, tuned
+from . import choose, environment, run, tuned
 from .arch import Occupancy
 from .errors import UnsupportedProblem
 from .nvrtc import Resources
@@ -148,8 +148,7 @@ class Search:
             if isinstance(found, str):
                 yield Candidate(tile, "does not compile", found, smem=smem)
                 continue
-            x, y, z = self.kernel.block(tile)
-            occupancy = architectures.occupancy(arch, x * y * z, found.registers, smem + found.smem_static)
+            occupancy = run.occupancy(self.kernel, self.problem, tile, found, arch)
             spilled = found.spill_stores + found.spill_loads
             state, message = "", ""
             if spilled:

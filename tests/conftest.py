@@ -82,7 +82,7 @@ def run_cuda(tmp_path: Path, device: Device):
         if device == HOST:
             for i in arrays:
                 values[i] = ctypes.c_void_p(args[i].ctypes.data)
-            function: Any = CpuFunction(build.library(source, entry, defines or {}).path, entry)
+            function: Any = CpuFunction(build.library(source, [entry], defines or {}).path, entry)
         else:
             gpu = driver.device(0)
             for staged in arrays.values():

@@ -19,8 +19,10 @@ from test_registry import in_project, new_kernel
 
 from sandbox import cases, check, report
 from sandbox.arch import Occupancy
+from sandbox.cases import Case
 from sandbox.cli import cli
 from sandbox.nvrtc import Resources
+from sandbox.truth import Answer, Truth, truth_of
 
 
 def call(*arguments: str, **environment: str) -> Result:
@@ -68,8 +70,8 @@ def test_list_for_a_problem() -> None:
     assert "multiple of 8" in by_name["fwd_mma"]["reason"]
     assert by_name["fwd_block2d"]["tile"]["BLOCK_M"]
     shown = call("list", "--problem", "1,2,77,60", "--arch", "sm_90a").stdout.splitlines()
-    assert [line.split()[0] for line in shown if "chosen" in line] == ["fwd_block2d"]
-    assert [line.split()[0] for line in shown if "takes it" in line] == ["fwd_minimal"]
+    assert [line.split()[0] for line in shown if "chosen" in line] == ["fwd_block2d", "bwd_block2d"]
+    assert [line.split()[0] for line in shown if "takes it" in line] == ["fwd_minimal", "bwd_minimal"]
     (line,) = [line for line in shown if line.startswith("fwd_mma")]
     assert "refuses" in line
     assert "multiple of 8" in line
@@ -152,6 +154,24 @@ def test_run() -> None:
     assert shown.exit_code == 0
     assert "emulated" in shown.stdout
     assert " ok" in shown.stdout
+
+
+def test_a_backward_is_one_kernel_of_several_entries() -> None:
+    """One line in `list` and in `run`; `compile` has a line for each entry. A failure names the worst gradient."""
+    assert [row["name"] for row in parsed("list") if row["name"].startswith("bwd_minimal")] == ["bwd_minimal"]
+    options = ("run", "bwd_minimal", "--shape", "1,4/2,40,50,16", "--causal", "--backend", "cpu")
+    (row,) = parsed(*options)
+    assert (row["ok"], row["lse_error"], row["lse_excess"]) == (True, None, None)
+    assert row["tensor"] in ("dQ", "dK", "dV")
+    wrong = check.Result(**{**row, "ok": False, "resources": None})
+    (text,) = report.failures([wrong])
+    assert f"[cpu]: {row['tensor']} error " in text.plain
+    assert "LSE" not in text.plain
+    costs = parsed("compile", "bwd_minimal", "-D", "16", "--tile", "BLOCK_M=16,BLOCK_N=32")
+    assert [cost["kernel"] for cost in costs] == ["bwd_minimal", "bwd_minimal_dq"]
+    assert [cost["smem_dynamic"] for cost in costs] == [4 * 16 * (4 * 32 + 2 * 16), 4 * 16 * (3 * 16 + 2 * 32)]
+    assert row["resources"]["registers"] >= max(cost["resources"]["registers"] for cost in costs)
+    assert "bwd_minimal_dq is a part of bwd_minimal" in call("run", "bwd_minimal_dq").stderr
 
 
 def test_check(short_sweep: int) -> None:
@@ -310,7 +330,7 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
 
     done = in_project(project_copy, *run)
     assert done.returncode == 1
-    assert "WRONG fwd_wrong on --shape [cpu]: error " in done.stdout
+    assert "WRONG fwd_wrong on --shape [cpu]: O error " in done.stdout
     assert "FAIL fwd_broken on --shape [cpu]: " in done.stdout
     assert f"{broken}:{line}:15: error: " in done.stdout
     assert "int missing = undeclared;" in done.stdout
@@ -326,11 +346,15 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
 
 
 def test_a_wrong_check(monkeypatch: pytest.MonkeyPatch, short_sweep: int) -> None:
-    monkeypatch.setattr(check, "output_bound", lambda *args: 0.0)
+    def strict(computes: str, case: Case) -> Truth:
+        truth = truth_of(computes, case)
+        return Truth(truth.given, {**truth.answers, "O": Answer(truth.answers["O"].values, 1e-30)})
+
+    monkeypatch.setattr(check, "truth_of", strict)
     shown = call("check", "fwd_minimal", "--backend", "cpu")
     assert shown.exit_code == 1
     assert "WRONG fwd_minimal on " in shown.stdout
-    assert "against a bound of 0.0" in shown.stdout
+    assert "against a bound of 1.0e-30" in shown.stdout
     monkeypatch.setattr(check, "max_error", lambda *args: float("nan"))
     assert {row["error"] for row in parsed("check", "fwd_minimal", "--backend", "cpu")} == {None}
 

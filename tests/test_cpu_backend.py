@@ -843,6 +843,21 @@ def test_other_python_threads_go_on(run_cuda: Run, monkeypatch: pytest.MonkeyPat
     assert sum(start < at < end for at in ticks) > 5
 
 
+def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
+    """One library, launched by name."""
+    from conftest import RawArguments
+
+    source, out = tmp_path / "k.cu", np.zeros(1, np.float32)
+    text = 'extern "C" __global__ void {0}(float* out) {{ extern __shared__ float {0}_smem[]; *out += {1}; }}\n'
+    source.write_text(text.format("first", 1) + text.format("second", 10))
+    built = build.library(source, ["first", "second"], {})
+    for entry in ("first", "second", "second"):
+        CpuFunction(built.path, entry).launcher(
+            (1, 1, 1), (1, 1, 1), 0, RawArguments([ctypes.c_void_p(out.ctypes.data)])
+        )(())
+    assert out == 21
+
+
 def test_launches_from_several_threads(tmp_path: Path) -> None:
     """At once: two libraries, each launched by three threads, with errors among them."""
     libraries = []
@@ -851,7 +866,7 @@ def test_launches_from_several_threads(tmp_path: Path) -> None:
         ("stuck", 'extern "C" __global__ void stuck() { if (threadIdx.x) __syncthreads(); }'),
     ):
         (tmp_path / f"{name}.cu").write_text(text)
-        libraries.append(CpuFunction(build.library(tmp_path / f"{name}.cu", name, {}).path, name))
+        libraries.append(CpuFunction(build.library(tmp_path / f"{name}.cu", [name], {}).path, name))
     from conftest import RawArguments
 
     wrong: list[object] = []

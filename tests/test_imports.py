@@ -37,10 +37,12 @@ tuned
 choose
 run
 trial plan
+call
+torch_op
 attention
 code
 cases
-error_map
+error_map truth
 check sanitize
 examination
 examine
@@ -166,8 +168,8 @@ def test_one_seam_to_each_library_of_cuda(mention: str, home: str) -> None:
 
 
 def test_one_seam_to_array_libraries() -> None:
-    """Whoever is given an array asks `dlpack`; who times PyTorch's own attention needs PyTorch."""
-    seam, on_demand = "dlpack", {"bench", "peers", "timing"}
+    """Whoever is given an array asks `dlpack`; who times PyTorch's own attention, or joins it, needs PyTorch."""
+    seam, on_demand = "dlpack", {"bench", "peers", "timing", "torch_op"}
     for name, tree in TREES.items():
         if top(name) == seam:
             continue

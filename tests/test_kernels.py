@@ -4,48 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from sandbox import arch, check, choose, nvrtc, registry, run, trial
-from sandbox.cases import Case, make_inputs, sweep_cases
+from sandbox.cases import Case, inputs_of, make_inputs, sweep_cases
 from sandbox.dlpack import HOST, Device
-from sandbox.spec import Kernel, Problem
+from sandbox.spec import COMPUTATIONS, Kernel, Problem, Tile
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
-ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120")
+EVERYTHING, IN_TURN = ("sm_80", "sm_90a"), ("sm_89", "sm_100a", "sm_120")
 by_name = lambda kernel: kernel.name  # noqa: E731
 
 
-@pytest.mark.parametrize("arch_name", ARCHS)
+def variants(kernel: Kernel, arch_name: str) -> Iterator[tuple[int, str, bool, Tile]]:
+    """Head widths, dtypes, masks and tiles to compile. float16 and bfloat16, which differ in conversions alone, take
+    turns, and so do the architectures that differ little from others."""
+    widths = (40, 64, 96, 128, kernel.max_D)
+    halves = [dtype for dtype in kernel.dtypes if dtype != "float32"]
+    for i, (D, causal, tile) in enumerate(itertools.product(widths, (False, True), kernel.tiles)):
+        turn = i + i // len(kernel.tiles)  # another one for a tile each time
+        if arch_name in EVERYTHING or IN_TURN[turn % len(IN_TURN)] == arch_name:
+            for dtype in {*kernel.dtypes} - {*halves} | {halves[turn % len(halves)]}:
+                yield D, dtype, causal, tile
+
+
+@pytest.mark.parametrize("arch_name", (*EVERYTHING, *IN_TURN))
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
     target, tried = arch.parse(arch_name), 0
-    for dtype in kernel.dtypes:
-        for D, causal in itertools.product((40, 64, 96, 128, kernel.max_D), (False, True)):
-            problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal="bottom-right" if causal else False)
-            for tile in kernel.tiles:
-                if kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target):
-                    continue
-                r = run.compile(kernel, D=D, dtype=dtype, causal=causal, arch=arch_name, tile=tile).resources
-                what = f"{kernel.name} {arch_name} D={D} {dtype} causal={causal} {tile}"
-                assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
-                assert r.warnings == (), what
-                tried += 1
+    for D, dtype, causal, tile in variants(kernel, arch_name):
+        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal="bottom-right" if causal else False)
+        if kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target):
+            continue
+        for compiled in run.compile_entries(kernel, D, dtype, causal, arch_name, tile):
+            r, what = compiled.resources, f"{compiled.entry} {arch_name} D={D} {dtype} causal={causal} {tile}"
+            assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
+            assert r.warnings == (), what
+        tried += 1
     assert tried or target < kernel.min_arch
 
 
-@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
     """Ragged lengths, masks, groups, layouts, pointed inputs: everything `check` tries."""
     bad, tried = [], 0
     for case in sweep_cases(kernel):
         if case.problem.dtype == dtype:
-            result = check.verify(kernel, case, make_inputs(case), device)
+            result = check.verify(kernel, case, device)
             tried += result.ok is not None
             if result.ok is False:
                 bad.append(result)
@@ -53,27 +64,27 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
     assert tried > 30 or dtype not in kernel.dtypes
 
 
-@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
     """Not the best tile only."""
     for tile in kernel.tiles:
         problem = Problem(1, 2, 130, 101, 64, dtype=kernel.dtypes[-1], causal="bottom-right")
         case = Case("ragged", problem)
-        result = check.verify(kernel, case, make_inputs(case), device, tile)
+        result = check.verify(kernel, case, device, tile)
         assert result.ok, result
 
 
-@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
 def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
     """A race shows once in hundreds of runs; the CPU backend, whose order is fixed, needs few."""
-    case = Case("repeat", Problem(1, 2, 203, 131, 64, dtype=kernel.dtypes[-1], causal="bottom-right"))
-    inputs = make_inputs(case)
+    case = Case("repeat", Problem(1, 2, 203, 131, 64, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right"))
+    inputs = inputs_of(kernel.computes, case)
     tile = choose.choose_tile(kernel, case.problem, None)
-    first = trial.forward(kernel, tile, case.problem, *inputs, device)
+    first = trial.launch(kernel, tile, case.problem, inputs, device)
     for _ in range(5 if device == HOST else 250):
-        again = trial.forward(kernel, tile, case.problem, *inputs, device)
-        assert first.out.tobytes() == again.out.tobytes()
-        assert first.lse.tobytes() == again.lse.tobytes()
+        again = trial.launch(kernel, tile, case.problem, inputs, device)
+        for name, output in first.outputs.items():
+            assert output.tobytes() == again.outputs[name].tobytes(), name
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
@@ -84,35 +95,55 @@ def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> No
     v[:, :, 40] = np.nan
     k[:, :, 50] = np.nan
     tile = choose.choose_tile(kernel, problem, None)
-    done = trial.forward(kernel, tile, problem, q, k, v, device)
-    rows = np.isnan(done.out.astype(np.float32)).any(axis=3)[0, 0]
+    outputs = trial.launch(kernel, tile, problem, {"Q": q, "K": k, "V": v}, device).outputs
+    rows = np.isnan(outputs["O"].astype(np.float32)).any(axis=3)[0, 0]
     assert not rows[:40].any()
     assert rows[40:].all()
-    assert np.isfinite(done.lse[0, 0, :50]).all()
+    assert np.isfinite(outputs["LSE"][0, 0, :50]).all()
 
 
-@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
-def test_a_wrong_result_is_caught(kernel: Kernel, device: Device, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: with the scale forgotten, an output left unwritten, or NaN, it does."""
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "backward"], ids=by_name)
+def test_nan_stays_in_the_gradients_that_it_reaches(kernel: Kernel, device: Device) -> None:
+    """Of a query row, or its dO: that row of dQ, and of dK and dV the keys that it sees."""
+    case = Case("nan", Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right"))
+    tile = choose.choose_tile(kernel, case.problem, None)
+    for name in ("Q", "dO"):
+        inputs = inputs_of(kernel.computes, case)
+        inputs[name][:, :, 40] = np.nan
+        outputs = trial.launch(kernel, tile, case.problem, inputs, device).outputs
+        hit = {n: np.isnan(x.astype(np.float32)).any(axis=3)[0, 0] for n, x in outputs.items()}
+        assert hit["dQ"].nonzero()[0].tolist() == [40]
+        for gradient in ("dK", "dV"):
+            assert hit[gradient].nonzero()[0].tolist() == list(range(41))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_a_wrong_result_is_caught(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: with the scale forgotten, an element of any output left unwritten, or too large, it does."""
     case = Case("normal", Problem(1, 1, 64, 64, 64, dtype=kernel.dtypes[0]))
-    inputs = make_inputs(case)
-    assert check.verify(kernel, case, inputs, device).ok
-    scale = dataclasses.replace(case, problem=dataclasses.replace(case.problem, scale=0.13))
-    real = trial.forward
+    real = trial.launch
+    assert check.verify(kernel, case, device).ok
+
+    def fails(launch) -> bool:
+        monkeypatch.setattr(trial, "launch", launch)
+        return check.verify(kernel, case, device).ok is False
 
     def wrong_scale(kernel, tile, problem, *args, **kwargs):
-        return real(kernel, tile, scale.problem, *args, **kwargs)
+        return real(kernel, tile, dataclasses.replace(problem, scale=0.13), *args, **kwargs)
 
-    monkeypatch.setattr(trial, "forward", wrong_scale)
-    assert check.verify(kernel, case, inputs, device).ok is False
+    def spoilt(name: str, spoil):
+        def launch(*args, **kwargs):
+            done = real(*args, **kwargs)
+            element = (0, 0, 5, 5)[: done.outputs[name].ndim]
+            done.outputs[name][element] = spoil(np.abs(done.outputs[name]).max())
+            return done
 
-    def one_nan(*args, **kwargs):
-        done = real(*args, **kwargs)
-        done.out[0, 0, 5, 5] = np.nan
-        return done
+        return launch
 
-    monkeypatch.setattr(trial, "forward", one_nan)
-    assert check.verify(kernel, case, inputs, device).ok is False
+    assert kernel.computes == "delta" or fails(wrong_scale)
+    for name in COMPUTATIONS[kernel.computes].writes:
+        assert fails(spoilt(name, lambda largest: np.nan))
+        assert fails(spoilt(name, lambda largest: 1.1 * float(largest)))
 
 
 @pytest.mark.gpu
@@ -144,18 +175,17 @@ def test_driver_and_compiler_agree_on_resources(kernel: Kernel) -> None:
             problem = Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[-1])
             if kernel.refuses(problem, gpu.arch) or choose.refuses_tile(kernel, problem, tile, gpu.arch):
                 continue
-            compiled, function = run._on_gpu(kernel, tuple(kernel.defines(problem, tile).items()), 0)
-            resources = compiled.resources
-            assert function.attribute("NUM_REGS") == resources.registers
-            assert function.attribute("SHARED_SIZE_BYTES") == resources.smem_static
-            x, y, z = kernel.block(tile)
-            smem = kernel.smem_bytes(problem, tile)
             case = Case("fits", dataclasses.replace(problem, Sq=8, Sk=8))
-            assert check.verify(kernel, case, make_inputs(case), ("cuda", 0), tile).ok  # opts in to the shared memory
-            ours = arch.occupancy(
-                gpu.arch, x * y * z, compiled.resources.registers, smem + compiled.resources.smem_static
-            )
-            assert ours.blocks_per_sm == function.blocks_per_sm(x * y * z, smem)
+            assert check.verify(kernel, case, ("cuda", 0), tile).ok  # opts in to the shared memory
+            loaded = run.load(kernel, tile, problem, ("cuda", 0))
+            for entry, function, compiled in zip(kernel.entries, loaded.functions, loaded.compiled, strict=True):
+                resources = compiled.resources
+                assert function.attribute("NUM_REGS") == resources.registers
+                assert function.attribute("SHARED_SIZE_BYTES") == resources.smem_static
+                x, y, z = entry.block(tile)
+                smem = entry.smem_bytes(problem, tile)
+                ours = arch.occupancy(gpu.arch, x * y * z, resources.registers, smem + resources.smem_static)
+                assert ours.blocks_per_sm == function.blocks_per_sm(x * y * z, smem)
 
 
 def test_program_name_is_the_source(tmp_path) -> None:

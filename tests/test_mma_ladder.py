@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sandbox import check, choose, registry, run
-from sandbox.cases import Case, make_inputs
+from sandbox.cases import Case
 from sandbox.dlpack import Device
 from sandbox.rows import Row
 from sandbox.spec import Problem
@@ -29,7 +29,7 @@ def test_every_step_is_right(name: str, device: Device) -> None:
     """Ragged, causal, grouped heads, rows that see no key; NaN behind a mask is not among its promises."""
     for Sq, Sk, causal in ((77, 150, "bottom-right"), (150, 77, "bottom-right"), (150, 200, "top-left")):
         case = Case("ragged", Problem(1, 2, Sq, Sk, 64, Hk=1, dtype="float16", causal=causal), layout="bshd")
-        result = check.verify(ladder.KERNEL, case, make_inputs(case), device, ladder.tiles(64)[name])
+        result = check.verify(ladder.KERNEL, case, device, ladder.tiles(64)[name])
         assert result.ok, result
 
 
@@ -37,7 +37,7 @@ def test_every_step_is_right(name: str, device: Device) -> None:
 def test_wide_heads_without_mask(name: str, device: Device) -> None:
     """bfloat16, and large scores, of which the lazy maximum must not lose sight."""
     case = Case("wide", Problem(1, 1, 65, 300, 128, dtype="bfloat16"), inputs="large")
-    result = check.verify(ladder.KERNEL, case, make_inputs(case), device, ladder.tiles(128)[name])
+    result = check.verify(ladder.KERNEL, case, device, ladder.tiles(128)[name])
     assert result.ok, result
 
 

@@ -225,6 +225,19 @@ def test_a_second_compile_is_a_hit_and_equal(write) -> None:
     assert (first.options, first.seconds) == (second.options, second.seconds)
 
 
+def test_the_entries_of_a_source_are_compiled_once(write) -> None:
+    source = write(SEVERAL)
+    first, second, again = (nvrtc.compile(source, entry, "sm_90a") for entry in ("stack", "shared_memory", "stack"))
+    assert [c.cached for c in (first, second, again)] == [False, True, True]
+    assert (first.cubin, first.resources) == (again.cubin, again.resources)
+    assert (second.entry, second.cubin) == ("shared_memory", first.cubin)
+    assert (second.resources.smem_static, first.resources.smem_static) == (1024, 0)
+    worst = nvrtc.Resources.worst([first.resources, second.resources])
+    assert (worst.smem_static, worst.stack) == (1024, first.resources.stack)
+    with pytest.raises(CompileError, match="no entry point missing"):
+        nvrtc.compile(source, "missing", "sm_90a")
+
+
 def test_the_key_depends_on_all_that_is_compiled(write) -> None:
     source = write(SCALE)
     variants = [

@@ -5,7 +5,18 @@ import numpy as np
 import pytest
 
 from sandbox import reference
-from sandbox.reference import errors, lse_bound, max_error, naive, naive_backward, output_bound, round_to, ulp
+from sandbox.reference import (
+    backward_magnitudes,
+    errors,
+    gradient_bound,
+    lse_bound,
+    max_error,
+    naive,
+    naive_backward,
+    output_bound,
+    round_to,
+    ulp,
+)
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 INF, NAN = np.inf, np.nan
@@ -116,6 +127,49 @@ def test_lse_bound_by_hand():
     np.testing.assert_allclose(lse_bound(ref, "bfloat16"), [1e-3, 2e-2, 0, 0], rtol=1e-12)
     passes = errors([0.5, -20.0, 0.0, 0.0], ref) <= lse_bound(ref, "float32")
     assert passes.tolist() == [True, True, False, False]
+
+
+# --- what sums in fp32 lose ---
+
+
+def test_magnitudes_by_hand():
+    """One query, two keys, D = 1: every term by its absolute value, P with 1 + |S| + |LSE|."""
+    q, k, v, dout = (np.array(x, float).reshape(1, 1, -1, 1) for x in ([2.0], [-1.0, 1.0], [3.0, -4.0], [-0.5]))
+    out, lse = reference.attention(q, k, v, scale=0.5)
+    P = np.exp(np.array([-1.0, 1.0]) - lse[0, 0]) * (1 + 1 + abs(lse[0, 0]))
+    dS = P * (0.5 * np.array([3.0, 4.0]) + 0.5 * abs(out[0, 0, 0]))
+    expected = 0.5 * dS.sum(), 0.5 * dS * 2, P * 0.5
+    for got, wanted in zip(backward_magnitudes(dout, q, k, v, out, lse, scale=0.5), expected, strict=True):
+        np.testing.assert_allclose(got.ravel(), wanted, rtol=1e-12)
+
+
+def test_magnitudes_are_no_smaller_than_gradients_and_see_what_they_see():
+    q, k, v, dout = problem("float32")
+    k[0, 0, 40], v[0, 1, 50] = NAN, NAN
+    out, lse = reference.attention(q, k, v, causal=True)
+    grads = reference.attention_backward(dout, q, k, v, out, lse, causal=True)
+    for grad, size in zip(grads, backward_magnitudes(dout, q, k, v, out, lse, causal=True), strict=True):
+        assert (np.isnan(size) == np.isnan(grad)).all()
+        assert (abs(grad) <= size + 1e-12)[np.isfinite(grad)].all()
+
+
+def test_the_gradient_bound_adds_one_fp32_ulp_of_the_magnitude():
+    ref, plain = np.zeros(3), np.zeros(3)
+    least = output_bound(ref, plain, "float16", 3.0)
+    assert gradient_bound(ref, plain, [0.5, NAN, 6.0], "float16") == least + 2.0**-21  # 6 lies between 4 and 8
+    assert gradient_bound([1.0], [1.25], [1.0], "float32") == 0.75 + 2 * 2.0**-23
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_the_gradient_bound_accepts_rows_of_one_key(dtype):
+    """Autograd's dS is 0 there; dP - delta, each rounded on its own, is not."""
+    q, k, v, dout = (x[:, :, :1] for x in problem(dtype))
+    out, lse = reference.attention(q, k, v)
+    sizes = backward_magnitudes(dout, q, k, v, out, lse)
+    rounded = 2.0**-24 * 2 * abs(dout * out).sum() * abs(k).max() / 32**0.5
+    (dq, _, _), (plain, _, _) = reference.attention_backward(dout, q, k, v), naive_backward(dout, q, k, v)
+    assert not rounded <= output_bound(dq, plain, dtype, 3.0) or dtype != "float32"
+    assert rounded <= gradient_bound(dq, plain, sizes[0], dtype)
 
 
 # --- the bound as a judge of whole results ---

@@ -13,6 +13,7 @@ import pytest
 import kernels_cu
 from sandbox import registry
 from sandbox.errors import SpecError, UnknownKernel
+from sandbox.spec import COMPUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,7 +48,7 @@ def test_every_spec_in_the_folder_is_found() -> None:
     for name, kernel in found.items():
         assert (kernel.name, kernel.source.is_file(), kernel.source.is_absolute()) == (name, True, True)
         assert kernel.summary
-    order = [(kernel.computes != "forward", kernel.rung, name) for name, kernel in found.items()]
+    order = [(list(COMPUTATIONS).index(kernel.computes), kernel.rung, name) for name, kernel in found.items()]
     assert order == sorted(order)
 
 
@@ -65,6 +66,12 @@ def test_an_unknown_kernel_suggests_a_near_name() -> None:
         registry.get("zzz")
     assert "did you mean" not in str(caught.value)
     assert "fwd_minimal" in str(caught.value)
+
+
+def test_an_entry_that_is_no_kernel_names_its_owner() -> None:
+    with pytest.raises(UnknownKernel, match=r"bwd_minimal_dq is a part of bwd_minimal, launched after it: name bwd_mi"):
+        registry.get("bwd_minimal_dq")
+    assert registry.entry_owner("bwd_minimal_dq") == registry.get("bwd_minimal")
 
 
 def test_two_files_are_a_kernel(project_copy: Path) -> None:

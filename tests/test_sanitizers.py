@@ -19,7 +19,7 @@ from sandbox.cpu.sanitize import Report
 from sandbox.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
 from sandbox.spec import Kernel, Problem
 
-KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes == "forward"]
+KERNELS = list(registry.kernels().values())
 pytestmark = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has no sanitizers")
 both = pytest.mark.parametrize("sanitizer", ["address", "thread"])
 
@@ -33,10 +33,10 @@ def ragged(kernel: Kernel) -> Problem:
     return small_problems(kernel, small_tile(kernel))[0]
 
 
-def run_forward(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: Path | None = None) -> Report:
+def run_kernel(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: Path | None = None) -> Report:
     """One launch of a kernel, or of a changed copy of its source."""
     changed = dataclasses.replace(kernel, source=source or kernel.source)
-    return launch_on_host(sanitizer, changed, problem, small_tile(kernel))
+    return launch_on_host(sanitizer, changed, problem, small_tile(kernel))[0]
 
 
 def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> Path:
@@ -73,7 +73,7 @@ def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
         return "".join(lines)
 
     kernel = registry.get("fwd_minimal")
-    report = run_forward("thread", kernel, ragged(kernel), changed(tmp_path, without))
+    report = run_kernel("thread", kernel, ragged(kernel), changed(tmp_path, without))
     assert not report.clean
     assert "data race" in report.text
     named = {line for name, line in report.lines if name == "fwd_minimal.cu"}
@@ -85,12 +85,35 @@ def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
     assert named & uses, report.text
 
 
+MEETINGS = [
+    (name, number)
+    for name in ("bwd_minimal", "bwd_block2d")
+    for number, line in enumerate(registry.get(name).source.read_text().splitlines(), 1)
+    if re.search(r"__sync(threads|warp)\(\);", line)
+]
+
+
+@pytest.mark.parametrize(("name", "number"), MEETINGS)
+def test_each_meeting_of_a_backward_is_needed(name: str, number: int, tmp_path: Path) -> None:
+    """Without this barrier, of the block or of a warp, some entry of the kernel races."""
+    kernel = registry.get(name)
+
+    def without(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        lines[number - 1] = re.sub(r"__sync(threads|warp)\(\);", "", lines[number - 1])
+        return "".join(lines)
+
+    source = changed(tmp_path, without, kernel.source)
+    report = run_kernel("thread", kernel, ragged(kernel), source)
+    assert "data race" in report.text, report.text
+
+
 def test_a_row_too_far_is_named(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     old = "query_row < score.Sq ?"
     (line,) = [i for i, text in enumerate(LINES, 1) if old in text]
     source = changed(tmp_path, lambda text: text.replace(old, "query_row <= score.Sq ?"))
-    report = run_forward("address", kernel, Problem(1, 1, 33, 40, 16), source)
+    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
     assert "heap-buffer-overflow" in report.text
     assert ("fwd_minimal.cu", line) in report.lines
 
@@ -104,7 +127,7 @@ def test_a_row_too_far_in_a_header_is_named(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     source = tmp_path / SOURCE.name
     source.write_text(SOURCE.read_text())
-    report = run_forward("address", kernel, Problem(1, 1, 33, 40, 16), source)
+    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
     assert ("common.cuh", line) in report.lines, report.text
     assert any(name == "fwd_minimal.cu" and "load_tile<" in LINES[at - 1] for name, at in report.lines)
 
@@ -115,7 +138,7 @@ def test_a_return_above_a_barrier(sanitizer: Sanitizer, tmp_path: Path) -> None:
     old = "    float m = -INF"
     source = changed(tmp_path, lambda text: text.replace(old, "    if (query_row >= score.Sq) return;" + old))
     kernel = registry.get("fwd_minimal")
-    report = run_forward(sanitizer, kernel, ragged(kernel), source)
+    report = run_kernel(sanitizer, kernel, ragged(kernel), source)
     assert not report.clean
     assert "Sanitizer" not in report.text
     assert "barrier not reached by every thread" in report.text

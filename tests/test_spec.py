@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sandbox.errors import SpecError
-from sandbox.spec import Kernel, Problem, Tile, cdiv, normalise_causal
+from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Tile, cdiv, normalise_causal
 
 P = Problem(2, 4, 7, 9, 64, Hk=2, dtype="float16", causal="bottom-right")
 
@@ -137,6 +137,11 @@ def test_flops_by_the_fields_rule() -> None:
     assert dataclasses.replace(p, causal="top-left").flops == p.flops // 2
 
 
+def test_a_backward_counts_two_and_a_half_times() -> None:
+    p = Problem(2, 12, 1024, 512, 64)
+    assert [p.flops_of(computes) for computes in COMPUTATIONS] == [p.flops, 0, p.flops * 5 // 2]
+
+
 def test_itemsize_and_text() -> None:
     assert (P.itemsize, Problem(1, 1, 1, 1, 1).itemsize) == (2, 4)
     assert str(P) == "B2 H4/2 S7x9 D64 float16 causal"
@@ -223,17 +228,26 @@ FIELDS = {
     "check_tile": lambda p, t, arch: f"BLOCK_N={t.BLOCK_N} must be even" if t.BLOCK_N % 2 else None,
 }  # fmt: skip
 KERNEL = Kernel(**FIELDS)
+LATER = {
+    "name": "fwd_x_dq", "grid": lambda p, t: (1, 1, 1), "block": lambda t: (32, 1, 1),
+    "smem_bytes": lambda p, t: 4 * t.BLOCK_N, "args": ("dQ",),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
-        ({"computes": "fwd"}, 'fwd_x: computes=\'fwd\' must be "forward" or "backward"'),
+        ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of forward, delta, backward"),
         ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: the forward is given them all"),
         ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),
         ({"tiles": ()}, "fwd_x: a kernel needs at least one tile"),
+        (
+            {"computes": "backward", "then": (Entry(**{**LATER, "args": ("dQ", "dK")}),)},
+            "fwd_x: args must name dO, delta, dV: the backward is given them all",
+        ),
+        ({"then": (Entry(**{**LATER, "name": "fwd_y"}),)}, "fwd_x: then: 'fwd_y' must begin with fwd_x_"),
         (
             {"tiles": (Tile(BLOCK_M=64), Tile(BLOCK_N=64))},
             "fwd_x: tile BLOCK_N=64 names other numbers than BLOCK_M=64",
@@ -284,3 +298,11 @@ def test_defines() -> None:
     plain = Problem(1, 1, 1, 1, 32, dtype="bfloat16")
     assert KERNEL.defines(plain, KERNEL.tiles[1])["CAUSAL"] == 0
     assert "DTYPE_bfloat16" in KERNEL.defines(plain, KERNEL.tiles[1])
+
+
+def test_a_kernel_of_several_entries() -> None:
+    """One set of macros for all, each entry's shared memory among them."""
+    kernel = Kernel(**{**FIELDS, "then": (Entry(**LATER),)})
+    assert [entry.name for entry in kernel.entries] == ["fwd_x", "fwd_x_dq"]
+    defines = kernel.defines(P, kernel.tiles[0])
+    assert (defines["SMEM_BYTES"], defines["SMEM_BYTES_DQ"]) == (4 * 64 * 64, 4 * 32)

@@ -107,7 +107,7 @@ def launches() -> Iterator[tuple[str, list]]:
     pointers = tuple(view.pointer for view in views.values())
     both = (pointers, (pointers[1], pointers[0], *pointers[2:]))
 
-    function = run._on_gpu(kernel, tuple(kernel.defines(problem, tile).items()), 0)[1]
+    (function,) = run.load(kernel, tile, problem, ("cuda", 0)).functions
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
     table, handle = ArgumentBlock(kernel, problem, views).table, ctypes.c_void_p(int(function._function))
     geometry = [ctypes.c_uint(n) for n in (*kernel.grid(problem, tile), *kernel.block(tile))]

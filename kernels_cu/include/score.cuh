@@ -1,5 +1,5 @@
 // What a score means: scale and mask today; bias, window, softcap and slopes would come here and nowhere else. Every
-// kernel, forward and backward, sees scores through `sees` and `score`, and walks the key tiles that `key_end` bounds.
+// kernel, forward and backward, sees scores through `sees` and `score`, and walks the tiles that the ranges bound.
 #pragma once
 
 // Passed by value to every kernel. Mirrored by Score in sandbox/arguments.py.
@@ -18,6 +18,16 @@ struct Score {
         return sees(query_row, key_col) ? dot * scale : -INF;
     }
 
+    // As `sees`, of a row in a query tile that may reach beyond the last: for walks over query rows.
+    __device__ __forceinline__ bool counts(int query_row, int key_col) const {
+        return query_row < Sq && sees(query_row, key_col);
+    }
+
+    // P of a dot product, recomputed from its row's LSE; 0 when masked, unless the LSE is NaN.
+    __device__ __forceinline__ float P(float dot, float lse, int query_row, int key_col) const {
+        return expf(score(dot, query_row, key_col) - (lse == -INF ? 0.0f : lse));  // LSE of a row without keys: not NaN
+    }
+
     // Keys from here on are seen by none of the query rows before `query_end`.
     __device__ __forceinline__ int key_end(int query_end) const {
         if (!CAUSAL) return Sk;
@@ -29,5 +39,8 @@ struct Score {
     __device__ __forceinline__ int key_all(int query_row) const {
         return CAUSAL ? min(Sk, query_row + diagonal + 1) : Sk;
     }
+
+    // Query rows before here see none of the keys from `key_col` on: where the backward's walk over query rows begins.
+    __device__ __forceinline__ int query_start(int key_col) const { return CAUSAL ? max(0, key_col - diagonal) : 0; }
 };
 static_assert(sizeof(Score) == 16, "Score differs from sandbox/arguments.py");

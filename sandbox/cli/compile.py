@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import click
 
@@ -47,7 +47,8 @@ def compile_(
         for kernel, target, problem in itertools.product(chosen_kernels(kernels), targets, problems)
         for t in ((wanted,) if wanted else kernel.tiles)
     ]
-    costs = list(followed(itertools.starmap(_cost, tried), lambda c: f"{c.kernel} {c.problem}"))
+    found = itertools.chain.from_iterable(itertools.starmap(_costs, tried))
+    costs = list(followed(found, lambda c: f"{c.kernel} {c.problem}"))
     if as_json:
         print_json(costs)
     else:
@@ -59,21 +60,24 @@ def compile_(
     sys.exit(exit_status(c.ok for c in costs))
 
 
-def _cost(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> report.Cost:
+def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[report.Cost]:
+    """One for each entry of the kernel; a single one where there are no numbers."""
     arch = architectures.parse(target)
-    head = (kernel.name, str(problem).partition(" S1 ")[2], str(tile), target)
+    where = (str(problem).partition(" S1 ")[2], str(tile), target)
     try:
         if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)
-        compiled = run.compile(kernel, problem.D, problem.dtype, problem.causal, target, tile)
+        compiled = run.compile_entries(kernel, problem.D, problem.dtype, problem.causal, target, tile)
     except UnsupportedProblem as refusal:
-        return report.Cost(*head, ok=None, message=str(refusal))
+        yield report.Cost(kernel.name, *where, ok=None, message=str(refusal))
+        return
     except CompileError as error:
-        return report.Cost(*head, ok=False, message=str(error))
-    x, y, z = kernel.block(tile)
-    smem, resources = kernel.smem_bytes(problem, tile), compiled.resources
-    occupancy = architectures.occupancy(arch, x * y * z, resources.registers, smem + resources.smem_static)
-    return report.Cost(*head, True, resources, smem, occupancy, compiled.seconds, compiled.cached)
+        yield report.Cost(kernel.name, *where, ok=False, message=str(error))
+        return
+    for entry, made in zip(kernel.entries, compiled, strict=True):
+        occupancy = run.occupancy(entry, problem, tile, made.resources, arch)
+        smem = entry.smem_bytes(problem, tile)
+        yield report.Cost(entry.name, *where, True, made.resources, smem, occupancy, made.seconds, made.cached)
 
 
 def _distinct(messages: Iterable[str]) -> Iterable[str]:

@@ -11,7 +11,7 @@ from .. import choose, registry, report
 from ..check import pick_device
 from ..dlpack import HOST
 from ..driver import device
-from ..spec import COMPUTES, Arch, Problem
+from ..spec import Arch, Problem
 from .group import cli
 from .options import causal_option, dtype_option, given_without, json_option
 from .output import print_json, screen
@@ -39,17 +39,17 @@ def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, a
         return
     problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
     target = _arch(arch)
-    found = [c for computes in COMPUTES for c in choose.candidates(problem, computes, target)]
+    found = [offer for computes in ("forward", "backward") for offer in choose.offers(problem, computes, target)]
     if as_json:
-        print_json([_row(c) for c in found])
+        print_json([_row(offer) for offer in found])
     else:
-        screen().print(report.candidates_table(found))
-    sys.exit(0 if any(c.tile for c in found) else 2)
+        screen().print(report.offers_table(found))
+    sys.exit(0 if any(offer.tile for offer in found) else 2)
 
 
-def _row(c: choose.Candidate) -> dict[str, object]:
-    tile = dict(c.tile) if c.tile else None
-    return {"kernel": c.kernel.name, "computes": c.kernel.computes, "tile": tile, "reason": c.reason}
+def _row(offer: choose.Offer) -> dict[str, object]:
+    tile = dict(offer.tile) if offer.tile else None
+    return {"kernel": offer.kernel.name, "computes": offer.kernel.computes, "tile": tile, "reason": offer.reason}
 
 
 def _arch(name: str | None) -> Arch | None:

@@ -36,10 +36,6 @@ def chosen_kernels(names: tuple[str, ...]) -> list[Kernel]:
     return [registry.get(name) for name in names] or list(registry.kernels().values())
 
 
-def forward_kernels(names: tuple[str, ...]) -> list[Kernel]:
-    return [kernel for kernel in chosen_kernels(names) if kernel.computes == "forward"]
-
-
 def parsed_tile(text: str | None) -> Tile | None:
     return Tile.parse(text) if text else None
 

@@ -16,8 +16,8 @@ from .group import cli
 from .options import (
     backend_option,
     causal_option,
+    chosen_kernels,
     dtype_option,
-    forward_kernels,
     given_without,
     json_option,
     kernels_argument,
@@ -55,7 +55,7 @@ def run_(
     if shape:
         problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
         cases = [Case("--shape", problem)]
-    chosen = forward_kernels(kernels)
+    chosen = chosen_kernels(kernels)
     results = list(followed(checking.run_cases(chosen, device, parsed_tile(tile), cases), lambda r: r.case))
     if as_json:
         print_json(results)
@@ -79,7 +79,7 @@ def run_(
 def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, as_json: bool) -> None:
     """The correctness sweep: ragged lengths, masks, dtypes, layouts, and inputs that point at a fault."""
     device = checking.pick_device(backend)
-    chosen = forward_kernels(kernels)
+    chosen = chosen_kernels(kernels)
     results = list(followed(checking.sweep(chosen, device, parsed_tile(tile)), lambda r: f"{r.kernel} {r.case}"))
     if as_json:
         print_json(results)

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,13 +58,13 @@ class Built:
     cached: bool
 
 
-def library(source: Path, entry: str, defines: Mapping[str, object]) -> Built:
-    """The shared library of one kernel. Raises CompileError, ToolchainMissing."""
+def library(source: Path, entries: Sequence[str], defines: Mapping[str, object]) -> Built:
+    """The shared library of one kernel, with all its entry points. Raises CompileError, ToolchainMissing."""
     compiler = host.find()
     runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
     # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
     link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
-    return _kernel(compiler, source, entry, _kernel_options(compiler, defines), link)
+    return _kernel(compiler, source, entries, _kernel_options(compiler, defines), link)
 
 
 def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer) -> tuple[Built, Built]:
@@ -87,18 +87,18 @@ def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: 
         compiler, sanitizer, HERE / "main.cpp", "", (*_OPTIONS, *instrumented, "-rdynamic"), (str(objects.path), "-ldl")
     )
     runner.path.chmod(0o700)
-    return runner, _kernel(compiler, source, entry, (*_kernel_options(compiler, defines), "-O1", *instrumented))
+    return runner, _kernel(compiler, source, (entry,), (*_kernel_options(compiler, defines), "-O1", *instrumented))
 
 
 def _kernel(
-    compiler: HostCompiler, source: Path, entry: str, options: tuple[str, ...], link: tuple[str, ...] = ()
+    compiler: HostCompiler, source: Path, entries: Sequence[str], options: tuple[str, ...], link: tuple[str, ...] = ()
 ) -> Built:
-    text = translation_unit(source.resolve(), entry)
-    return _build(compiler, f"{entry}.so", source.resolve(), text, ("-shared", *options), link)
+    text = translation_unit(source.resolve(), entries)
+    return _build(compiler, f"{entries[0]}.so", source.resolve(), text, ("-shared", *options), link)
 
 
-def translation_unit(source: Path, entry: str) -> str:
-    """The C++ around the unmodified `.cu`: the shim before it; the entry and its dynamic shared memory after it."""
+def translation_unit(source: Path, entries: Sequence[str]) -> str:
+    """The C++ around the unmodified `.cu`: the shim before it; entries and their dynamic shared memory after it."""
     files, _ = sources.included_files(source, INCLUDE_DIRS)
     names: dict[str, None] = {}
     for file in files:
@@ -110,7 +110,7 @@ def translation_unit(source: Path, entry: str) -> str:
             "alignas(1024) thread_local char sandbox_dynamic_smem[cpu::MAX_DYNAMIC_SMEM];",
             'extern "C" char* sandbox_dynamic_smem_address() { return sandbox_dynamic_smem; }',
             *(f"SANDBOX_DYNAMIC({name})" for name in names),
-            f"SANDBOX_ENTRY({entry})",
+            *(f"SANDBOX_ENTRY({entry})" for entry in entries),
             "",
         )
     )

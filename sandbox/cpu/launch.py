@@ -42,7 +42,7 @@ class CpuFunction:
         self.entry = entry
         loaded = _load(str(library))
         self._run = loaded.sandbox_launch
-        self._entry = ctypes.cast(loaded.sandbox_entry, ctypes.c_void_p)
+        self._entry = ctypes.cast(getattr(loaded, f"sandbox_entry_{entry}"), ctypes.c_void_p)
         self._smem = ctypes.cast(loaded.sandbox_dynamic_smem_address, ctypes.c_void_p)
 
     def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:

@@ -37,15 +37,15 @@ dim3 read_dim3(FILE* file) {
 
 int main(int argc, char** argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // an endless kernel does not outlive whoever waits for it
-    FILE* file = argc == 3 ? fopen(argv[2], "rb") : nullptr;
+    FILE* file = argc == 4 ? fopen(argv[3], "rb") : nullptr;
     void* kernel = file ? dlopen(argv[1], RTLD_NOW) : nullptr;
     if (!kernel) {
-        fprintf(stderr, "usage: %s KERNEL_LIBRARY LAUNCH_FILE\n%s\n", argv[0], file ? dlerror() : "");
+        fprintf(stderr, "usage: %s KERNEL_LIBRARY ENTRY LAUNCH_FILE\n%s\n", argv[0], file ? dlerror() : "");
         return 2;
     }
     static char error[4096];
     cpu::Launch launch{};
-    launch.entry = reinterpret_cast<void (*)(void**)>(dlsym(kernel, "sandbox_entry"));
+    launch.entry = reinterpret_cast<void (*)(void**)>(dlsym(kernel, argv[2]));
     launch.dynamic_smem = reinterpret_cast<char* (*)()>(dlsym(kernel, "sandbox_dynamic_smem_address"));
     launch.grid = read_dim3(file);
     launch.block = read_dim3(file);
@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
         fprintf(stderr, "%s\n", error);
         return 3;
     }
-    file = fopen(argv[2], "wb");
+    file = fopen(argv[3], "wb");
     for (int64_t i = 0; i < buffers; ++i) fwrite(buffer[i], 1, size_of[i], file);
     return fclose(file) ? 2 : 0;
 }

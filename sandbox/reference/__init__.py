@@ -1,7 +1,7 @@
 """NumPy attention: the dense truth in float64, its error bounds, and FlashAttention's loops to read beside a kernel."""
 
-from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, lse_bound, max_error, output_bound
-from .dense import attention, attention_backward, naive, naive_backward
+from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, gradient_bound, lse_bound, max_error, output_bound
+from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward
 from .flash import flash1, flash2
 from .flash_backward import flash2_backward
 from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
@@ -14,10 +14,12 @@ __all__ = [
     "HbmBytes",
     "attention",
     "attention_backward",
+    "backward_magnitudes",
     "errors",
     "flash1",
     "flash2",
     "flash2_backward",
+    "gradient_bound",
     "hbm_bytes",
     "lse_bound",
     "max_error",

@@ -35,12 +35,11 @@ def max_error(x: ArrayLike, ref: ArrayLike) -> float:
 
 
 def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: float = OUTPUT_FACTOR) -> float:
-    """The largest error that O, or a gradient, may have: factor · max|naive − ref| + one ulp at max|ref|.
+    """The largest error that O may have: factor · max|naive − ref| + one ulp at max|ref|.
 
-    ref is the truth, naive the same computed plainly in `dtype`, of one shape; pass GRADIENT_FACTOR for dQ, dK, dV.
-    Both maxima run over the elements that are finite in ref. One that is finite in ref and not in naive (its scores
-    overflow float16) measures nothing and is left out. Raises ValueError when all drop out that way, when the
-    shapes differ, and for an unknown dtype.
+    ref is the truth, naive the same computed plainly in `dtype`, of one shape. Both maxima run over the elements that
+    are finite in ref. One that is finite in ref and not in naive (its scores overflow float16) measures nothing and is
+    left out. Raises ValueError when all drop out that way, when the shapes differ, and for an unknown dtype.
     """
     ref, naive = np.asarray(ref).astype(np.float64), np.asarray(naive).astype(np.float64)
     if ref.shape != naive.shape:
@@ -54,6 +53,19 @@ def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: flo
         )
     naive_error = abs(naive[measured] - ref[measured]).max(initial=0)
     return float(factor * naive_error + ulp(abs(ref[truth]).max(initial=0), dtype))
+
+
+def gradient_bound(ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike) -> float:
+    """The largest error that dQ, dK or dV may have: `output_bound` with GRADIENT_FACTOR, and one fp32 ulp at the
+    largest finite `magnitude`, of `backward_magnitudes`: what sums in fp32 lose.
+
+    Autograd's dP − rowsum(P ∘ dP) is exactly 0 in a row of one key; a kernel's dP − delta, from O, is two roundings of
+    a difference of 0, which nothing in ref or naive measures. Nor do they know that a kernel is given LSE in fp32.
+    Raises ValueError as `output_bound` does.
+    """
+    size = np.asarray(magnitude).astype(np.float64)
+    lost = ulp(size[np.isfinite(size)].max(initial=0), "float32")
+    return output_bound(ref, naive, dtype, GRADIENT_FACTOR) + float(lost)
 
 
 def lse_bound(ref_lse: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:

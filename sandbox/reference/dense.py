@@ -116,6 +116,46 @@ def naive_backward(
     return round_to(dq, np.float32), round_to(dk, np.float32), round_to(dv, np.float32)
 
 
+@np.errstate(all="ignore")
+def backward_magnitudes(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The sizes that the rounding errors of dq, dk and dv are relative to: their sums, were no two terms to cancel.
+
+    Every factor of a sum counts by its absolute value, dP − delta as |dP| + |delta|. P = exp(S − LSE) counts
+    1 + |S| + |LSE| times: an error of the exponent is a relative error of P. Arguments as in `attention_backward`,
+    results of the gradients' shapes, in float64.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1, to first order.
+    """
+    dout, q, k, v, out, lse = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v, out, lse))
+    shape = shape_of(q, k, v)
+    check_gradient_shapes(q, dout, out, lse)
+    scale, mask = softmax_scale(scale, shape.D), visible(shape.Sq, shape.Sk, causal)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for b, h in np.ndindex(shape.B, shape.H):
+        hk = shape.key_head(h)
+        K, V = abs(k[b, hk]), abs(v[b, hk])
+        for rows in _chunks(shape.Sq, shape.Sk):
+            seen, Q, dO, LSE = mask[rows], abs(q[b, h, rows]), abs(dout[b, h, rows]), or_zero(lse[b, h, rows])[:, None]
+            P = np.exp(scores(q[b, h, rows], k[b, hk], seen, scale) - LSE) * (1 + abs(scale) * (Q @ K.T) + abs(LSE))
+            P = np.where(seen, P, 0)
+            delta = (dO * abs(out[b, h, rows])).sum(axis=1)
+            dS = np.where(seen, P * (dO @ V.T + delta[:, None]), 0)
+            dq[b, h, rows] = abs(scale) * dot_seen(dS, K, seen)
+            dk[b, hk] += abs(scale) * dot_seen(dS.T, Q, seen.T)
+            dv[b, hk] += dot_seen(P.T, dO, seen.T)
+    return dq, dk, dv
+
+
 def _exact(x: Array) -> Array:
     return x
 

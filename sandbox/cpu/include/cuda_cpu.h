@@ -294,7 +294,7 @@ template <class... A> inline void call(void (*kernel)(A...), void** args) {
 #define SANDBOX_DYNAMIC(name) \
     asm(".globl " #name "\n.type " #name ", %tls_object\n.set " #name ", sandbox_dynamic_smem\n");
 #define SANDBOX_ENTRY(name) \
-    extern "C" void sandbox_entry(void** args) { cpu::call(&name, args); }
+    extern "C" void sandbox_entry_##name(void** args) { cpu::call(&name, args); }
 
 extern "C" {
 extern thread_local char sandbox_dynamic_smem[];

@@ -1,0 +1,206 @@
+// Rung 2: attention backward, a two-dimensional thread block on each tile.
+//
+// The two passes of rung 1 are one loop over tiles with the parts exchanged: a block owns some rows of a pair of
+// tensors, walks tiles of the other pair, and sums gradients for what it owns. THREADS_X * THREADS_Y threads share the
+// work as in fwd_block2d, each with a register tile of S, of dP and of the gradients.
+//
+//                        owned: A, B      walked: X, Y    S = A X^T   dP = B Y^T
+//   bwd_block2d          K, V             Q, dO           dV += P^T dO,  dK += dS^T Q      (its S and P: transposed)
+//   bwd_block2d_dq       Q, dO            K, V                           dQ += dS K
+//
+//   A_smem, B_smem [OWNED][HEAD_DIM, padded, + 4]     loaded once
+//   X_smem, Y_smem [WALKED][HEAD_DIM, padded, + 4]    tile after tile; used twice, by columns and by rows
+//   P_smem         [OWNED][WALKED + 4]                P, then dS, on their way from a row's threads to the same ones
+//
+// All of it is fp32. A row's threads are lanes of one warp, so that P_smem needs no barrier of the block.
+#include "common.cuh"
+#include "score.cuh"
+
+constexpr int THREADS = THREADS_X * THREADS_Y;
+constexpr int D_COLS = (HEAD_DIM + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, each thread
+constexpr int WIDTH = D_COLS * THREADS_X, PITCH = WIDTH + 4;
+constexpr int STEP = WIDTH % (8 * THREADS_X) == 0 ? 8 * THREADS_X : 4 * THREADS_X;  // columns loaded at a time
+__host__ __device__ constexpr int smem_bytes(int owned, int walked) {
+    return 4 * (2 * (owned + walked) * PITCH + owned * (walked + 4));
+}
+// Blocks that the register file holds, with 80 registers beside a thread's part of S, dP and the gradients.
+__host__ __device__ constexpr int min_blocks(int owned, int walked, int gradients) {
+    return 65536 / (THREADS * (owned / THREADS_Y * (gradients * D_COLS + 2 * walked / THREADS_X) + 80));
+}
+static_assert(SMEM_BYTES == smem_bytes(BLOCK_N, BLOCK_M), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES_DQ == smem_bytes(BLOCK_M, BLOCK_N), "spec and kernel disagree on shared memory");
+static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lanes of one warp");
+
+__device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
+
+template <int ROWS>
+__device__ __forceinline__ void load_rows(float* tile, View<const dtype> tensor, int b, int h, int row0, int S) {
+#pragma unroll 1
+    for (int d0 = 0; d0 < WIDTH; d0 += STEP)
+        load_tile4<ROWS, STEP, PITCH, THREADS_X, THREADS_Y>(tile + d0, tensor, b, h, row0, S, d0);
+}
+
+// S += A X^T. Rows of A are THREADS_Y apart, those of X THREADS_X.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const float* A, const float* X) {
+#pragma unroll 1
+    for (int d = 0; d < HEAD_DIM; d += 4) {
+        float4 a[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) a[i] = load4(A + i * THREADS_Y * PITCH + d);
+#pragma unroll
+        for (int j = 0; j < COLS; ++j) {
+            const float4 x = load4(X + j * THREADS_X * PITCH + d);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                S[i][j] += a[i].x * x.x;
+                S[i][j] += a[i].y * x.y;
+                S[i][j] += a[i].z * x.z;
+                S[i][j] += a[i].w * x.w;
+            }
+        }
+    }
+}
+
+// Whether a pair counts, of an owned and a walked row: the one is a query's and the other a key's.
+template <bool BY_KEY>
+__device__ __forceinline__ bool counts(const Score& score, int owned, int walked) {
+    return BY_KEY ? score.counts(walked, owned) : score.counts(owned, walked);
+}
+
+// gradient += P X, P passed on through P_smem. WHOLE: each pair of the tile counts. Otherwise only pairs that do are
+// added: P is 0 in the others, but 0 * NaN would let a row's numbers through.
+template <bool BY_KEY, bool WHOLE, int ROWS, int COLS>
+__device__ __forceinline__ void add_product(float (&gradient)[ROWS][D_COLS], const float (&P)[ROWS][COLS], float* P_row,
+                                            const float* X_col, const Score& score, int owned0, int walked0) {
+    constexpr int PITCH_P = COLS * THREADS_X + 4, KEYS = WHOLE ? 4 : 1;
+    __syncwarp();  // the lanes of each row have read what was passed on before
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLS; ++j) P_row[i * THREADS_Y * PITCH_P + threadIdx.x + j * THREADS_X] = P[i][j];
+    __syncwarp();  // and each row is whole before any lane reads it
+#pragma unroll 1
+    for (int j0 = 0; j0 < COLS * THREADS_X; j0 += KEYS) {
+        float p[ROWS][4];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            if (WHOLE) *reinterpret_cast<float4*>(p[i]) = load4(P_row + i * THREADS_Y * PITCH_P + j0);
+            else p[i][0] = P_row[i * THREADS_Y * PITCH_P + j0];
+        }
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+            for (int c = 0; c < D_COLS; c += 4) {
+                const float4 x = load4(X_col + (j0 + j) * PITCH + c * THREADS_X);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    if (!WHOLE && !counts<BY_KEY>(score, owned0 + i * THREADS_Y, walked0 + j0)) continue;
+                    gradient[i][c] += p[i][j] * x.x;
+                    gradient[i][c + 1] += p[i][j] * x.y;
+                    gradient[i][c + 2] += p[i][j] * x.z;
+                    gradient[i][c + 3] += p[i][j] * x.w;
+                }
+            }
+    }
+}
+
+template <int ROWS>
+__device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gradient)[ROWS][D_COLS], float factor, int b,
+                                           int h, int row0, int S) {
+    dtype* to = tensor.row(b, h, row0) + 4 * threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i, to += THREADS_Y * tensor.stride_s) {
+        if (row0 + i * THREADS_Y >= S) continue;
+#pragma unroll
+        for (int c = 0; c < D_COLS; ++c) {
+            const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * threadIdx.x on
+            if (HEAD_DIM % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < HEAD_DIM) to[d] = dtype(factor * gradient[i][c]);
+        }
+    }
+}
+
+// The gradients of rows owned0 .. owned0 + OWNED of A and, by key, of B, in head `head` of A and B, over all walked rows
+// and the query heads first_head .. first_head + heads.
+template <bool BY_KEY, int OWNED, int WALKED>
+__device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dtype> B, View<const dtype> X,
+                                              View<const dtype> Y, const float* LSE, const float* delta, View<dtype> dA,
+                                              View<dtype> dB, int group, const Score& score) {
+    constexpr int ROWS = OWNED / THREADS_Y, COLS = WALKED / THREADS_X;
+    extern __shared__ __align__(16) float smem[];
+    float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * PITCH;
+    float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * PITCH;
+    const int tx = threadIdx.x, ty = threadIdx.y, owned0 = blockIdx.x * OWNED, head = blockIdx.y, b = blockIdx.z;
+    const int owned_end = BY_KEY ? score.Sk : score.Sq, heads = BY_KEY ? group : 1;
+
+    load_rows<OWNED>(A_smem, A, b, head, owned0, owned_end);
+    load_rows<OWNED>(B_smem, B, b, head, owned0, owned_end);
+    float dA_rmem[ROWS][D_COLS] = {}, dB_rmem[ROWS][D_COLS] = {};
+
+    const int start = BY_KEY ? score.query_start(owned0) / WALKED * WALKED : 0;
+    const int end = BY_KEY ? score.Sq : score.key_end(owned0 + OWNED);
+    for (int n = 0; n < heads; ++n) {
+        const int query_head = BY_KEY ? head * group + n : head, walked_head = BY_KEY ? query_head : head / group;
+        const long long row = (static_cast<long long>(b) * gridDim.y * heads + query_head) * score.Sq;  // of LSE and delta
+        for (int walked0 = start; walked0 < end; walked0 += WALKED) {
+            __syncthreads();  // every row has used the previous tile before it is overwritten
+            load_rows<WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? score.Sq : score.Sk);
+            load_rows<WALKED>(Y_smem, Y, b, walked_head, walked0, BY_KEY ? score.Sq : score.Sk);
+            __syncthreads();  // the tile, and what is owned, are whole before any row reads them
+
+            float P[ROWS][COLS] = {}, dS[ROWS][COLS] = {};  // S and dP at first
+            add_dot_products(P, A_smem + ty * PITCH, X_smem + tx * PITCH);
+            add_dot_products(dS, B_smem + ty * PITCH, Y_smem + tx * PITCH);
+#pragma unroll
+            for (int j = 0; j < COLS; ++j)
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    const int owned = owned0 + ty + i * THREADS_Y, walked = walked0 + tx + j * THREADS_X;
+                    const int query_row = BY_KEY ? walked : owned, key_col = BY_KEY ? owned : walked;
+                    const bool pair = score.counts(query_row, key_col);
+                    P[i][j] = pair ? score.P(P[i][j], LSE[row + query_row], query_row, key_col) : 0.0f;
+                    dS[i][j] = pair ? P[i][j] * (dS[i][j] - delta[row + query_row]) : 0.0f;
+                }
+
+            const int m0 = BY_KEY ? walked0 : owned0, n0 = BY_KEY ? owned0 : walked0;
+            float* P_row = P_smem + ty * (WALKED + 4);
+            const float *X_col = X_smem + 4 * tx, *Y_col = Y_smem + 4 * tx;
+            if (m0 + BLOCK_M <= score.Sq && n0 + BLOCK_N <= score.key_all(m0)) {
+                if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, score, owned0 + ty, walked0);
+                add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, score, owned0 + ty, walked0);
+            } else {
+                if (BY_KEY) add_product<BY_KEY, false>(dB_rmem, P, P_row, Y_col, score, owned0 + ty, walked0);
+                add_product<BY_KEY, false>(dA_rmem, dS, P_row, X_col, score, owned0 + ty, walked0);
+            }
+        }
+    }
+    store_rows(dA, dA_rmem, score.scale, b, head, owned0 + ty, owned_end);
+    if (BY_KEY) store_rows(dB, dB_rmem, 1.0f, b, head, owned0 + ty, owned_end);
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_N, BLOCK_M, 2)) void bwd_block2d(
+    View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    const float* LSE,      // (B, H, Sq), contiguous
+    const float* delta,    // (B, H, Sq), contiguous
+    View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
+    View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
+    int group,             // H / Hk: so many query heads share a key/value head
+    Score score) {
+    sum_gradients<true, BLOCK_N, BLOCK_M>(K, V, Q, dO, LSE, delta, dK, dV, group, score);
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_M, BLOCK_N, 1)) void bwd_block2d_dq(
+    View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    const float* LSE,      // (B, H, Sq), contiguous
+    const float* delta,    // (B, H, Sq), contiguous
+    View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
+    int group,             // H / Hk
+    Score score) {
+    sum_gradients<false, BLOCK_M, BLOCK_N>(Q, dO, K, V, LSE, delta, dQ, dQ, group, score);
+}

@@ -1,0 +1,57 @@
+"""Spec of `bwd_block2d.cu`."""
+
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
+
+
+def smem_bytes(p: Problem, t: Tile, own: int, walked: int) -> int:
+    """Both pairs of tensors whole, and P: fp32, each row padded by four words."""
+    pitch = cdiv(p.D, 4 * t.THREADS_X) * 4 * t.THREADS_X + 4
+    return 4 * (2 * (own + walked) * pitch + own * (walked + 4))
+
+
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """Why the block cannot divide the tile among its threads, as a sentence."""
+    X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
+    columns = cdiv(p.D, 4 * X) * 4
+    owned = max(N // Y * (2 * columns + 2 * M // X), M // Y * (columns + 2 * N // X))
+    rules = (
+        (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
+        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be whole warps, up to 1024 threads"),
+        (M % Y == 0 and M % X == 0 and M % 4 == 0,
+         f"BLOCK_M={M} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: threads own as many rows and columns"),
+        (N % Y == 0 and N % X == 0 and N % 4 == 0,
+         f"BLOCK_N={N} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: threads own as many rows and columns"),
+        (owned + 80 <= 255 and X * Y * (owned + 80) <= 65536,
+         f"{X * Y} threads would own {owned} words of gradients, S, dP each, at D={p.D}: they and 80 more do not fit"),
+    )  # fmt: skip
+    return next((sentence for holds, sentence in rules if not holds), None)
+
+
+kernel = Kernel(
+    name="bwd_block2d",
+    computes="backward",
+    rung=2,
+    summary="a 2-D thread block shares each tile; each thread owns a register tile of S, dP and the gradients",
+    dtypes=("float32", "float16", "bfloat16"),
+    min_arch=(7, 5),
+    tiles=(
+        Tile(BLOCK_M=64, BLOCK_N=64, THREADS_X=8, THREADS_Y=16),
+        Tile(BLOCK_M=32, BLOCK_N=64, THREADS_X=8, THREADS_Y=16),
+        Tile(BLOCK_M=32, BLOCK_N=32, THREADS_X=8, THREADS_Y=16),
+        Tile(BLOCK_M=16, BLOCK_N=16, THREADS_X=8, THREADS_Y=16),
+    ),
+    grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
+    block=lambda t: (t.THREADS_X, t.THREADS_Y, 1),
+    smem_bytes=lambda p, t: smem_bytes(p, t, t.BLOCK_N, t.BLOCK_M),
+    args=("dO", "Q", "K", "V", "LSE", "delta", "dK", "dV", "group", "score"),
+    then=(
+        Entry(
+            name="bwd_block2d_dq",
+            grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+            block=lambda t: (t.THREADS_X, t.THREADS_Y, 1),
+            smem_bytes=lambda p, t: smem_bytes(p, t, t.BLOCK_M, t.BLOCK_N),
+            args=("dO", "Q", "K", "V", "LSE", "delta", "dQ", "group", "score"),
+        ),
+    ),
+    check_tile=check_tile,
+)

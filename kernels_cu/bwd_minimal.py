@@ -1,0 +1,29 @@
+"""Spec of `bwd_minimal.cu`."""
+
+from sandbox.spec import Entry, Kernel, Tile, cdiv
+
+kernel = Kernel(
+    name="bwd_minimal",
+    computes="backward",
+    rung=1,
+    summary="one thread per key row for dK and dV, then one per query row for dQ; P recomputed from LSE",
+    dtypes=("float32", "float16", "bfloat16"),
+    min_arch=(7, 5),
+    tiles=(Tile(BLOCK_M=32, BLOCK_N=32), Tile(BLOCK_M=16, BLOCK_N=16)),
+    grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
+    block=lambda t: (t.BLOCK_N, 1, 1),
+    smem_bytes=lambda p, t: 4 * p.D * (4 * t.BLOCK_N + 2 * t.BLOCK_M),  # K, V, dK, dV; Q, dO
+    args=("dO", "Q", "K", "V", "LSE", "delta", "dK", "dV", "group", "score"),
+    then=(
+        Entry(
+            name="bwd_minimal_dq",
+            grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+            block=lambda t: (t.BLOCK_M, 1, 1),
+            smem_bytes=lambda p, t: 4 * p.D * (3 * t.BLOCK_M + 2 * t.BLOCK_N),  # Q, dO, dQ; K, V
+            args=("dO", "Q", "K", "V", "LSE", "delta", "dQ", "group", "score"),
+        ),
+    ),
+    check_tile=lambda p, t, arch: (
+        None if max(t.values()) <= 1024 else f"tile {t} is too large: a block has at most 1024 threads, one a row"
+    ),
+)
