@@ -155,6 +155,15 @@ def test_racecheck_is_read() -> None:
     assert [place.line for place in found.places] == [40, 48]
 
 
+def test_files_without_folders_are_found() -> None:
+    """As compute-sanitizer 2025 names them."""
+    here = registry.FOLDER
+    bare = RACECHECK.replace("/w/kernels_cu/", "").replace("fwd_minimal.cu:48", "common.cuh:41")
+    (found,) = findings.of_compute_sanitizer(bare, (here, here / "include"))
+    assert found.places == (Place(str(here / "fwd_minimal.cu"), 40), Place(str(here / "include" / "common.cuh"), 41))
+    assert " in fwd_minimal.cu:40, and Read access" in found.what
+
+
 def test_synccheck_is_read() -> None:
     (found,) = findings.of_compute_sanitizer(SYNCCHECK)
     assert "Divergent thread(s)" in found.what
