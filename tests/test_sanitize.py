@@ -197,10 +197,9 @@ def test_the_tool_decides(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize(
-    ("fault", "tool"), [("race", "racecheck"), ("out of bounds", "memcheck"), ("divergent barrier", "synccheck")]
-)
+@pytest.mark.parametrize(("fault", "tool"), [("race", "racecheck"), ("out of bounds", "memcheck")])
 def test_a_fault_is_found_on_a_gpu(fault: str, tool: str, project_copy: Path) -> None:
+    """Not threads that return above a barrier: hardware and synccheck let them, the CPU backend does not."""
     name, old, new, _, _, line = FAULTS[fault]
     source = project_copy / "kernels_cu" / f"{name}.cu"
     source.write_text(source.read_text().replace(old, new))
