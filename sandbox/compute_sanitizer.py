@@ -34,8 +34,10 @@ def find() -> str:
     )
 
 
-def run(tool: str, command: Sequence[str], timeout: float, cwd: Path) -> tuple[list[Finding], str]:
-    """One program under one tool -> (what it found, all that was said).
+def run(
+    tool: str, command: Sequence[str], timeout: float, cwd: Path, folders: Sequence[Path]
+) -> tuple[list[Finding], str]:
+    """One program under one tool -> (what it found, all that was said). `folders`: where the sources lie.
 
     Raises ToolchainMissing when the tool or the program fails by itself.
     """
@@ -50,7 +52,7 @@ def run(tool: str, command: Sequence[str], timeout: float, cwd: Path) -> tuple[l
         return [Finding(f"did not finish within {timeout:g} s under {tool}: does the kernel end?")], ""
     if done.returncode == 0:
         return [], done.stdout
-    found = of_compute_sanitizer(done.stdout)
+    found = of_compute_sanitizer(done.stdout, folders)
     if done.returncode == _FOUND or any(finding.places for finding in found):
         return found, done.stdout
     last = "\n".join(done.stdout.strip().splitlines()[-8:])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .cpu.build import HERE
 
 _PLACE = re.compile(r"(/[^\s:()]+\.cuh?):(\d+)")
+_BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file without its folder
 _TWINS = str(HERE)  # CPU versions of headers: their lines say nothing to somebody who wrote a kernel
 _ACCESS = re.compile(r"^ {2}((?:Previous |Atomic |Previous atomic )?(?:read|write)) of size (\d+)", re.IGNORECASE)
 _COMPUTE = re.compile(r"^=+ ?")
@@ -87,10 +88,13 @@ def _race(report: str) -> Finding:
     return Finding(f"data race: {' against '.join(told) or report.splitlines()[0]}", merged)
 
 
-def of_compute_sanitizer(text: str) -> list[Finding]:
-    """The findings in what one tool of compute-sanitizer wrote: paragraphs whose first line says what is wrong."""
+def of_compute_sanitizer(text: str, folders: Sequence[Path] = ()) -> list[Finding]:
+    """The findings in what one tool of compute-sanitizer wrote: paragraphs whose first line says what is wrong.
+
+    Some of its releases name a file without its folder: it is then looked for in `folders`.
+    """
     paragraphs: list[list[str]] = []
-    for line in text.splitlines():
+    for line in _BARE.sub(lambda m: f" in {_whole(m[1], folders)}:{m[2]}", text).splitlines():
         if not line.startswith("========="):
             continue
         said = _COMPUTE.sub("", line)
@@ -99,6 +103,10 @@ def of_compute_sanitizer(text: str) -> list[Finding]:
         elif said.strip() and paragraphs:
             paragraphs[-1].append(said)
     return _distinct(Finding(_sentence(lines), places("\n".join(lines))) for lines in paragraphs)
+
+
+def _whole(name: str, folders: Sequence[Path]) -> str:
+    return next((str(folder / name) for folder in folders if (folder / name).is_file()), name)
 
 
 def _sentence(lines: list[str]) -> str:

@@ -157,9 +157,8 @@ def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: flo
     head = (kernel.name, str(problem), str(tile), tool)
     what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": asdict(problem)})
     try:
-        findings, text = compute_sanitizer.run(
-            tool, (sys.executable, "-c", _CHILD, what), timeout, registry.FOLDER.parent
-        )
+        command, folders = (sys.executable, "-c", _CHILD, what), (registry.FOLDER, registry.FOLDER / "include")
+        findings, text = compute_sanitizer.run(tool, command, timeout, registry.FOLDER.parent, folders)
     except ToolchainMissing as missing:
         return Inspection(*head, None, message=str(missing))
     return Inspection(*head, not findings, tuple(findings), text=text)
