@@ -105,7 +105,7 @@ def _beside(profile: Profile, name: str) -> str:
     if name == "DRAM written":
         return f"IO model {_bytes(written)} (what L2 still holds at the end is not counted)"
     if name == "L2 to and from SMs":
-        ratio = f": {c.l2_bytes / profile.model.total:.2f} of it" if c.l2_bytes else ""
+        ratio = f": {c.l2_bytes / profile.model.total:.2f} of it (SMs that ask at once share)" if c.l2_bytes else ""
         return f"IO model {_bytes(profile.model.total)}{ratio}"
     if name == "bank conflicts" and c.smem_bytes and c.bank_conflicts is not None:
         return f"{c.bank_conflicts * 128 / c.smem_bytes:.1%} of shared memory's cycles"
