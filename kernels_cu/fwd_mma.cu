@@ -12,8 +12,7 @@
 //   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K, V [BLOCK_N][D_PAD] | stage 1: K, V          (O leaves through Q's)
 // clang-format on
 //
-// Rows of 16-byte chunks are stored with their chunks XOR-swizzled by the row, so that the eight rows an ldmatrix reads
-// fall into eight different groups of banks. Scores stay dot products: the scale is folded, with log2(e), into the one
+// Tiles are swizzled (include/mma_tiles.cuh). Scores stay dot products: the scale is folded, with log2(e), into the one
 // FFMA before exp2. Tiles that every row of the block sees whole have a loop of their own, without masks.
 //
 // The row maximum is followed lazily: m moves, and O and l are rescaled, only when some score exceeds m by more than
@@ -23,16 +22,16 @@
 // Two warps share a scheduler, and neither is ever short of instructions that wait for the tensor cores; what counts is how
 // well ptxas mixes one step's exponentials with the next step's products. What helped and what did not, with numbers:
 // experiments/003_forward_paper.
-#include "ptx.cuh"
+#include "mma_tiles.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
-constexpr unsigned CHUNKS = D_PAD / 8;            // 16-byte chunks of a row
-constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks change places within groups of so many
-constexpr unsigned ROW = 2 * D_PAD, STAGE = 2 * BLOCK_N * ROW;             // bytes
+using Tile = Swizzled<D_PAD>;
+using Place = FragmentPlace<D_PAD>;
+constexpr unsigned ROW = Tile::ROW, STAGE = 2 * BLOCK_N * ROW;  // bytes
 constexpr float LAZY = 8.0f;
 // Q stays in registers where ptxas finds room for it beside O and S without spilling, by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
@@ -44,43 +43,6 @@ constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <=
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
-
-// Where chunk `chunk` of row `row` lies in its tile, in bytes.
-__device__ __forceinline__ unsigned swizzled(unsigned row, unsigned chunk) {
-    return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;
-}
-
-// Requests rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix; rows from S on and columns from HEAD_DIM on become zeros.
-template <int ROWS>
-__device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S) {
-    constexpr unsigned STEP = THREADS / CHUNKS, COPIERS = STEP * CHUNKS;  // a thread copies one chunk of every STEP-th row
-    const unsigned row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    if (COPIERS < THREADS && threadIdx.x >= COPIERS) return;
-    const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
-    const bool whole = HEAD_DIM == D_PAD && ROWS % STEP == 0 && n0 + ROWS <= S;
-#pragma unroll
-    for (unsigned i = 0; whole && i < ROWS / STEP; ++i, from += STEP * stride)
-        cp_async_16(tile + swizzled(row0 + i * STEP, chunk), from, true);
-#pragma unroll
-    for (unsigned i = 0; !whole && i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * stride) {
-        const unsigned row = row0 + i * STEP;
-        const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < HEAD_DIM;
-        if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + swizzled(row, chunk), from, inside);
-    }
-}
-
-// Byte offsets, within a tile, of the row and chunk of a 16 x 16 block that this lane points ldmatrix at. Step i of 16
-// columns lies at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
-struct Place {
-    unsigned at[GROUP / 2];
-    __device__ __forceinline__ Place(unsigned row, unsigned chunk) {
-#pragma unroll
-        for (unsigned i = 0; i < GROUP / 2; ++i) at[i] = swizzled(row, 2 * i + chunk);
-    }
-    __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16
-        return row * ROW + at[step % (GROUP / 2)] + step / (GROUP / 2) * GROUP * 16;
-    }
-};
 
 struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g + 8 of each 16-row tile
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
@@ -245,8 +207,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const int tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
     const auto request_stage = [&](int j) {
         const SmemAddress stage = smem_address(stages + j % 2 * STAGE);
-        request_tile<BLOCK_N>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
-        request_tile<BLOCK_N>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
+        request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
+        request_tile<BLOCK_N, D_PAD, THREADS>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
         cp_async_commit();
     };
     char* const Q_warp = smem + warp * 16 * M_TILES * ROW;
@@ -256,7 +218,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 
     Rows rows;
-    if (tiles > 0) request_tile<BLOCK_M>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
+    if (tiles > 0) request_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
     rows.reset();
     if (tiles > 0) request_stage(0);
     const auto arrive = [&](int j) {
@@ -293,7 +255,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
 #pragma unroll
             for (int nt = 0; nt < D_PAD / 8; ++nt) {
                 const unsigned pair = pack(rows.O[mt][nt][2 * half] * inverse, rows.O[mt][nt][2 * half + 1] * inverse);
-                *reinterpret_cast<unsigned*>(Q_warp + swizzled(row, nt) + 4 * q) = pair;
+                *reinterpret_cast<unsigned*>(Q_warp + Tile::at(row, nt) + 4 * q) = pair;
             }
             if (q == 0 && first_row + row < score.Sq)
                 LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row + row] =
@@ -302,10 +264,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     }
     __syncwarp();  // the warp's rows of O are whole before its lanes copy them, 16 bytes each, neighbours side by side
 #pragma unroll 4
-    for (int i = lane; i < 16 * M_TILES * CHUNKS; i += 32) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
+    for (int i = lane; i < 16 * M_TILES * Tile::CHUNKS; i += 32) {
+        const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
         if (first_row + row < score.Sq && chunk * 8 < HEAD_DIM)
             *reinterpret_cast<uint4*>(O.row(b, h, first_row + row) + chunk * 8) =
-                *reinterpret_cast<const uint4*>(Q_warp + swizzled(row, chunk));
+                *reinterpret_cast<const uint4*>(Q_warp + Tile::at(row, chunk));
     }
 }

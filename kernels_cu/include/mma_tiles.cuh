@@ -1,0 +1,54 @@
+// Tiles of 16-bit elements in shared memory, as the tensor-core kernels keep them: how rows are laid out, filled by cp.async,
+// and addressed by ldmatrix.
+#pragma once
+#include <ptx.cuh>  // found along the include path, where the CPU backend puts its twin first
+
+// Rows of COLUMNS elements, a multiple of 16, are made of 16-byte chunks, and the chunks of a row change places with one
+// another (XOR with the row) so that the eight rows that an ldmatrix reads fall into eight different groups of banks.
+template <int COLUMNS>
+struct Swizzled {
+    static_assert(COLUMNS % 16 == 0, "whole MMA steps");
+    static constexpr unsigned CHUNKS = COLUMNS / 8;                                // 16-byte chunks of a row
+    static constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // they change places within such groups
+    static constexpr unsigned ROW = 2 * COLUMNS;                                   // bytes
+
+    // Where chunk `chunk` of row `row` lies in its tile, in bytes.
+    static __device__ __forceinline__ unsigned at(unsigned row, unsigned chunk) {
+        return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;
+    }
+};
+
+// Requests rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix; rows from S on and columns from HEAD_DIM on become zeros.
+template <int ROWS, int COLUMNS, unsigned THREADS_>
+__device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S) {
+    using Tile = Swizzled<COLUMNS>;
+    constexpr unsigned STEP = THREADS_ / Tile::CHUNKS, COPIERS = STEP * Tile::CHUNKS;  // one chunk of every STEP-th row each
+    const unsigned row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+    if (COPIERS < THREADS_ && threadIdx.x >= COPIERS) return;
+    const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
+    const bool whole = HEAD_DIM == COLUMNS && ROWS % STEP == 0 && n0 + ROWS <= S;
+#pragma unroll
+    for (unsigned i = 0; whole && i < ROWS / STEP; ++i, from += STEP * stride)
+        cp_async_16(tile + Tile::at(row0 + i * STEP, chunk), from, true);
+#pragma unroll
+    for (unsigned i = 0; !whole && i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * stride) {
+        const unsigned row = row0 + i * STEP;
+        const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < HEAD_DIM;
+        if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + Tile::at(row, chunk), from, inside);
+    }
+}
+
+// Byte offsets, within a tile, of the row and chunk of a 16 x 16 block that this lane points ldmatrix at. Step i of 16
+// columns lies at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
+template <int COLUMNS>
+struct FragmentPlace {
+    using Tile = Swizzled<COLUMNS>;
+    unsigned at[Tile::GROUP / 2];
+    __device__ __forceinline__ FragmentPlace(unsigned row, unsigned chunk) {
+#pragma unroll
+        for (unsigned i = 0; i < Tile::GROUP / 2; ++i) at[i] = Tile::at(row, 2 * i + chunk);
+    }
+    __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16
+        return row * Tile::ROW + at[step % (Tile::GROUP / 2)] + step / (Tile::GROUP / 2) * Tile::GROUP * 16;
+    }
+};
