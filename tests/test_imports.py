@@ -39,6 +39,7 @@ check
 doctor
 environment
 sampled timing
+sampled_gradients
 peers
 rows
 bench
