@@ -182,3 +182,11 @@ def test_program_name_is_the_source(tmp_path) -> None:
     compiled = run.compile("fwd_minimal", arch="sm_90a")
     assert str(registry.get("fwd_minimal").source) in compiled.ptx
     assert nvrtc.version().split(".")[0] in ("12", "13")
+
+
+def test_each_entry_is_compiled_by_its_name() -> None:
+    """One cubin holds them all."""
+    for kernel in KERNELS:
+        compiled = [run.compile(entry.name, D=64, arch="sm_90a") for entry in kernel.entries]
+        assert [c.entry for c in compiled] == [entry.name for entry in kernel.entries]
+        assert len({c.cubin for c in compiled}) == 1
