@@ -45,7 +45,7 @@ rows
 bench
 plot
 report
-bench_report
+bench_report ladder
 cli
 __init__
 __main__
