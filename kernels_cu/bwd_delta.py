@@ -6,15 +6,17 @@ kernel = Kernel(
     name="bwd_delta",
     computes="delta",
     rung=1,
-    summary="delta = rowsum(dO * O), which every backward needs first; one warp per query row",
+    summary="delta = rowsum(dO * O), which every backward needs first; neighbouring lanes share a row",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
-    tiles=(Tile(BLOCK_M=8),),
+    tiles=(Tile(BLOCK_M=64, WARPS=8),),
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
-    block=lambda t: (32, t.BLOCK_M, 1),
+    block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=lambda p, t: 0,
     check_tile=lambda p, t, arch: (
-        None if t.BLOCK_M <= 32 else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 32 warps, one a row"
+        None
+        if t.WARPS <= 32 and t.BLOCK_M % (4 * t.WARPS) == 0
+        else f"tile {t}: a block has at most 32 warps, and BLOCK_M must be a multiple of their 4 rows each"
     ),
     args=("dO", "O", "delta", "score"),
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from .errors import SpecError
-from .spec import COMPUTATIONS, Entry, Kernel, Problem
+from .spec import COMPUTATIONS, Entry, Kernel, Problem, cdiv
 
 
 class Tensor(Protocol):
@@ -81,7 +81,8 @@ class Scratch(NamedTuple):
 
 SCRATCH: dict[str, Scratch] = {
     "delta": Scratch(lambda p: (p.B, p.H, p.Sq), zeroed=False),
-    "dQ_accum": Scratch(lambda p: (p.B, p.H, p.Sq, p.D), zeroed=True),
+    # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
+    "dQ_accum": Scratch(lambda p: (p.B, p.H, cdiv(p.Sq, 128) * 128, 1 << max(p.D - 1, 31).bit_length()), zeroed=True),
 }
 
 

@@ -14,14 +14,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from . import driver, environment
+from .arguments import scratch_of
+from .call import attention_forward
 from .choose import choose_tile
 from .dlpack import library_of, view
 from .errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
-from .peers import Contender, Ready
+from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .run import prepare as prepare_kernel
-from .sampled import Expected, Verdict, compare, expect
-from .spec import Kernel, Problem, Tile
+from .sampled import Expected, Verdict, expect
+from .sampled_gradients import ExpectedGradients, expect_gradients
+from .spec import COMPUTATIONS, Kernel, Problem, Tile
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
 
 MODES = {"events": Events, "graph": Graphs}
@@ -61,28 +64,39 @@ def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contende
 
 
 def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
-    def prepare(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
-        if kernel.computes != "forward":
-            raise UnsupportedProblem(f"{kernel.name}: computes the {kernel.computes}, which bench does not time yet")
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3]).float()
-        views = {name: view(x) for name, x in zip(("Q", "K", "V", "O", "LSE"), (q, k, v, out, lse), strict=True)}
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None) -> Ready:
+        tensors = {"Q": q, "K": k, "V": v, **_outputs(kernel, q, k, v, dout, problem)}
+        views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
         chosen = choose_tile(kernel, problem, driver.device(device[1]).arch, tile)
+        for name, shape in scratch_of(kernel, problem).items():
+            tensors[name] = q.new_empty(shape).float()
+            views[name] = view(tensors[name])
         prepared = prepare_kernel(kernel, chosen, problem, views, device)
-        pointers = prepared.pointers(views)
-        stream = library_of(q).stream(device[1])
+        pointers, stream = prepared.pointers(views), library_of(q).stream(device[1])
+        results = tuple(tensors[name] for name in COMPUTATIONS[kernel.computes].writes)
 
-        def launch() -> tuple[Any, Any]:
+        def launch() -> tuple[Any, ...]:
             prepared.launch(pointers, stream())
-            return out, lse
+            return results
 
         def poison() -> None:
-            out.fill_(math.nan)
-            lse.fill_(math.nan)
+            for x in results:
+                x.fill_(math.nan)
 
-        return Ready(launch, poison, str(chosen), prepared.compiled[0].arch if prepared.compiled else "")
+        arch = prepared.compiled[0].arch if prepared.compiled else ""
+        return Ready(launch, poison, str(chosen), arch, held=tuple(tensors.values()))
 
     return Contender(f"{kernel.name} {tile}" if tile else kernel.name, prepare, kernel.name)
+
+
+def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem) -> dict[str, Any]:
+    """What a kernel writes, and what a backward is given besides q, k and v: dO, and O and LSE of our own forward."""
+    if kernel.computes == "forward":
+        return {"O": q.new_empty(q.shape), "LSE": q.new_empty(q.shape[:3]).float()}
+    out, lse = attention_forward(q, k, v, causal=problem.causal, scale=problem.scale)
+    gradients = (x.new_empty(x.shape) for x in (q, k, v))
+    return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
 
 
 def run(
@@ -91,12 +105,14 @@ def run(
     peers: Iterable[Contender] = (),
     *,
     tiles: Sequence[Tile] = (),
+    computes: str = "forward",
     mode: str = "events",
     limits: Limits | None = None,
     seed: int = 0,
 ) -> Iterator[Row]:
     """Times every kernel (with every one of `tiles`, else with its best) and every peer on every problem, on GPU 0.
 
+    computes: "forward" or "backward", as every one of `kernels` does; peers do either.
     mode "events" times single launches after an L2 flush, "graph" many in a CUDA graph, without host time or flush.
     The rows of a problem come together. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError when a
     contender's fault has ended the GPU's context, so that nothing after it could run.
@@ -108,15 +124,24 @@ def run(
         raise ToolchainMissing(f"bench needs PyTorch, for its tensors and as a peer ({error}): make setup") from error
     if not torch.cuda.is_available():
         raise GpuUnavailable(f"this PyTorch ({torch.__version__}) cannot use {gpu.name}: install a build with CUDA")
-    contenders = {contender.name: contender for contender in (*ours(kernels, tiles), *peers)}
-    return _measured(list(contenders.values()), problems, mode, limits or Limits(), seed)
+    kernels = list(kernels)
+    if odd := [kernel for kernel in kernels if kernel.computes != computes]:
+        raise UnsupportedProblem(f"{odd[0].name} computes the {odd[0].computes}: it cannot be timed as a {computes}")
+    others = map(backward, peers) if computes == "backward" else peers
+    contenders = {contender.name: contender for contender in (*ours(kernels, tiles), *others)}
+    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
 
 
 def stored(
-    rows: Iterable[Mapping[str, Any]], problems: Collection[Problem], mode: str, seed: int = 0
+    rows: Iterable[Mapping[str, Any]],
+    problems: Collection[Problem],
+    mode: str,
+    seed: int = 0,
+    computes: str = "forward",
 ) -> list[dict[str, Any]]:
     """Of a file's rows, those on these problems that a run would make again: same commit, GPU 0, mode and seed."""
     like = {"commit": environment.commit(), "device": driver.device().name, "mode": mode, "seed": seed}
+    like["computes"] = computes
     same = (row for row in rows if all(row.get(name) == value for name, value in like.items()))
     return [dict(row) for row in same if problem_of(row) in problems]
 
@@ -130,7 +155,7 @@ def unmeasured(
 
 
 def _measured(
-    contenders: list[Contender], problems: Iterable[Problem], mode: str, limits: Limits, seed: int
+    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int
 ) -> Iterator[Row]:
     import torch
 
@@ -143,38 +168,47 @@ def _measured(
             ceilings[problem.dtype] = measure_ceilings(problem.dtype, stopwatch)
         setting |= ceilings[problem.dtype]
         try:
-            rows = compete(problem, contenders, make_inputs(problem, seed), stopwatch, limits, setting)
+            inputs = make_inputs(problem, seed, computes=computes)
+            rows = compete(problem, contenders, inputs, stopwatch, limits, setting, computes)
         except RuntimeError as error:  # PyTorch's, of a fault that showed up only now
             raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
         yield from rows
         torch.cuda.empty_cache()  # the next problem's tensors have other sizes
 
 
-def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0") -> tuple[Any, Any, Any]:
-    """q (B, H, Sq, D), k and v (B, Hk, Sk, D), standard normal, contiguous."""
+def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", computes: str = "forward") -> tuple[Any, ...]:
+    """q (B, H, Sq, D), k and v (B, Hk, Sk, D), and for a backward dout, of q's shape; standard normal, contiguous."""
     import torch
 
     p, generator = problem, torch.Generator(device).manual_seed(seed)
-    shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.D))
+    queries, keys = (p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D)
+    shapes = (queries, keys, keys, *([queries] if computes == "backward" else []))
     dtype = getattr(torch, p.dtype)
     return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+
+
+def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str) -> Expected | ExpectedGradients:
+    """What the results on these inputs must be like, where they are looked at."""
+    return expect_gradients(problem, *inputs) if computes == "backward" else expect(problem, *inputs)
 
 
 def compete(
     problem: Problem,
     contenders: Sequence[Contender],
-    inputs: tuple[Any, Any, Any],
+    inputs: tuple[Any, ...],
     stopwatch: Stopwatch,
     limits: Limits,
     setting: Mapping[str, Any],
+    computes: str = "forward",
 ) -> list[Row]:
     """Everybody on one problem: checked, those that are right timed in turns, checked again."""
     if not problem.flops:
         return [
-            Row(c.name, c.kernel, problem, None, f"{problem} asks for no work to time", setting=dict(setting))
+            Row(c.name, c.kernel, problem, None, f"{problem} asks for no work to time", computes=computes,
+                setting=dict(setting))
             for c in contenders
-        ]
-    expected = expect(problem, *inputs)
+        ]  # fmt: skip
+    expected = expectation(problem, inputs, computes)
     entries = [_enter(c, problem, inputs, expected, stopwatch) for c in contenders]
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
     samples = measure({i: entry.timed for i, entry in right.items() if entry.timed}, stopwatch, limits)
@@ -186,10 +220,12 @@ def compete(
     for i, (contender, entry) in enumerate(zip(contenders, entries, strict=True)):
         ok, message, verdict, timing = entry.ok, entry.message, entry.verdict, timings.get(i)
         if timing and entry.ready:
-            again = check(entry.ready, expected)
+            again = expected.check(entry.ready.poison, entry.ready.launch)
             if again.message:
                 ok, message, verdict, timing = False, f"right at first, after timing: {again.message}", again, None
-        row = Row(contender.name, contender.kernel, problem, ok, message, timing=timing, setting=shared)
+        row = Row(
+            contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, setting=shared
+        )
         if verdict:
             row = replace(row, error=verdict.error, bound=verdict.bound)
         if entry.ready:
@@ -207,18 +243,16 @@ class _Entry:
     timed: Timed | None = None
 
 
-def check(ready: Ready, expected: Expected) -> Verdict:
-    """One call on poisoned outputs, compared."""
-    ready.poison()
-    return compare(expected, *ready.launch())
-
-
 def _enter(
-    contender: Contender, problem: Problem, inputs: tuple[Any, Any, Any], expected: Expected, stopwatch: Stopwatch
+    contender: Contender,
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    expected: Expected | ExpectedGradients,
+    stopwatch: Stopwatch,
 ) -> _Entry:
     try:
         ready = contender.prepare(problem, *inputs)
-        verdict = check(ready, expected)
+        verdict = expected.check(ready.poison, ready.launch)
         if verdict.message:
             return _Entry(False, verdict.message, ready, verdict)
         return _Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))

@@ -21,7 +21,6 @@ from .dlpack import HOST
 from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from .fleet import Fleet, WorkerLost
 from .nvrtc import Resources
-from .sampled import expect
 from .spec import Kernel, Problem, Tile
 from .timing import Events, Limits, Timing, measure
 from .tune import Measured
@@ -110,20 +109,20 @@ def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resour
 
 
 @lru_cache(maxsize=1)
-def _inputs_on_gpu(problem: Problem) -> tuple[Any, Any, Events]:
-    inputs = bench.make_inputs(problem)
-    return inputs, expect(problem, *inputs), Events()
+def _inputs_on_gpu(problem: Problem, computes: str) -> tuple[Any, Any, Events]:
+    inputs = bench.make_inputs(problem, computes=computes)
+    return inputs, bench.expectation(problem, inputs, computes), Events()
 
 
 def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
     """Each tile checked, and those that are right timed in turns after an L2 flush, on the one GPU that is visible."""
-    inputs, expected, stopwatch = _inputs_on_gpu(problem)
+    inputs, expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
     contenders = dict(zip(tiles, bench.ours([registry.get(kernel)], tiles), strict=True))
     timed, wrong = {}, {}
     for tile, contender in contenders.items():
         try:
             ready = contender.prepare(problem, *inputs)
-            verdict = bench.check(ready, expected)
+            verdict = expected.check(ready.poison, ready.launch)
         except UnsupportedProblem as refusal:
             wrong[tile] = str(refusal)
         else:

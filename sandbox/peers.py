@@ -1,4 +1,4 @@
-"""Peers: attention by somebody else, timed beside ours. Forward only so far.
+"""Peers: attention by somebody else, timed beside ours. Their backward is PyTorch's autograd through their forward.
 
 A peer is a `Contender`, and so is a kernel of ours. One more is a function `prepare` away: write
 `peers = [Contender(...)]` into a Python file and name the file where a peer's name is expected.
@@ -23,23 +23,25 @@ _SHARE = 0.25  # of the GPU's memory, which a peer may take for its scores: two 
 class Ready:
     """A contender prepared for one problem's tensors.
 
-    `launch` queues one call on PyTorch's current stream and returns (O, LSE or None). After `poison`, whatever the
-    next call does not write is NaN.
+    `launch` queues one call on PyTorch's current stream and returns (O, LSE or None), or (dQ, dK, dV). After `poison`,
+    whatever the next call does not write is NaN.
     """
 
-    launch: Callable[[], tuple[Any, Any]]
+    launch: Callable[[], tuple[Any, ...]]
     poison: Callable[[], None]
     tile: str = ""
     arch: str = ""
+    held: tuple[Any, ...] = ()  # tensors that the launch uses by their addresses alone
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part. `prepare(problem, q, k, v)`, PyTorch tensors (B, H or Hk, S, D), either gives a Ready or raises
-    UnsupportedProblem with the sentence that says why not. `kernel` is the name of a kernel of ours, "" for a peer."""
+    """Who takes part. `prepare(problem, q, k, v)`, or (problem, q, k, v, dout) for a backward, PyTorch tensors
+    (B, H or Hk, S, D), either gives a Ready or raises UnsupportedProblem with the sentence that says why not.
+    `kernel` is the name of a kernel of ours, "" for a peer."""
 
     name: str
-    prepare: Callable[[Problem, Any, Any, Any], Ready]
+    prepare: Callable[..., Ready]
     kernel: str = ""
 
 
@@ -55,6 +57,32 @@ def get(name: str) -> list[Contender]:
     raise UnsupportedProblem(
         f"peer {name!r} is not known: choose from {', '.join(PEERS)}, or name a Python file that defines `peers`"
     )
+
+
+def backward(peer: Contender) -> Contender:
+    """The peer's backward: autograd through its forward, which is not timed."""
+
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any) -> Ready:
+        import torch
+
+        inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            out, _ = peer.prepare(problem, *inputs).launch()
+        if not out.requires_grad:
+            raise UnsupportedProblem(f"{peer.name}: it has no backward")
+
+        def launch() -> tuple[Any, ...]:
+            return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+        _try(peer.name, launch)
+
+        def poison() -> None:
+            for x in inputs:
+                _poison(x)()
+
+        return Ready(launch, poison)
+
+    return Contender(peer.name, prepare)
 
 
 def _poison(q: Any) -> Callable[[], None]:

@@ -35,12 +35,13 @@ class Row:
     error: float | None = None
     bound: float | None = None
     timing: Timing | None = None
+    computes: str = "forward"
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tflops(self) -> float | None:
-        """By the field's rule: half of the operations for causal."""
-        return self.problem.flops / self.timing.median * 1e-12 if self.timing else None
+        """By the field's rule: half of the operations for causal, 2.5 times as many for a backward."""
+        return self.problem.flops_of(self.computes) / self.timing.median * 1e-12 if self.timing else None
 
     def as_json(self) -> dict[str, Any]:
         """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""
@@ -51,7 +52,7 @@ class Row:
             "kernel": self.kernel,
             "tile": self.tile,
             "arch": self.arch,
-            "computes": "forward",
+            "computes": self.computes,
             **{name: getattr(self.problem, name) for name in _PROBLEM},
             "ok": self.ok,
             "message": self.message,

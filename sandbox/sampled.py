@@ -8,7 +8,7 @@ whose output is the largest, do not set it for the last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class Expected:
     heads: tuple[tuple[int, int], ...]
     strips: tuple[Strip, ...]
 
+    def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
+        """One call on poisoned outputs, compared."""
+        poison()
+        return compare(self, *launch())
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -57,17 +62,17 @@ def expect(problem: Problem, q: Any, k: Any, v: Any, seed: int = 0) -> Expected:
     The first and the last head, the first and the last rows are always among the sampled.
     """
     rng = np.random.default_rng(seed)
-    heads = tuple((n // problem.H, n % problem.H) for n in _spread(rng, problem.B * problem.H, HEADS))
+    heads = tuple((n // problem.H, n % problem.H) for n in spread(rng, problem.B * problem.H, HEADS))
     group = problem.H // problem.Hk
-    keys, values = (np.stack([_host(x[b, h // group]) for b, h in heads])[:, None] for x in (k, v))
+    keys, values = (np.stack([host(x[b, h // group]) for b, h in heads])[:, None] for x in (k, v))
     if problem.Sq <= STRIPS * ROWS:
         ranges = [(0, problem.Sq)]
     else:
-        ranges = [(start, start + ROWS) for start in _spread(rng, problem.Sq - ROWS + 1, STRIPS)]
+        ranges = [(start, start + ROWS) for start in spread(rng, problem.Sq - ROWS + 1, STRIPS)]
     strips = []
     for first, last in ranges:
-        for start, stop, end, causal in _parts(problem, first, last):
-            queries = np.stack([_host(q[b, h, start:stop]) for b, h in heads])[:, None]
+        for start, stop, end, causal in parts(problem, first, last):
+            queries = np.stack([host(q[b, h, start:stop]) for b, h in heads])[:, None]
             inputs, options = (
                 (queries, keys[:, :, :end], values[:, :, :end]),
                 {"causal": causal, "scale": problem.scale},
@@ -84,10 +89,10 @@ def compare(expected: Expected, out: Any, lse: Any = None) -> Verdict:
     errors_and_bounds, excess = [], -math.inf
     for strip in expected.strips:
         rows = slice(strip.start, strip.stop)
-        got = np.stack([_host(out[b, h, rows]) for b, h in expected.heads])[:, None]
+        got = np.stack([host(out[b, h, rows]) for b, h in expected.heads])[:, None]
         errors_and_bounds.append((max_error(got, strip.out), strip.bound))
         if lse is not None:
-            got = np.stack([_host(lse[b, h, rows]) for b, h in expected.heads])[:, None]
+            got = np.stack([host(lse[b, h, rows]) for b, h in expected.heads])[:, None]
             beyond = errors(got, strip.lse) - lse_bound(strip.lse, expected.problem.dtype)
             excess = max(excess, float(beyond.max(initial=-math.inf)))
     error, bound = max(errors_and_bounds, key=lambda pair: pair[0] / pair[1])
@@ -98,12 +103,12 @@ def compare(expected: Expected, out: Any, lse: Any = None) -> Verdict:
     return Verdict(error, bound, "" if excess <= 0 else f"LSE exceeds its bound by {excess:.1e}")
 
 
-def _host(x: Any) -> Array:
+def host(x: Any) -> Array:
     """As float32, which holds every number of the dtypes there are."""
     return x.detach().float().cpu().numpy()
 
 
-def _spread(rng: np.random.Generator, n: int, most: int) -> list[int]:
+def spread(rng: np.random.Generator, n: int, most: int) -> list[int]:
     """At most `most` of 0 … n − 1, the first and the last among them."""
     if n <= most:
         return list(range(n))
@@ -111,7 +116,7 @@ def _spread(rng: np.random.Generator, n: int, most: int) -> list[int]:
     return sorted([0, n - 1, *map(int, between)])
 
 
-def _parts(problem: Problem, start: int, stop: int) -> Iterator[tuple[int, int, int, Causal]]:
+def parts(problem: Problem, start: int, stop: int) -> Iterator[tuple[int, int, int, Causal]]:
     """Rows [start, stop) as problems of their own: (first row, one past the last, keys to give it, mask).
 
     With the keys cut behind the last one that the last row sees, the mask of a strip is bottom-right; from the row on

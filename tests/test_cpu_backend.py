@@ -851,10 +851,9 @@ def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
     text = 'extern "C" __global__ void {0}(float* out) {{ extern __shared__ float {0}_smem[]; *out += {1}; }}\n'
     source.write_text(text.format("first", 1) + text.format("second", 10))
     built = build.library(source, ["first", "second"], {})
+    arguments = RawArguments([ctypes.c_void_p(out.ctypes.data)])
     for entry in ("first", "second", "second"):
-        CpuFunction(built.path, entry).launcher(
-            (1, 1, 1), (1, 1, 1), 0, RawArguments([ctypes.c_void_p(out.ctypes.data)])
-        )(())
+        CpuFunction(built.path, entry).launcher((1, 1, 1), (1, 1, 1), 0, arguments)(())
     assert out == 21
 
 

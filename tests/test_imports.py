@@ -50,6 +50,7 @@ watch
 doctor
 environment
 sampled timing
+sampled_gradients
 peers
 rows
 ncu
@@ -61,7 +62,7 @@ labs
 plot
 report
 tune_report profile_report profile_plot
-bench_report watch_report
+bench_report watch_report ladder
 code_report
 cli
 __init__

@@ -32,7 +32,7 @@ def variants(kernel: Kernel, arch_name: str) -> Iterator[tuple[int, str, bool, T
                 yield D, dtype, causal, tile
 
 
-@pytest.mark.parametrize("arch_name", (*EVERYTHING, *IN_TURN))
+@pytest.mark.parametrize("arch_name", [*EVERYTHING, *IN_TURN])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
@@ -68,8 +68,8 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
 def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
     """Not the best tile only."""
     for tile in kernel.tiles:
-        problem = Problem(1, 2, 130, 101, 64, dtype=kernel.dtypes[-1], causal="bottom-right")
-        case = Case("ragged", problem)
+        problems = [Problem(1, 2, 130, 101, D, dtype=kernel.dtypes[-1], causal="bottom-right") for D in (64, 128, 256)]
+        case = Case("ragged", next(p for p in problems if choose.refuses_tile(kernel, p, tile, None) is None))
         result = check.verify(kernel, case, device, tile)
         assert result.ok, result
 
@@ -193,3 +193,11 @@ def test_program_name_is_the_source(tmp_path) -> None:
     compiled = run.compile("fwd_minimal", arch="sm_90a")
     assert str(registry.get("fwd_minimal").source) in compiled.ptx
     assert nvrtc.version().split(".")[0] in ("12", "13")
+
+
+def test_each_entry_is_compiled_by_its_name() -> None:
+    """One cubin holds them all."""
+    for kernel in KERNELS:
+        compiled = [run.compile(entry.name, D=64, arch="sm_90a") for entry in kernel.entries]
+        assert [c.entry for c in compiled] == [entry.name for entry in kernel.entries]
+        assert len({c.cubin for c in compiled}) == 1

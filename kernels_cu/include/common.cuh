@@ -63,6 +63,12 @@ __device__ __forceinline__ float4 to_float4(dtype4 x) {
     return make_float4(to_float(e[0]), to_float(e[1]), to_float(e[2]), to_float(e[3]));
 }
 
+// Whether each row of head (b, h) begins where a dtype4 may: alike in all threads of a block that has one head.
+__device__ __forceinline__ bool aligned_for_dtype4(View<const dtype> tensor, int b, int h) {
+    const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
+    return (head | tensor.stride_s * sizeof(dtype)) % sizeof(dtype4) == 0;
+}
+
 // Rows row0 .. + ROWS and columns col0 .. + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, by a block of X * Y
 // threads: four elements a load where the tensor is aligned for it, and then all of a thread's loads under way before
 // it uses the first. What lies beyond row S or column HEAD_DIM becomes zero.
@@ -74,9 +80,8 @@ __device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor
     const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
     const dtype* from = tensor.row(b, h, row) + col;
     const long long step = Y * tensor.stride_s;
-    const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
     tile += threadIdx.y * PITCH + 4 * threadIdx.x;
-    if (HEAD_DIM % 4 == 0 && (head | tensor.stride_s * sizeof(dtype)) % sizeof(dtype4) == 0) {  // alike in all threads
+    if (HEAD_DIM % 4 == 0 && aligned_for_dtype4(tensor, b, h)) {
         dtype4 values[R][C];
 #pragma unroll
         for (int r = 0; r < R; ++r, from += step)

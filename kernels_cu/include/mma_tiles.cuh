@@ -18,13 +18,15 @@ struct Swizzled {
     }
 };
 
-// Requests rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix; rows from S on and columns from HEAD_DIM on become zeros.
+// Requests rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix, by threads 0 .. THREADS_; rows from S on and columns from HEAD_DIM
+// on become zeros.
 template <int ROWS, int COLUMNS, unsigned THREADS_>
-__device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S) {
+__device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S,
+                                             unsigned thread = threadIdx.x) {
     using Tile = Swizzled<COLUMNS>;
     constexpr unsigned STEP = THREADS_ / Tile::CHUNKS, COPIERS = STEP * Tile::CHUNKS;  // one chunk of every STEP-th row each
-    const unsigned row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
-    if (COPIERS < THREADS_ && threadIdx.x >= COPIERS) return;
+    const unsigned row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
+    if (COPIERS < THREADS_ && thread >= COPIERS) return;
     const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
     const bool whole = HEAD_DIM == COLUMNS && ROWS % STEP == 0 && n0 + ROWS <= S;
 #pragma unroll

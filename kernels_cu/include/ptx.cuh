@@ -19,6 +19,20 @@ __device__ __forceinline__ SmemAddress smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// threadIdx.x, asked of the hardware each time: the compiler keeps nothing that is computed from it across a call.
+__device__ __forceinline__ unsigned thread_index_x() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index)::"memory");
+    return index;
+}
+
+// Likewise blockIdx.x.
+__device__ __forceinline__ unsigned block_index_x() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index)::"memory");
+    return index;
+}
+
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8, and receives of each
 // matrix the elements (g; 2q, 2q+1), or with _trans the elements (2q, 2q+1; g).
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SmemAddress row) {
@@ -53,6 +67,12 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
+// The two floats again.
+__device__ __forceinline__ float2 unpack(unsigned packed) {
+    const dtype* pair = reinterpret_cast<const dtype*>(&packed);
+    return make_float2(to_float(pair[0]), to_float(pair[1]));
+}
+
 // 2^x to 2 ulp; exact for -inf and NaN.
 __device__ __forceinline__ float ex2(float x) {
     float y;
@@ -66,6 +86,11 @@ __device__ __forceinline__ void cp_async_16(SmemAddress to, const void* from, bo
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
+// The same for four bytes.
+__device__ __forceinline__ void cp_async_4(SmemAddress to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
 // Closes a group of copies.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -73,4 +98,33 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Adds a warp's fragment, a 16 x 8 accumulator, to 128 floats of global memory at `to`, a multiple of 16 bytes, in an order
+// that makes of it as few transactions as the architecture can: one of 512 bytes, or four of 128. `fetch_rows` knows it.
+__device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
+    const unsigned lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 4 * lane), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) atomicAdd(to + 32 * i + lane, c[i]);
+#endif
+}
+
+// Rows g and g + 8 of the 16 x 8 sums that add_fragment has left at `from`.
+__device__ __forceinline__ void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
+    const float4* const sums = reinterpret_cast<const float4*>(from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#if __CUDA_ARCH__ >= 900
+        const float4 lane = sums[4 * g + i];  // that of columns 2i and 2i + 1
+        rows[0][2 * i] = lane.x, rows[0][2 * i + 1] = lane.y, rows[1][2 * i] = lane.z, rows[1][2 * i + 1] = lane.w;
+#else
+        const float4 lanes = sums[8 * i + g];  // element i of the four that share the rows
+        float(&row)[8] = rows[i / 2];
+        row[i % 2] = lanes.x, row[2 + i % 2] = lanes.y, row[4 + i % 2] = lanes.z, row[6 + i % 2] = lanes.w;
+#endif
+    }
 }

@@ -31,3 +31,68 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
         if (lane == 0) LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + i] = m + logf(l);
     }
 }
+
+// P and dS of query row `i` and key `j`, by all lanes of a warp.
+struct Pair {
+    float p, ds;
+    __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
+                                    const Score& score, int i, int j) {
+        float s = 0.0f, dp = 0.0f;
+        for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) {
+            s += to_float(q[d]) * to_float(k[d]);
+            dp += to_float(dO[d]) * to_float(v[d]);
+        }
+        p = lse == -INF ? 0.0f : expf(score.score(row_sum<32>(s), i, j) - lse);
+        ds = p * (row_sum<32>(dp) - delta);
+    }
+};
+
+// dK and dV of keys n0 .. n0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by all WARPS_ warps of the block.
+template <int ROWS, int WARPS_>
+__device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+                                                      const View<const dtype>& V, const View<const dtype>& dO,
+                                                      const float* LSE, const float* delta, const View<dtype>& dK,
+                                                      const View<dtype>& dV, int group, const Score& score, int n0) {
+    constexpr int OWNED = (HEAD_DIM + 31) / 32;
+    const int head = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
+    for (int j = n0 + threadIdx.x / 32; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
+        float dk[OWNED] = {}, dv[OWNED] = {};
+        for (int h = head * group; h < (head + 1) * group; ++h) {
+            const long long first = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;
+            for (int i = score.query_start(j); i < score.Sq; ++i) {
+                const dtype *q = Q.row(b, h, i), *grad = dO.row(b, h, i);
+                const Pair pair(q, K.row(b, head, j), V.row(b, head, j), grad, LSE[first + i], delta[first + i], score, i, j);
+                for (int d = lane; d < HEAD_DIM; d += 32) {
+                    dk[d / 32] += pair.ds * to_float(q[d]);
+                    dv[d / 32] += pair.p * to_float(grad[d]);
+                }
+            }
+        }
+        for (int d = lane; d < HEAD_DIM; d += 32) {
+            dK.row(b, head, j)[d] = dtype(dk[d / 32] * score.scale);
+            dV.row(b, head, j)[d] = dtype(dv[d / 32]);
+        }
+    }
+}
+
+// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by one warp.
+template <int ROWS, int COLS>
+__device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+                                                        const View<const dtype>& V, const View<const dtype>& dO,
+                                                        const float* LSE, const float* delta, const View<dtype>& dQ, int group,
+                                                        const Score& score, int m0, int d0) {
+    constexpr int OWNED = (HEAD_DIM + 31) / 32;
+    const int h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
+    const long long first = (static_cast<long long>(b) * gridDim.y + h) * score.Sq;
+    for (int i = m0; i < min(m0 + ROWS, score.Sq); ++i) {
+        float dq[OWNED] = {};
+        for (int j = 0; j < score.key_end(i + 1); ++j) {
+            const dtype* k = K.row(b, h / group, j);
+            const Pair pair(Q.row(b, h, i), k, V.row(b, h / group, j), dO.row(b, h, i), LSE[first + i], delta[first + i], score,
+                            i, j);
+            for (int d = lane; d < HEAD_DIM; d += 32) dq[d / 32] += pair.ds * to_float(k[d]);
+        }
+        for (int d = lane; d < HEAD_DIM; d += 32)
+            if (d0 <= d && d < d0 + COLS) dQ.row(b, h, i)[d] = dtype(dq[d / 32] * score.scale);
+    }
+}

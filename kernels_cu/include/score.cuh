@@ -42,5 +42,8 @@ struct Score {
 
     // Query rows before here see none of the keys from `key_col` on: where the backward's walk over query rows begins.
     __device__ __forceinline__ int query_start(int key_col) const { return CAUSAL ? max(0, key_col - diagonal) : 0; }
+
+    // Query rows from here on see all of the keys before `key_end`, at most Sk.
+    __device__ __forceinline__ int query_all(int key_end) const { return CAUSAL ? max(0, key_end - 1 - diagonal) : 0; }
 };
 static_assert(sizeof(Score) == 16, "Score differs from sandbox/arguments.py");

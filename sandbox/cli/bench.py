@@ -30,6 +30,7 @@ from .output import exit_status, followed, print_json, say, screen
 @click.option(
     "--peers", "names", default=",".join(peers.DEFAULT), show_default=True, help="Also flex, a file, or none."
 )
+@click.option("--backward", is_flag=True, help="Time the backward: delta, dQ, dK and dV; of peers, autograd's.")
 @click.option("--against", help="The peer that kernels are compared with; by default the first that has a time.")
 @click.option("--mode", type=click.Choice(list(bench.MODES)), default="events", show_default=True,
               help="Single launches after an L2 flush, or CUDA graphs, without host time or flush.")  # fmt: skip
@@ -43,8 +44,8 @@ from .output import exit_status, followed, print_json, say, screen
 @json_option
 def bench_(
     kernels: tuple[str, ...], grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None,
-    tiles: tuple[str, ...], names: str, against: str | None, mode: str, seconds: float, out: Path | None, resume: bool,
-    show: Path | None, prefix: Path | None, as_json: bool,
+    tiles: tuple[str, ...], names: str, backward: bool, against: str | None, mode: str, seconds: float,
+    out: Path | None, resume: bool, show: Path | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels beside peers, correct ones only: TFLOP/s, % of the measured peak, ratios. Needs a GPU and PyTorch.
 
@@ -52,19 +53,21 @@ def bench_(
     """
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file to go on with")
-    rows, stopped = read_rows(show) if show else [], None
+    computes = "backward" if backward else "forward"
+    rows, stopped = [row for row in read_rows(show) if row["computes"] == computes] if show else [], None
     if not show:
         problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
         problems += bench.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
-        chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == "forward"]
+        chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]
         others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
         if against and against not in (peer.name for peer in others):
             raise click.BadParameter(f"{against} is not among the peers", param_hint="--against")
         if resume and out:
-            rows = bench.stored(read_rows(out), problems, mode)
+            rows = bench.stored(read_rows(out), problems, mode, computes=computes)
             problems = bench.unmeasured(rows, problems, [*bench.ours(chosen, parsed), *others])
-        found = bench.run(chosen, problems, others, tiles=parsed, mode=mode, limits=Limits(seconds=seconds))
+        limits = Limits(seconds=seconds)
+        found = bench.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
         total = len(problems) * (len(chosen) * max(1, len(parsed)) + len(others))
         try:
             rows.extend(followed(recorded(found, out), lambda r: f"S{r['Sq']} D{r['D']} {r['contender']}", total))

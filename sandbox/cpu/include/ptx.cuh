@@ -7,6 +7,9 @@ using SmemAddress = char*;
 
 inline SmemAddress smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
 
+inline unsigned block_index_x() { return blockIdx.x; }
+inline unsigned thread_index_x() { return threadIdx.x; }
+
 namespace cpu {
 
 // The 16-bit elements (row, column) and (row, column + 1), or transposed (column, row) and (column + 1, row), of an
@@ -74,6 +77,7 @@ inline unsigned pack(float low, float high) {
 #endif
 }
 
+inline float2 unpack(unsigned packed) { return {cpu::element(packed, 0), cpu::element(packed, 1)}; }
 inline float ex2(float x) { return exp2f(x); }
 
 inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
@@ -82,6 +86,19 @@ inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SI
     }
     cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
 }
+inline void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+    if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 4) {
+        cpu::sandbox_trap("cp.async of 4 bytes between addresses that are not multiples of 4", site);
+    }
+    cpu::sandbox_copy_later(to, from, 4, valid ? 4 : 0);
+}
 inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
 template <int PENDING>
 inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
+
+inline void add_fragment(float* to, const float (&x)[4]) {
+    for (int i = 0; i < 4; ++i) atomicAdd(to + 32 * i + threadIdx.x % 32, x[i]);
+}
+inline void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
+    for (int i = 0; i < 16; ++i) rows[i / 8][i % 8 / 4 + i % 4 * 2] = from[i / 4 * 32 + 4 * g + i % 4];
+}

@@ -1,0 +1,61 @@
+"""The backward ladder on the `paper` grid beside PyTorch's attention, and the README's table of it from its rows.
+
+python experiments/012_backward_paper/run.py measure     needs a GPU; some three minutes on an H100
+python experiments/012_backward_paper/run.py table       rewrites the table in README.md from results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from sandbox import ladder, plot, registry
+from sandbox.rows import read_rows
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent.parent / "README.md"
+BEGIN = "<!-- backward ladder: written by experiments/012_backward_paper/run.py table -->\n"
+END = "<!-- end of backward ladder -->"
+
+
+def measure() -> None:
+    """The rungs beside FlashAttention-2 and cuDNN as PyTorch has them, in one interleaved run; then the first, which
+    would need minutes for the long problems, on the short ones."""
+    whole = [name for name, k in registry.kernels().items() if k.computes == "backward" and k.rung > 1]
+    bench(*whole, "--grid", "paper", "--peers", "sdpa-flash,sdpa-cudnn", "--seconds", "0.3")
+    for causal in ([], ["--causal"]):
+        short = [f"{16384 // S},{2048 // D},{S},{D}" for D in (64, 128, 256) for S in (512, 1024)]
+        shapes = [option for shape in short for option in ("--shape", shape)]
+        bench("bwd_minimal", *shapes, *causal, "--peers", "sdpa-flash", "--seconds", "0.1")
+
+
+def bench(*arguments: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sandbox",
+        "bench",
+        "--backward",
+        "--against",
+        "sdpa-flash",
+        *arguments,
+        "--out",
+        str(HERE / "results.jsonl"),
+    ]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measure", "table"])
+    if parser.parse_args().what == "measure":
+        measure()
+    rows = read_rows(HERE / "results.jsonl")
+    ladder.write_between(README, BEGIN, END, ladder.ladder_markdown(rows, "sdpa-flash"))
+    plot.draw(rows, HERE / "paper")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+// Rung 3 of the backward: dQ, dK and dV on tensor cores, warp by warp (mma.sync, sm_80 and later).
+//
+// A block owns BLOCK_N keys, of which each group of SHARE warps owns 32, and walks the query tiles that see them: dK and dV
+// stay in its registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave the
+// accumulators as A operands of dV += P^T dO and dK += dS^T Q without a shuffle, exactly as P does in fwd_mma.
+//
+// clang-format off
+//   warps of a group   share a: queries 0 .. QUERIES        share b: the next QUERIES         (of the BLOCK_M of a tile)
+//     own queries      S^T, dP^T -> P^T, dS^T (registers)   the same                           dS^T, P^T -> shared memory
+//     all queries      dK, dV, columns 0 .. COLS            dK, dV, the next COLS              the partners' from there
+//   all warps          dQ tile = dS K, 32 rows x DQ_COLS columns each, added to dQ_accum
+//
+//   shared memory: K, V [BLOCK_N][D_PAD] | 2 stages: Q, dO [BLOCK_M][D_PAD], LSE, delta | dS^T, P^T [BLOCK_N][BLOCK_M]
+// clang-format on
+//
+// dQ sums over blocks: each adds its share to fp32 memory by reductions that L2 carries out, in an order of its own, so
+// that the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold
+// them, not as a matrix: a reduction is then 512 consecutive bytes of a warp. `bwd_mma_dq` puts them in order, scaled.
+//
+// FlashAttention-2's Algorithm 2 (arXiv:2307.08691) with the roles of registers and shared memory chosen anew: 32 keys a
+// warp use every fragment of Q and dO twice, without which shared memory, not the tensor cores, would be the limit.
+#include "mma_tiles.cuh"
+#include "row_by_row.cuh"
+#include "score.cuh"
+
+constexpr unsigned THREADS = 32 * WARPS;
+constexpr int SHARE = WARPS * 32 / BLOCK_N;    // warps that own the same 32 keys
+constexpr int DQ_PARTS = WARPS * 32 / BLOCK_M;  // warps that divide the columns of the same 32 rows of dQ
+constexpr int LEAST_COLUMNS = 16 * (SHARE > DQ_PARTS ? SHARE : DQ_PARTS);  // an MMA step for each warp that divides them
+__device__ constexpr int padded(int columns) { return columns >= HEAD_DIM ? columns : padded(2 * columns); }
+constexpr int D_PAD = padded(LEAST_COLUMNS);  // a power of two; the columns from HEAD_DIM on are zeros
+constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
+constexpr int SUB_M = QUERIES < 32 ? QUERIES : 32;  // queries at a time
+using Tile = Swizzled<D_PAD>;                       // rows of Q, K, V, dO
+using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
+using Place = FragmentPlace<D_PAD>;
+using PPlace = FragmentPlace<BLOCK_M>;
+constexpr unsigned ROW = Tile::ROW, Q_BYTES = BLOCK_M * ROW, K_BYTES = BLOCK_N * ROW, P_BYTES = BLOCK_N * PTile::ROW;
+constexpr unsigned STAGE = 2 * Q_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
+constexpr float LOG2E = 1.4426950408889634f;
+static_assert(SMEM_BYTES == 2 * K_BYTES + 2 * STAGE + (SHARE > 1 ? 2 : 1) * P_BYTES, "spec and kernel disagree on shared memory");
+static_assert(SHARE * BLOCK_N == 32 * WARPS && DQ_PARTS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 && SUB_M % 16 == 0,
+              "32 rows a warp, whole MMA steps");
+static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
+
+using Accumulators = float[2][COLS / 8][4];  // 32 keys x COLS columns of dK or dV
+
+// C = A B^T over D_PAD columns: 32 rows of a tile times 8 * N_TILES rows of another.
+template <int N_TILES>
+__device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddress A_tile, SmemAddress B_tile,
+                                             const Place& place, const Place& row_place) {
+#pragma unroll
+    for (int step = 0; step < D_PAD / 16; ++step) {
+        unsigned A[2][4];
+        ldmatrix_x4(A[0], A_tile + place(0, step));
+        ldmatrix_x4(A[1], A_tile + place(16, step));
+#pragma unroll
+        for (int nt = 0; nt < N_TILES / 2; ++nt) {
+            unsigned B[4];
+            ldmatrix_x4(B, B_tile + row_place(16 * nt, step));
+#pragma unroll
+            for (int mt = 0; mt < 2; ++mt) {
+                mma_m16n8k16(C[mt][2 * nt], A[mt], B[0], B[1]);
+                mma_m16n8k16(C[mt][2 * nt + 1], A[mt], B[2], B[3]);
+            }
+        }
+    }
+}
+
+// C += A B for 16 rows of a tile B, from row `row` on; `place` points at the first of the columns.
+template <int N_TILES>
+__device__ __forceinline__ void add_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddress B_tile, int row,
+                                         const Place& place) {
+#pragma unroll
+    for (int dt = 0; dt < N_TILES / 2; ++dt) {
+        unsigned B[4];
+        ldmatrix_x4_trans(B, B_tile + place(row, dt));
+#pragma unroll
+        for (int mt = 0; mt < 2; ++mt) {
+            mma_m16n8k16(C[mt][2 * dt], A[mt], B[0], B[1]);
+            mma_m16n8k16(C[mt][2 * dt + 1], A[mt], B[2], B[3]);
+        }
+    }
+}
+
+// The coordinates of a thread's warp. Each part of a step asks for its thread anew and computes its addresses from that: kept
+// from step to step they would take the registers that the accumulators need.
+struct Warp {
+    unsigned index, lane, keys, part;  // keys: its first key in the block's tile; part: its share of queries and columns
+    __device__ __forceinline__ explicit Warp(unsigned thread)
+        : index(thread / 32), lane(thread % 32), keys(index / SHARE * 32), part(index % SHARE) {}
+
+    // Of 16 x 16 blocks: the rows of an A operand, those of a B operand (transposed), and the warp's own columns.
+    __device__ __forceinline__ Place rows() const { return {lane % 16, lane / 16}; }
+    __device__ __forceinline__ Place transposed_rows() const { return {lane / 16 * 8 + lane % 8, lane / 8 % 2}; }
+    __device__ __forceinline__ Place columns() const { return {lane % 16, part * (COLS / 8) + lane / 16}; }
+};
+
+// The warp's own queries: P^T and dS^T, in registers for its own columns of dV and dK, in shared memory for everybody else.
+// `masked`: some query of the tile does not see all of the block's keys.
+__device__ __forceinline__ void own_queries(Accumulators& dK, Accumulators& dV, const Score& score, int m0,
+                                            int n0, bool masked, SmemAddress K_tile, const char* stage, char* dS_tile) {
+    const SmemAddress Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
+    const float* LSE_smem = reinterpret_cast<const float*>(stage + 2 * Q_BYTES);
+    const Warp warp(thread_index_x());
+    const Place rows = warp.rows(), transposed_rows = warp.transposed_rows(), columns = warp.columns();
+    const int g = warp.lane / 4, q = warp.lane % 4;
+    const float exponent = score.scale * LOG2E;
+#pragma unroll 1
+    for (int sub = 0; sub < QUERIES; sub += SUB_M) {
+        const int first = warp.part * QUERIES + sub;  // of these queries, in the tile
+        float S[2][SUB_M / 8][4] = {};
+        dot_products(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
+        if (masked) {
+#pragma unroll
+            for (int i = 0; i < SUB_M; ++i) {
+                const int mt = i % 2, half = i / 2 % 2, nt = i / 4 % (SUB_M / 8), odd = i / 4 / (SUB_M / 8);
+                const int query_row = m0 + first + 8 * nt + 2 * q + odd, key_col = n0 + warp.keys + 16 * mt + 8 * half + g;
+                if (!score.sees(query_row, key_col)) S[mt][nt][2 * half + odd] = -INF;
+            }
+        }
+        unsigned P[SUB_M / 16][2][4];
+#pragma unroll
+        for (int nt = 0; nt < SUB_M / 8; ++nt) {
+            const float2 lse = *reinterpret_cast<const float2*>(LSE_smem + first + 8 * nt + 2 * q);
+            const float shift0 = lse.x == -INF ? -INF : -lse.x * LOG2E, shift1 = lse.y == -INF ? -INF : -lse.y * LOG2E;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float s0 = S[i / 2][nt][i % 2 * 2], s1 = S[i / 2][nt][i % 2 * 2 + 1];
+                P[nt / 2][i / 2][nt % 2 * 2 + i % 2] = pack(ex2(fmaf(s0, exponent, shift0)), ex2(fmaf(s1, exponent, shift1)));
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < SUB_M / 16; ++step) add_step(dV, P[step], dO_tile + first * ROW, 16 * step, columns);
+
+        float dP[2][SUB_M / 8][4] = {};
+        dot_products(dP, K_tile + K_BYTES + warp.keys * ROW, dO_tile + first * ROW, rows, transposed_rows);
+        unsigned dS[SUB_M / 16][2][4];
+#pragma unroll
+        for (int nt = 0; nt < SUB_M / 8; ++nt) {
+            const float2 delta = *reinterpret_cast<const float2*>(LSE_smem + BLOCK_M + first + 8 * nt + 2 * q);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int mt = i / 2, half = i % 2;
+                const unsigned packed = P[nt / 2][mt][nt % 2 * 2 + half];
+                const float2 p = unpack(packed);
+                const unsigned ds = pack(p.x * (dP[mt][nt][2 * half] - delta.x), p.y * (dP[mt][nt][2 * half + 1] - delta.y));
+                dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
+                char* to = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
+                *reinterpret_cast<unsigned*>(to) = ds;
+                if (SHARE > 1) *reinterpret_cast<unsigned*>(to + P_BYTES) = packed;
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < SUB_M / 16; ++step) add_step(dK, dS[step], Q_tile + first * ROW, 16 * step, columns);
+    }
+}
+
+// The partners' queries: P^T and dS^T from shared memory.
+__device__ __forceinline__ void other_queries(Accumulators& dK, Accumulators& dV, SmemAddress Q_tile,
+                                              SmemAddress dS_tile) {
+    const Warp warp(thread_index_x());
+    const Place columns = warp.columns();
+#pragma unroll 1  // unrolled, D = 256 spills
+    for (int other = 1; other < SHARE; ++other) {
+        const int first = (warp.part + other) % SHARE * QUERIES;
+#pragma unroll
+        for (int step = 0; step < QUERIES / 16; ++step) {
+            const PPlace place(warp.lane % 16, first / 8 + warp.lane / 16);
+            const SmemAddress from = dS_tile + warp.keys * PTile::ROW;
+            unsigned A[2][4];
+            ldmatrix_x4(A[0], from + P_BYTES + place(0, step));
+            ldmatrix_x4(A[1], from + P_BYTES + place(16, step));
+            add_step(dV, A, Q_tile + Q_BYTES + first * ROW, 16 * step, columns);
+            ldmatrix_x4(A[0], from + place(0, step));
+            ldmatrix_x4(A[1], from + place(16, step));
+            add_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
+        }
+    }
+}
+
+// 32 rows x DQ_COLS columns of dS K, added to the warp's part of the tile's accumulators.
+__device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddress K_tile, SmemAddress dS_tile) {
+    const Warp warp(thread_index_x());
+    const PPlace queries(warp.lane / 16 * 8 + warp.lane % 8, warp.index / DQ_PARTS * 4 + warp.lane / 8 % 2);
+    constexpr int STEP_COLS = DQ_COLS < 32 ? DQ_COLS : 32;  // more at a time spill
+#pragma unroll 1
+    for (int col = 0; col < DQ_COLS; col += STEP_COLS) {
+        const Place columns(warp.lane % 16, (warp.index % DQ_PARTS * DQ_COLS + col) / 8 + warp.lane / 16);
+        float dQ[2][STEP_COLS / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; ++step) {
+            unsigned A[2][4];
+            ldmatrix_x4_trans(A[0], dS_tile + queries(16 * step, 0));
+            ldmatrix_x4_trans(A[1], dS_tile + queries(16 * step, 1));
+            add_step(dQ, A, K_tile, 16 * step, columns);
+        }
+        float* to = dQ_tile + warp.index * (32 * DQ_COLS) + col / 8 * 128;
+#pragma unroll
+        for (int i = 0; i < STEP_COLS / 4; ++i) {
+            const int mt = i / (STEP_COLS / 8), nt = i % (STEP_COLS / 8);
+            add_fragment(to + (mt * (DQ_COLS / 8) + nt) * 128, dQ[mt][nt]);
+        }
+    }
+}
+
+// Accumulators to shared memory as 16-bit rows of a K/V tile.
+__device__ __forceinline__ void stage_rows(char* tile, const Accumulators& sums, float factor) {
+    const Warp warp(thread_index_x());
+#pragma unroll
+    for (int i = 0; i < 4 * (COLS / 8); ++i) {
+        const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
+        *reinterpret_cast<unsigned*>(tile + Tile::at(row, warp.part * (COLS / 8) + nt) + warp.lane % 4 * 4) =
+            pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
+    }
+}
+
+__device__ __forceinline__ void store_rows(const View<dtype>& to, int b, int h, int n0, int Sk, const char* tile) {
+    for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
+        const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
+        if (n0 + row < Sk && chunk * 8 < HEAD_DIM)
+            *reinterpret_cast<uint4*>(to.row(b, h, n0 + row) + chunk * 8) =
+                *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
+    }
+}
+
+__device__ __forceinline__ bool finite(const Accumulators& sums) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COLS; ++i) zero = fmaf(sums[i / (COLS / 2)][i / 4 % (COLS / 8)][i % 4], 0.0f, zero);
+    return zero == 0.0f;
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
+    const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const float* LSE,                              // (B, H, Sq), contiguous
+    const float* delta,                            // (B, H, Sq), contiguous
+    float* dQ_accum,                               // (B, H, query tiles, BLOCK_M * D_PAD), zeros before
+    const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
+    int group,                                     // H / Hk
+    const __grid_constant__ Score score) {
+    extern __shared__ __align__(1024) char smem[];
+    char* const dS_tile = smem + 2 * K_BYTES + 2 * STAGE;
+    const int kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group, tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+    const SmemAddress K_tile = smem_address(smem);
+    const auto request_stage = [&](unsigned at, int h, int m0) {
+        const SmemAddress stage = K_tile + at;
+        const unsigned thread = thread_index_x();
+        request_tile<BLOCK_M, D_PAD, THREADS>(stage, Q.row(b, h, 0), Q.stride_s, m0, score.Sq, thread);
+        request_tile<BLOCK_M, D_PAD, THREADS>(stage + Q_BYTES, dO.row(b, h, 0), dO.stride_s, m0, score.Sq, thread);
+        const long long row = (static_cast<long long>(b) * H + h) * score.Sq + m0;
+        for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
+            const int query = t % BLOCK_M;
+            cp_async_4(stage + 2 * Q_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < score.Sq);
+        }
+        cp_async_commit();
+    };
+
+    float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][COLS / 8][4] = {};
+    const auto n0 = [] { return static_cast<int>(block_index_x()) * BLOCK_N; };
+    const auto first_row = [&] { return score.query_start(n0()) / BLOCK_M * BLOCK_M; };
+    int h = kv_head * group, m0 = first_row();  // the query tiles of each head that shares these keys
+    int left = m0 < score.Sq ? group * ((score.Sq - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // to walk
+    unsigned stage = 2 * K_BYTES;  // where in shared memory
+    if (left > 0) {
+        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, K.row(b, kv_head, 0), K.stride_s, n0(), score.Sk);
+        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile + K_BYTES, V.row(b, kv_head, 0), V.stride_s, n0(), score.Sk);
+        request_stage(stage, h, m0);
+    }
+#pragma unroll 1
+    for (; left > 0; --left) {
+        cp_async_wait<0>();
+        __syncthreads();  // the stage is there for everybody; everybody has used the other one, dS^T and P^T
+        if (left > 1) {
+            const bool last = m0 + BLOCK_M >= score.Sq;  // of this head
+            request_stage(4 * K_BYTES + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
+        }
+        const bool masked = n0() + BLOCK_N > score.Sk || m0 < score.query_all(n0() + BLOCK_N);
+        own_queries(dK_rmem, dV_rmem, score, m0, n0(), masked, K_tile, smem + stage, dS_tile);
+        __syncthreads();  // dS^T and P^T are whole before others' are read
+        other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
+        const long long tile = (static_cast<long long>(b) * H + h) * tiles + m0 / BLOCK_M;
+        add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
+        m0 += BLOCK_M, stage = 4 * K_BYTES + STAGE - stage;
+        if (m0 >= score.Sq) ++h, m0 = first_row();
+    }
+    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
+    if (CAUSAL && __syncthreads_or(!finite(dK_rmem) || !finite(dV_rmem)))
+        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0());
+
+    __syncthreads();  // everybody has used K and V before dK and dV take their place
+    stage_rows(smem, dK_rmem, score.scale);
+    stage_rows(smem + K_BYTES, dV_rmem, 1.0f);
+    __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
+    store_rows(dK, b, kv_head, n0(), score.Sk, smem);
+    store_rows(dV, b, kv_head, n0(), score.Sk, smem + K_BYTES);
+}
+
+// dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
+extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
+    const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const float* LSE,                              // (B, H, Sq), contiguous
+    const float* delta,                            // (B, H, Sq), contiguous
+    const float* dQ_accum,                         // as bwd_mma has left it
+    const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
+    int group,                                     // H / Hk
+    const __grid_constant__ Score score) {
+    const int h = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row0 = blockIdx.x * BLOCK_M + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
+    const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
+    const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = lane; i < 2 * DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
+        const int nt = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8) % 8, mt = i / DQ_COLS;
+        float sums[2][8];
+        fetch_rows(sums, from + (mt * (DQ_COLS / 8) + nt) * 128, g);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unsigned packed[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
+                zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
+                packed[pair] = pack(x * score.scale, y * score.scale);
+            }
+            const int row = row0 + 16 * mt + 8 * half + g, col = col0 + 8 * nt;
+            if (row < score.Sq && col < HEAD_DIM)
+                *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+    if (CAUSAL && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+        query_gradients_row_by_row<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
+}

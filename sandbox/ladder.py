@@ -1,0 +1,54 @@
+"""The README's tables of the ladder, written from stored rows between two markers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from . import registry
+from .errors import SpecError
+
+Row = Mapping[str, Any]
+_PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # as PyTorch has them
+
+
+def ladder_markdown(rows: Sequence[Row], against: str) -> str:
+    """A line a contender: geometric means of TFLOP/s over the rows for each head width, and the ratio to `against`."""
+    speed = {(r["contender"], r["D"], r["Sq"], r["causal"]): r["tflops"] for r in rows if r["ok"]}
+    contenders = [*dict.fromkeys(r["contender"] for r in rows)]
+    widths = sorted({r["D"] for r in rows})
+    lines = [
+        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in widths)} | of {_PEERS.get(against, against)} |",
+        f"| --- | --- | --- |{' --- |' * len(widths)} --- |",
+    ]
+    for name in contenders:
+        points = {D: {key[2:]: t for key, t in speed.items() if key[:2] == (name, D)} for D in widths}
+        means = [f"{geometric_mean(points[D].values()):.3g}" if points[D] else "–" for D in widths]
+        ratios = []
+        for D in widths:
+            both = [t / speed[against, D, *point] for point, t in points[D].items() if (against, D, *point) in speed]
+            ratios.append(
+                f"{geometric_mean(both):.2g}" if both and max(both) < 0.095 else f"{geometric_mean(both):.2f}"
+            )
+        kernel = registry.kernels().get(name)
+        rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", "PyTorch's own")
+        label = f"`{name}`" if kernel else _PEERS.get(name, name)
+        lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(ratios)} |")
+    r = rows[0]
+    problems = len({(row["D"], row["Sq"], row["causal"]) for row in rows})
+    grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
+    ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
+    where = f"{r['device']}, CUDA {r['cuda']}"
+    said = f"TFLOP/s of the {r['computes']}, {r['dtype']}, geometric means over {grid}; {where}; {ceiling}."
+    return "\n".join([*lines, "", said]) + "\n"
+
+
+def write_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Puts `text` between the two markers of a file. Raises SpecError when they are not there."""
+    before, found, rest = path.read_text().partition(begin)
+    _, closing, after = rest.partition(end)
+    if not found or not closing:
+        raise SpecError(f"{path} has no place for the table, between {begin.strip()} and {end}")
+    path.write_text(before + begin + text + end + after)
