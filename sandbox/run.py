@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from . import arch as architectures
 from . import driver, nvrtc
-from .arguments import ArgumentBlock, Launch, Tensor
+from .arguments import ArgumentBlock, Launch, Tensor, encode_for_host
 from .choose import choose_tile
 from .cpu import build
 from .cpu.launch import CpuFunction
@@ -58,7 +58,8 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
         if size > limit:
             raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
-    arguments = ArgumentBlock(kernel, problem, tensors)
+    encode = encode_for_host if device == HOST else driver.encode_tensor_map
+    arguments = ArgumentBlock(kernel, problem, tile, tensors, encode)
     names = arguments.tensor_names
     defines = tuple(kernel.defines(problem, tile).items())
     smem = kernel.smem_bytes(problem, tile)

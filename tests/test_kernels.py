@@ -23,19 +23,22 @@ by_name = lambda kernel: kernel.name  # noqa: E731
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
-    target, tried = arch.parse(arch_name), 0
+    target, tried, refused = arch.parse(arch_name), 0, False
     for dtype in kernel.dtypes:
         for D, causal in itertools.product((40, 64, 96, 128, kernel.max_D), (False, True)):
             problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal="bottom-right" if causal else False)
             for tile in kernel.tiles:
-                if kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target):
+                if kernel.refuses(problem, target):
+                    refused = True
+                    continue
+                if choose.refuses_tile(kernel, problem, tile, target):
                     continue
                 r = run.compile(kernel, D=D, dtype=dtype, causal=causal, arch=arch_name, tile=tile).resources
                 what = f"{kernel.name} {arch_name} D={D} {dtype} causal={causal} {tile}"
                 assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
                 assert r.warnings == (), what
                 tried += 1
-    assert tried or target < kernel.min_arch
+    assert tried or refused
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)

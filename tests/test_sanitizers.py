@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sandbox import choose, dlpack, registry
-from sandbox.arguments import ArgumentBlock
+from sandbox.arguments import ARGUMENTS, ArgumentBlock
 from sandbox.cases import Case, make_inputs
 from sandbox.cpu import compiler, sanitize
 from sandbox.cpu.build import Sanitizer
@@ -43,8 +43,8 @@ def run_forward(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: 
     tile = choose.choose_tile(kernel, problem, None, smallest_tile(kernel))
     q, k, v = map(np.ascontiguousarray, make_inputs(Case("sanitize", problem)))
     arrays = {"Q": q, "K": k, "V": v, "O": np.zeros_like(q), "LSE": np.zeros(q.shape[:3], np.float32)}
-    arguments = ArgumentBlock(kernel, problem, {name: dlpack.view(array) for name, array in arrays.items()})
-    buffers = {i: arrays[name] for i, name in enumerate(kernel.args) if name in arrays}
+    arguments = ArgumentBlock(kernel, problem, tile, {name: dlpack.view(array) for name, array in arrays.items()})
+    buffers = {i: arrays[ARGUMENTS[name].tensor] for i, name in enumerate(kernel.args) if ARGUMENTS[name].tensor}
     return sanitize.run(
         sanitizer, source or kernel.source, kernel.name, kernel.defines(problem, tile), kernel.grid(problem, tile),
         kernel.block(tile), kernel.smem_bytes(problem, tile), arguments.values, buffers,
