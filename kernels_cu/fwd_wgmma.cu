@@ -6,18 +6,23 @@
 // clang-format off
 //   producer      K0  K1 V0  K2 V1  K3 V2 ...  and on into the next piece     STAGES tiles of K and of V, each with two
 //                                                                             mbarriers: full (TMA arrived), empty (used)
-//   consumer 0    QK0 softmax0 | QK1 PV0   softmax1     | QK2 PV1   softmax2 ...      time ->
-//   consumer 1                 |   softmax0     QK1 PV0 |   softmax1     QK2 PV1 ...
-//                                   \_ PING_PONG: they take turns on the tensor cores; OVERLAP: softmax_j begins when
-//                                      QK_j is there, while PV_(j-1) is still computed
+//   consumer 0    QK1 PV0 | softmax1           | QK2 PV1 | softmax2 ...       time ->
+//   consumer 1            | QK1 PV0 | softmax1           | QK2 PV1 | ...
+//   consumer 2                      | QK1 PV0 | softmax1           | ...
+//                 they take turns on the tensor cores: while one multiplies, the others exponentiate
 //
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], where there is room | mbarriers
 // clang-format on
 //
-// S = Q K^T reads both operands from shared memory; P goes from the accumulators of S, packed, into O += P V as a register
-// operand, and V is read as it lies (MN-major). Pieces are dealt out longest first for causal, back and forth over the
-// blocks, heads in sections whose K and V stay in L2 (FlashAttention-3's scheme; Shah et al. 2024, arXiv:2407.08608).
-// Scores, lazy maximum and NaN containment are those of fwd_mma.
+// S = Q K^T reads both operands from shared memory; P goes from registers, packed, into O += P V, and V is read as it lies
+// (MN-major). Warpgroups with roles and turns are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608); its softmax of one
+// tile beside the P V of the one before is not here: it was slower than the next idea.
+//
+// No maximum is taken on the way. A tile is exponentiated under the maximum m of its row's first tile, straight into P; only
+// where the sum comes out too large for P is m raised, O rescaled and the tile done again from S, which is still there. The
+// result is the same to rounding, and a tile costs a vote instead of BLOCK_N / 2 comparisons a thread before the first
+// exponential can begin: 5% at D = 64, 9% at D = 128 (fwd_mma's lazy maximum without looking at the scores; the idea of
+// rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -25,8 +30,8 @@
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
-constexpr float LAZY = 8.0f;
-constexpr int L2_BYTES = 24 << 20;  // of K and V that a section of heads may have
+constexpr float MOST = 16384.0f;    // a lane's sum of a tile; P stays below it, which fp16 holds
+constexpr float LARGEST = 3e38f;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
@@ -55,7 +60,7 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
-        mbarrier_init(base + EMPTY_Q + 8 * consumer, 1);
+        mbarrier_init(base + EMPTY_Q + 8 * consumer, O_APART ? 4 : 1);
     }
     fence_proxy_async();
 }
@@ -67,30 +72,35 @@ __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 
 struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of head h, batch entry b, and the key tiles they see
     int m0, h, b, tiles;
 
-    __device__ __forceinline__ Piece(unsigned index, unsigned H, unsigned heads, unsigned group, const Score& score) {
+    // Causal: heads in sections that fill two rounds of the blocks, or another even number, longest pieces first. Two rounds
+    // in opposite directions give every block as much, and few heads at a time stay in L2.
+    __device__ __forceinline__ Piece(unsigned index, unsigned H, unsigned heads, const Score& score) {
         const unsigned blocks = (score.Sq + BLOCK_M - 1u) / BLOCK_M;
         unsigned head = index / blocks, block = index % blocks;
         if (CAUSAL) {
-            const unsigned section = max(L2_BYTES / (4 * HEAD_DIM) / max(score.Sk, 1), 1) * group;  // heads
-            const unsigned first = head / section * section, size = min(section, heads - first);
-            const unsigned within = index - first * blocks;
+            const unsigned section = max(2 * gridDim.x / blocks, 1), first = head / section * section;
+            const unsigned size = min(section, heads - first), within = index - first * blocks;
             head = first + within % size;
             block = blocks - 1 - within / size;
         }
         m0 = block * BLOCK_M;
         h = head % H;
         b = head / H;
-        tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
+        tiles = tiles_before(m0 + BLOCK_M, score);
+    }
+    // How many tiles the rows before `row_end` see anything of.
+    static __device__ __forceinline__ int tiles_before(int row_end, const Score& score) {
+        return (max(score.key_end(row_end), 0) + BLOCK_N - 1) / BLOCK_N;
     }
 };
 
-// Calls f with each of the block's pieces. Every second round goes backwards, so that no block always has the longest.
+// Calls f with each of the block's pieces. Every second round goes backwards.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned H, unsigned heads, unsigned group, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(unsigned H, unsigned heads, const Score& score, F f) {
     const unsigned total = (score.Sq + BLOCK_M - 1u) / BLOCK_M * heads;
 #pragma unroll 1
     for (unsigned first = 0, place = blockIdx.x; first < total; first += gridDim.x, place = gridDim.x - 1 - place)
-        if (first + place < total) f(Piece(first + place, H, heads, group, score));
+        if (first + place < total) f(Piece(first + place, H, heads, score));
 }
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
@@ -98,41 +108,38 @@ struct Rows {
     float O[D_PAD / 2] = {};
     float m[2] = {-INF, -INF}, l[2] = {};  // m: a dot product; l: this lane's part of the sum
 
-    // S becomes exp2 of what exceeds m, and l their sum; returns whether m moved, and then alpha.
-    __device__ __forceinline__ bool softmax(float (&S)[BLOCK_N / 2], float exponent, float margin, float (&alpha)[2]) {
-        float top[2][2] = {{-INF, -INF}, {-INF, -INF}};  // two of each row: shorter chains
+    // Moves m up to the maxima of S and rescales what was accumulated under the old one.
+    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+        float top[2] = {-INF, -INF}, alpha[2];
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], S[i]);
-        bool exceeds = false;
+        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            top[half][0] = fmaxf(top[half][0], top[half][1]);
-            exceeds |= top[half][0] > m[half] + margin;
+            const float m_new = fmaxf(m[half], row_max<4>(top[half]));
+            alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
+            m[half] = m_new;
+            l[half] *= alpha[half];
         }
-        const bool moved = __any_sync(0xffffffffu, exceeds);
-        if (moved) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float m_new = fmaxf(m[half], row_max<4>(top[half][0]));
-                alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
-                m[half] = m_new;
-                l[half] *= alpha[half];
-            }
-        }
-        float sum[2][2] = {};
-        const float shift[2] = {m[0] == -INF ? 0.0f : -m[0] * exponent, m[1] == -INF ? 0.0f : -m[1] * exponent};
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) {
-            S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));  // a row that saw no key yet: P = 0, not NaN
-            sum[i / 2 % 2][i % 2] += S[i];
-        }
-        l[0] += sum[0][0] + sum[0][1];
-        l[1] += sum[1][0] + sum[1][1];
-        return moved;
-    }
-    __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
 #pragma unroll
         for (int i = 0; i < D_PAD / 2; ++i) O[i] *= alpha[i / 2 % 2];
+    }
+    // P = exp2 of what exceeds m, and `sum` of it; whether that is too much.
+    __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2], float exponent,
+                                                 float (&sum)[2]) const {
+        float sums[2][2] = {};  // two of each row: shorter chains
+        float shift[2];         // a row that saw no key yet: P = 0 where S = -INF, and too much everywhere else
+#pragma unroll
+        for (int half = 0; half < 2; ++half) shift[half] = m[half] == -INF ? LARGEST : -m[half] * exponent;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) {
+            const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2])), p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
+            sums[i % 2][0] += p0;
+            sums[i % 2][1] += p1;
+            P[i / 4][i % 4] = pack(p0, p1);
+        }
+        sum[0] = sums[0][0] + sums[0][1];
+        sum[1] = sums[1][0] + sums[1][1];
+        return fmaxf(sum[0], sum[1]) > MOST;
     }
     __device__ __forceinline__ bool finite() const {
         float zero = 0.0f;
@@ -141,11 +148,6 @@ struct Rows {
         return zero == 0.0f;
     }
 };
-
-__device__ __forceinline__ void pack_probabilities(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2]) {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = pack(S[2 * i], S[2 * i + 1]);
-}
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
@@ -171,7 +173,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            for_each_piece(H, heads, group, score, [&](const Piece& piece) {
+            for_each_piece(H, heads, score, [&](const Piece& piece) {
                 const int h = piece.h / group;
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty, unsigned full, int j) {
@@ -189,7 +191,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
-            for_each_piece(H, heads, group, score, [&](const Piece& piece) {
+            for_each_piece(H, heads, score, [&](const Piece& piece) {
                 const int h = Q.stride_h ? piece.h : 0, b = Q.stride_b ? piece.b : 0;
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
@@ -208,87 +210,98 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const bool sender = threadIdx.x % 128 == 0;
     const Descriptor Q_smem = Queries::k_major(base + consumer * Queries::BYTES);
     const SmemAddress O_smem = base + (O_APART ? O_AT : 0) + consumer * Queries::BYTES;
-    const float exponent = score.scale * 1.4426950408889634f, margin = LAZY / exponent;  // log2(e): e^x = 2^(x log2(e))
+    const float exponent = score.scale * 1.4426950408889634f;  // log2(e): e^x = 2^(x log2(e))
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
-    if (PING_PONG == 2 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece(H, heads, group, score, [&](const Piece& piece) {
-        const int first_row = piece.m0 + 64 * consumer + warp % 4 * 16;             // of the warp
-        const int whole = max(score.key_all(first_row), 0) / BLOCK_N;               // tiles that its rows see whole
+    for_each_piece(H, heads, score, [&](const Piece& piece) {
+        const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;           // of the warp
+        const int tiles = m0 < score.Sq ? Piece::tiles_before(m0 + 64, score) : 0;         // that the warpgroup sees of
+        const int whole = max(score.key_all(first_row), 0) / BLOCK_N;                      // that its rows see whole
         Rows rows;
-        float S[BLOCK_N / 2], alpha[2];
+        float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
         const auto multiply_QK = [&](int j) {
-            const unsigned i = used + j, stage = stage_of(i);
-            const Descriptor K_smem = Keys::k_major(base + K_AT + stage * Keys::BYTES);
+            const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(used + j) * Keys::BYTES);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < D_PAD / 16; ++step)
                 wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
             wgmma_commit();
         };
+        const auto await_K = [&](int j) { mbarrier_wait(base + FULL_K + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto await_V = [&](int j) { mbarrier_wait(base + FULL_V + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto release_K = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage_of(used + j)); };
+        const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(used + j)); };
+        const auto release_Q = [&] { if (O_APART && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
         const auto multiply_PV = [&](int j) {
-            const unsigned i = used + j, stage = stage_of(i);
-            const Descriptor V_smem = Keys::mn_major(base + V_AT + stage * Keys::BYTES);
-            mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));
+            const Descriptor V_smem = Keys::mn_major(base + V_AT + stage_of(used + j) * Keys::BYTES);
+            await_V(j);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; ++step)
                 wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Keys::mn_step(step), true);
             wgmma_commit();
         };
+        const auto multiplied = [&] {
+            wgmma_wait<0>();
+            wgmma_settled(S);
+            wgmma_settled(rows.O);
+        };
         const auto hide = [&](int j) {  // what the rows do not see of tile j
             if (j < whole) return;
+            const int column = j * BLOCK_N + 2 * q;
+            const int end[2] = {score.key_end(first_row + g + 1) - column, score.key_end(first_row + g + 9) - column};
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i)
-                if (!score.sees(first_row + i / 2 % 2 * 8 + g, j * BLOCK_N + i / 4 * 8 + 2 * q + i % 2)) S[i] = -INF;
+                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
         };
-        const auto await_K = [&](int j) { mbarrier_wait(base + FULL_K + 8 * stage_of(used + j), parity_of(used + j)); };
-        const auto release_K = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage_of(used + j)); };
-        const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(used + j)); };
 
         mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
-        if (piece.tiles > 0) {
+        if (tiles > 0) {
             await_K(0);
             multiply_QK(0);
             wgmma_wait<0>();
             wgmma_settled(S);
             release_K(0);
             hide(0);
-            rows.softmax(S, exponent, margin, alpha);
-            pack_probabilities(P, S);
-            if (piece.tiles > 1) await_K(1);
+            rows.raise_maximum(S, exponent);
+            rows.exponentiate(P, S, exponent, rows.l);
+            if (tiles > 1) await_K(1);
 #pragma unroll 1
-            for (int j = 1; j < piece.tiles; ++j) {
-                if (PING_PONG == 2) named_barrier_sync(turn, 256);
+            for (int j = 1; j < tiles; ++j) {
+                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
                 multiply_QK(j);
                 multiply_PV(j - 1);
-                if (PING_PONG == 2) named_barrier_arrive(next_turn, 256);
-                if (OVERLAP == 2) {
-                    wgmma_wait<1>();
-                } else {
-                    wgmma_wait<0>();
-                    wgmma_settled(rows.O);
-                    release_V(j - 1);
-                }
-                wgmma_settled(S);
+                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                multiplied();
+                release_V(j - 1);
                 release_K(j);
+                if (j == tiles - 1) release_Q();
                 hide(j);
-                const bool moved = rows.softmax(S, exponent, margin, alpha);
-                if (j + 1 < piece.tiles) await_K(j + 1);
-                if (OVERLAP == 2) {
-                    wgmma_wait<0>();
-                    wgmma_settled(rows.O);
-                    release_V(j - 1);
-                }
-                if (moved) rows.rescale(alpha);
-                pack_probabilities(P, S);
+#pragma unroll 1
+                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
+                rows.l[0] += sum[0];
+                rows.l[1] += sum[1];
+                if (j + 1 < tiles) await_K(j + 1);
             }
-            multiply_PV(piece.tiles - 1);
+            multiply_PV(tiles - 1);
             wgmma_wait<0>();
             wgmma_settled(rows.O);
-            release_V(piece.tiles - 1);
+            release_V(tiles - 1);
+        }
+        if (tiles <= 1) release_Q();
+#pragma unroll 1
+        for (int j = tiles; j < piece.tiles; ++j) {  // only the other consumers see these: turns and tiles are passed on
+            if (CONSUMERS > 1 && j > 0) {
+                named_barrier_sync(turn, 256);
+                named_barrier_arrive(next_turn, 256);
+            }
+            await_K(j);
+            release_K(j);
+            await_V(j);
+            release_V(j);
         }
         used += piece.tiles;
         ++pieces;
@@ -296,7 +309,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if (O_APART && sender) send_wait_read();  // the last piece's O
         const bool spoilt = named_barrier_or(own_barrier, 128, CAUSAL && !rows.finite());  // all four warps have used Q
-        if (O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         if (CAUSAL && spoilt) {
             attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b, piece.h, H, piece.m0 + 64 * consumer, warp % 4);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);

@@ -28,7 +28,8 @@ def choose_tile(kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile 
     if reason := kernel.refuses(problem, arch):
         raise UnsupportedProblem(reason)
     reasons = []
-    for candidate in (tile,) if tile is not None else kernel.tiles:
+    ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
+    for candidate in (tile,) if tile is not None else ranked:
         reason = refuses_tile(kernel, problem, candidate, arch)
         if reason is None:
             return candidate

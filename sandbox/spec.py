@@ -206,7 +206,7 @@ class Kernel:
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]
     min_arch: Arch
-    tiles: tuple[Tile, ...]  # best first
+    tiles: tuple[Tile, ...]  # best first, where `rank` does not say otherwise
     grid: Callable[[Problem, Tile], Dim3]
     block: Callable[[Tile], Dim3]
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
@@ -214,6 +214,7 @@ class Kernel:
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
+    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
     arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
     source: Path = Path()
 

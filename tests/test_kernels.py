@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
-from sandbox import arch, check, choose, nvrtc, registry, run, trial
+from sandbox import arch, check, choose, driver, nvrtc, registry, run, trial
 from sandbox.cases import Case, make_inputs, sweep_cases
 from sandbox.dlpack import HOST, Device
-from sandbox.spec import Kernel, Problem
+from sandbox.spec import Causal, Kernel, Problem, Tile
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
@@ -77,6 +77,22 @@ def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
         again = trial.forward(kernel, tile, case.problem, *inputs, device)
         assert first.out.tobytes() == again.out.tobytes()
         assert first.lse.tobytes() == again.lse.tobytes()
+
+
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+def test_few_blocks_do_all_the_work(causal: Causal, device: Device) -> None:
+    """Blocks that stay on their SM: who takes which piece in which round, and over how many heads, changes no bit."""
+    kernel, problem = registry.get("fwd_wgmma"), Problem(2, 3, 300, 200, 64, dtype="float16", causal=causal)
+    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma exists on compute capability 9.0 alone")
+    inputs = make_inputs(Case("blocks", problem))
+    whole = trial.forward(kernel, Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=1000), problem, *inputs, device)
+    for blocks in (1, 2, 5, 7):
+        tile = Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=blocks)
+        assert kernel.grid(problem, tile)[0] <= blocks
+        again = trial.forward(kernel, tile, problem, *inputs, device)
+        assert whole.out.tobytes() == again.out.tobytes()
+        assert whole.lse.tobytes() == again.lse.tobytes()
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)

@@ -1,109 +1,140 @@
-"""The Hopper kernel: right on the GPU, and which of its steps is worth what, beside cuDNN and FlashAttention-2.
+"""The Hopper kernel: right on the GPU, which tile is fastest where, and where it stands beside cuDNN and FA2.
 
-python experiments/008_hopper/run.py            tests, sweep, bench; some three minutes on an H100
-python experiments/008_hopper/run.py bench 128  only that
+python experiments/008_hopper/run.py         tests, sweep, grid, tiles, small; some three minutes on an H100
+python experiments/008_hopper/run.py grid    only that
 
 Each stage is a process of its own with a time limit, so that a kernel that hangs costs one stage.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox import Problem, bench, driver, registry
 from sandbox import check as checking
 from sandbox.peers import PEERS
 from sandbox.rows import Row, recorded
-from sandbox.spec import Tile
+from sandbox.spec import Kernel, Tile
 from sandbox.timing import Limits
 
 HERE = Path(__file__).resolve().parent
-PERSISTENT, ONE_PIECE = 132, 10**6  # blocks: as many as an H100 has multiprocessors, or one for each piece
-LENGTHS = (1024, 4096, 16384)
-
-
-def tile(M: int, N: int, stages: int = 2, ping_pong: int = 2, overlap: int = 2, blocks: int = PERSISTENT) -> Tile:
-    return Tile(BLOCK_M=M, BLOCK_N=N, STAGES=stages, PING_PONG=ping_pong, OVERLAP=overlap, BLOCKS=blocks)
-
-
-def steps(M: int, N: int) -> list[Tile]:
-    """The simplest design first, then each of the two overlaps, then both, then both without staying on the SM."""
-    flags = [tile(M, N, ping_pong=p, overlap=o) for p, o in ((1, 1), (2, 1), (1, 2), (2, 2))]
-    return [*flags, tile(M, N, blocks=ONE_PIECE)]
-
-
-VARIANTS = {
-    64: [*steps(192, 128), tile(192, 128, stages=3), tile(128, 128), tile(128, 176), tile(128, 192)],
-    128: [*steps(128, 128), tile(128, 160), tile(128, 176), tile(192, 80)],
-    256: [*steps(128, 80), tile(128, 64), tile(128, 64, ping_pong=1)],
-}
+MASKS = (False, "bottom-right")
+# What FlashAttention-4 reaches at S = 8k and 16k, without and with causal, where cuBLAS reaches 700 TFLOP/s.
+FLASH_4 = {64: ((521, 553), (513, 525)), 128: ((636, 656), (590, 689)), 256: ((697, 693), (657, 694))}
 
 
 def tests() -> None:
-    """TMA, wgmma and mbarriers by themselves, then the kernel."""
+    """TMA, wgmma and mbarriers by themselves, then the kernel: 250 repeats, sweep and all."""
     files = ["tests/test_hopper.py", "tests/test_kernels.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files, "-k"]
-    subprocess.run([*command, "hopper or (fwd_wgmma and not repeats and not sweep)"], check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
+    subprocess.run([*command, "-k", "hopper or fwd_wgmma"], check=False)
 
 
 def sweep() -> None:
-    """Everything that `check` tries; the bench checks each variant again before it times it."""
-    kernel, device = registry.get("fwd_wgmma"), ("cuda", driver.device().ordinal)
-    results = list(checking.sweep([kernel], device))
+    """Everything that `check` tries; the bench checks each problem again before it times it."""
+    results = list(checking.sweep([registry.get("fwd_wgmma")], ("cuda", driver.device().ordinal)))
     bad = [r for r in results if r.ok is False]
     print(f"sweep: {sum(r.ok is True for r in results)} ok, {len(bad)} wrong", flush=True)
     for r in bad[:12]:
         print(f"  {r.case}: error {r.error} bound {r.bound} lse {r.lse_excess} {r.message[:300]}", flush=True)
 
 
-def measure(D: int) -> None:
-    """Every variant at one head width on six problems; TFLOP/s, and the ratio to cuDNN."""
-    problems = [
-        Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)  # type: ignore[arg-type]
-        for causal in (False, "bottom-right")
-        for S in LENGTHS
-    ]
+def measure(
+    problems: Sequence[Problem], kernels: Sequence[Kernel], tiles: Sequence[Tile] = (), rounds: int = 30
+) -> list[Row]:
+    """Beside cuDNN and FlashAttention-2, stored."""
     peers = [PEERS[name] for name in ("sdpa-cudnn", "sdpa-flash")]
-    kernel = registry.get("fwd_wgmma")
     rows: list[Row] = []
 
     def kept():
-        for row in bench.run([kernel], problems, peers, tiles=VARIANTS[D], limits=Limits(rounds=30, seconds=0.1)):
+        for row in bench.run(kernels, problems, peers, tiles=tiles, limits=Limits(rounds=rounds, seconds=0.1)):
             rows.append(row)
             yield row
 
     for _ in recorded(kept(), HERE / "results.jsonl"):
         pass
-    speed = {(r.contender, r.problem): r.tflops for r in rows}
-    head = "".join(f"{f'{S // 1024}k':>13}" for S in LENGTHS)
-    print(f"D = {D}: TFLOP/s (ratio to cuDNN)\n{'':68}{head}{head}   (second half: causal)")
-    for name in dict.fromkeys(r.contender for r in rows):
-        cells = []
-        for problem in problems:
-            mine, theirs = speed[name, problem], speed["sdpa-cudnn", problem]
-            cells.append(f"{mine:.0f} ({mine / theirs:.2f})" if mine and theirs else "-")
-        print(f"{name:68}" + "".join(f"{cell:>13}" for cell in cells))
-    print(f"cuBLAS reaches {rows[0].setting.get('ceiling_tflops', 0):.0f}", flush=True)
     for r in rows:
         if r.message:
             print(f"  {r.contender} on {r.problem}: {r.message[:300]}")
+    return rows
+
+
+def ratios(rows: Sequence[Row], contender: str) -> dict[Problem, tuple[float, float]]:
+    """TFLOP/s, and over cuDNN's."""
+    speed = {(r.contender, r.problem): r.tflops for r in rows}
+    pairs = {p: (speed[contender, p], speed["sdpa-cudnn", p]) for _, p in speed}
+    return {p: (mine, mine / theirs) for p, (mine, theirs) in pairs.items() if mine and theirs}
+
+
+def mean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def grid() -> None:
+    """All 36 points of the paper's grid."""
+    rows = measure(bench.GRIDS["paper"]("float16"), [registry.get("fwd_wgmma")])
+    found, ceiling = ratios(rows, "fwd_wgmma"), rows[0].setting["ceiling_tflops"]
+    print(f"TFLOP/s (ratio to cuDNN), S = 512 .. 16k; in brackets what 8k and 16k should reach; cuBLAS {ceiling:.0f}")
+    for D, causal in itertools.product((64, 128, 256), MASKS):
+        cells = [f"{t:.0f} ({r:.2f})" for p, (t, r) in found.items() if (p.D, p.causal) == (D, causal)]
+        due = [f"{t * ceiling / 700:.0f}" for t in FLASH_4[D][bool(causal)]]
+        print(f"| D = {D}{', causal' if causal else ''} | {' | '.join(cells)} | [{', '.join(due)}] |")
+    for D in (64, 128, 256):
+        print(f"geometric mean at D = {D}: {mean([r for p, (_, r) in found.items() if p.D == D]):.3f}")
+    print(f"geometric mean: {mean([r for _, r in found.values()]):.3f}", flush=True)
+
+
+def tiles() -> None:
+    """Every tile of the spec: what its `rank` is made from."""
+    kernel = registry.get("fwd_wgmma")
+    for D, causal in itertools.product((64, 128, 256), MASKS):
+        lengths = (512, 1024, 4096, 16384)
+        problems = [Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal) for S in lengths]  # type: ignore[arg-type]
+        rows = measure(problems, [kernel], kernel.tiles, rounds=12)
+        for name in dict.fromkeys(r.contender for r in rows if r.kernel):
+            cells = [f"{t:.0f} ({r:.2f})" for t, r in ratios(rows, name).values()]
+            if cells:
+                print(
+                    f"| D = {D}{', causal' if causal else ''} | {name.split()[1]} | {' | '.join(cells)} |", flush=True
+                )
+
+
+def small() -> None:
+    """Few heads, short rows: is there a size from which down fwd_mma is faster?"""
+    heads = ((1, 12, 64), (8, 12, 64), (1, 16, 128), (1, 8, 256))
+    problems = [
+        Problem(B, H, S, S, D, dtype="float16", causal=causal)  # type: ignore[arg-type]
+        for (B, H, D), S, causal in itertools.product(heads, (64, 128, 256, 512, 1024), MASKS)
+    ]
+    rows = measure(problems, [registry.get(name) for name in ("fwd_wgmma", "fwd_mma")], rounds=12)
+    us = {(r.contender, r.problem): 1e6 * r.timing.median for r in rows if r.timing}
+    for p in problems:
+        mine, below = us.get(("fwd_wgmma", p)), us.get(("fwd_mma", p))
+        if mine and below:
+            print(
+                f"{p!s:34} fwd_wgmma {mine:6.1f} us, fwd_mma {below:6.1f} us ({below / mine:.2f})",
+                flush=True,
+            )
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        stage = {"tests": tests, "sweep": sweep, "bench": measure}[sys.argv[1]]
-        stage(*map(int, sys.argv[2:]))
+        {"tests": tests, "sweep": sweep, "grid": grid, "tiles": tiles, "small": small}[sys.argv[1]]()
         return
-    for arguments, limit in ((["tests"], 120), (["sweep"], 120), *((["bench", str(D)], 110) for D in VARIANTS)):
+    for stage, limit in (("tests", 120), ("sweep", 60), ("grid", 120), ("tiles", 120), ("small", 60)):
         start = time.perf_counter()
         try:
-            code = subprocess.run([sys.executable, __file__, *arguments], timeout=limit, check=False).returncode
+            code = subprocess.run([sys.executable, __file__, stage], timeout=limit, check=False).returncode
         except subprocess.TimeoutExpired:
             code = f"stopped after {limit} s"
-        print(f"--- {' '.join(arguments)}: {code}, {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"--- {stage}: {code}, {time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
