@@ -30,8 +30,8 @@
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
-constexpr float MOST = 16384.0f;    // a lane's sum of a tile; P stays below it, which fp16 holds
-constexpr float LARGEST = 3e38f;
+constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
+constexpr float FAR = 3e38f;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
@@ -127,9 +127,8 @@ struct Rows {
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2], float exponent,
                                                  float (&sum)[2]) const {
         float sums[2][2] = {};  // two of each row: shorter chains
-        float shift[2];         // a row that saw no key yet: P = 0 where S = -INF, and too much everywhere else
-#pragma unroll
-        for (int half = 0; half < 2; ++half) shift[half] = m[half] == -INF ? LARGEST : -m[half] * exponent;
+        // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
+        const float shift[2] = {fminf(-m[0] * exponent, FAR), fminf(-m[1] * exponent, FAR)};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
             const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2])), p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
@@ -176,7 +175,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for_each_piece(H, heads, score, [&](const Piece& piece) {
                 const int h = piece.h / group;
                 // A stride of 0 is a dimension of size 1 to a tensor map.
-                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty, unsigned full, int j) {
+                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
+                                         unsigned full, int j) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     Keys::request(base + tile + stage * Keys::BYTES, map, j * BLOCK_N, tensor.stride_h ? h : 0,
@@ -196,7 +196,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
-                    Queries::request(base + consumer * Queries::BYTES, Q_map, piece.m0 + 64 * consumer, h, b, base + FULL_Q + 8 * consumer);
+                    Queries::request(base + consumer * Queries::BYTES, Q_map, piece.m0 + 64 * consumer, h, b,
+                                     base + FULL_Q + 8 * consumer);
                 }
                 ++pieces;
             });
@@ -216,9 +217,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
     for_each_piece(H, heads, score, [&](const Piece& piece) {
-        const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;           // of the warp
-        const int tiles = m0 < score.Sq ? Piece::tiles_before(m0 + 64, score) : 0;         // that the warpgroup sees of
-        const int whole = max(score.key_all(first_row), 0) / BLOCK_N;                      // that its rows see whole
+        const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
+        const int tiles = m0 < score.Sq ? Piece::tiles_before(m0 + 64, score) : 0;  // that the warpgroup sees of
+        const int whole = max(score.key_all(first_row), 0) / BLOCK_N;               // that the warp's rows see whole
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -310,7 +311,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (O_APART && sender) send_wait_read();  // the last piece's O
         const bool spoilt = named_barrier_or(own_barrier, 128, CAUSAL && !rows.finite());  // all four warps have used Q
         if (CAUSAL && spoilt) {
-            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b, piece.h, H, piece.m0 + 64 * consumer, warp % 4);
+            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b, piece.h, H, m0, warp % 4);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             return;
         }
@@ -330,12 +331,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 pair[k] = pack(rows.O[i + 2 * k] * inverse[k % 2], rows.O[i + 2 * k + 1] * inverse[k % 2]);
-            stmatrix_x4(O_smem + Queries::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16), pair[0], pair[1], pair[2], pair[3]);
+            const unsigned place = Queries::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
+            stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
         }
         fence_proxy_async();
         named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
         if (sender) {
-            Queries::send(O_map, piece.m0 + 64 * consumer, piece.h, piece.b, O_smem);
+            Queries::send(O_map, m0, piece.h, piece.b, O_smem);
             if (!O_APART) {
                 send_wait_read();
                 mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
