@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import random
 
 import numpy as np
 import pytest
@@ -16,40 +16,34 @@ from sandbox.spec import COMPUTATIONS, Causal, Kernel, Problem, Tile
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
-EVERYTHING, IN_TURN = ("sm_80", "sm_90a"), ("sm_89", "sm_100a", "sm_120")
+ARCHS = {"sm_80": 1, "sm_89": 3, "sm_90a": 1, "sm_100a": 3, "sm_120": 3}  # compiled for: one of so many variants
 by_name = lambda kernel: kernel.name  # noqa: E731
 
 
-def variants(kernel: Kernel, arch_name: str) -> Iterator[tuple[int, str, bool, Tile]]:
-    """Head widths, dtypes, masks and tiles to compile. float16 and bfloat16, which differ in conversions alone, take
-    turns, and so do the architectures that differ little from others."""
-    widths = (40, 64, 96, 128, kernel.max_D)
-    halves = [dtype for dtype in kernel.dtypes if dtype != "float32"]
-    for i, (D, causal, tile) in enumerate(itertools.product(widths, (False, True), kernel.tiles)):
-        turn = i + i // len(kernel.tiles)  # another one for a tile each time
-        if arch_name in EVERYTHING or IN_TURN[turn % len(IN_TURN)] == arch_name:
-            for dtype in {*kernel.dtypes} - {*halves} | {halves[turn % len(halves)]}:
-                yield D, dtype, causal, tile
+def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
+    """Head widths, dtypes, masks and tiles to compile, drawn by the same lot each time: one of the 16-bit dtypes, which
+    differ in conversions alone, and few for architectures that differ little from others."""
+    draw, target, found = random.Random(f"{kernel.name} {arch_name}"), arch.parse(arch_name), []
+    for D, causal, tile in itertools.product((40, 64, 96, 128, kernel.max_D), (False, "bottom-right"), kernel.tiles):
+        narrow = draw.choice([dtype for dtype in kernel.dtypes if dtype != "float32"])
+        for dtype in (narrow, *({"float32"} & {*kernel.dtypes})):
+            problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal)
+            if not (kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target)):
+                found.append((problem, tile))
+    return draw.sample(found, -(-len(found) // ARCHS[arch_name]))
 
 
-@pytest.mark.parametrize("arch_name", [*EVERYTHING, *IN_TURN])
+@pytest.mark.parametrize("arch_name", ARCHS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
-    target, tried, refused = arch.parse(arch_name), 0, False
-    for D, dtype, causal, tile in variants(kernel, arch_name):
-        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal="bottom-right" if causal else False)
-        if kernel.refuses(problem, target):
-            refused = True
-            continue
-        if choose.refuses_tile(kernel, problem, tile, target):
-            continue
-        for compiled in run.compile_entries(kernel, D, dtype, causal, arch_name, tile):
-            r, what = compiled.resources, f"{compiled.entry} {arch_name} D={D} {dtype} causal={causal} {tile}"
+    chosen = variants(kernel, arch_name)
+    assert chosen or kernel.refuses(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
+    for p, tile in chosen:
+        for compiled in run.compile_entries(kernel, p.D, p.dtype, p.causal, arch_name, tile):
+            r, what = compiled.resources, f"{compiled.entry} {arch_name} {p} {tile}"
             assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
             assert r.warnings == (), what
-        tried += 1
-    assert tried or refused
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
