@@ -19,11 +19,12 @@ from .cases import Case
 from .check import verify
 from .dlpack import HOST
 from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem
-from .fleet import Fleet, WorkerLost
+from .fleet import Fleet
 from .nvrtc import Resources
 from .spec import Kernel, Problem, Tile
 from .timing import Events, Limits, Timing, measure
 from .tune import Measured
+from .worker import WorkerDied
 
 EMULATION = "cpu emulation"  # in place of a GPU's name
 _COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # after which a worker is given up
@@ -66,7 +67,7 @@ class GpuLab:
         jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
         with Fleet([{}] * min(len(os.sched_getaffinity(0)), len(jobs)), _COMPILE_SECONDS) as fleet:
             for job, found in fleet.map(compile_tile, jobs):
-                yield job[2], str(found) if isinstance(found, WorkerLost) else found
+                yield job[2], str(found) if isinstance(found, WorkerDied) else found
 
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
@@ -74,7 +75,7 @@ class GpuLab:
         """As `tune.Lab` says."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
-            lost = isinstance(found, WorkerLost)
+            lost = isinstance(found, WorkerDied)
             yield job[2], [Measured(False, f"{kernel.name} {tile}: {found}") for tile in job[2]] if lost else found
 
 

@@ -32,7 +32,8 @@ compute_sanitizer
 registry
 history new tools
 disassembly worker
-staging fleet
+fleet
+staging
 tuned
 choose
 run

@@ -22,11 +22,12 @@ from test_registry import ROOT
 from sandbox import choose, driver, plan, registry, tune_report, tuned
 from sandbox.cli import cli
 from sandbox.errors import SpecError, UnsupportedProblem
-from sandbox.fleet import Fleet, WorkerLost
+from sandbox.fleet import Fleet
 from sandbox.nvrtc import Resources
 from sandbox.spec import Kernel, Problem, Tile
 from sandbox.timing import Timing
 from sandbox.tune import Measured, Search
+from sandbox.worker import WorkerDied
 
 GPU = "a GPU"
 PROBLEM = Problem(1, 4, 500, 500, 64, dtype="float16")
@@ -119,12 +120,16 @@ def test_jobs_are_spread_over_workers() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "limit", "message"),
-    [(fails, 60, "ValueError: job 7"), (ends, 60, "its process ended"), (hangs, 1, "no answer within 1 s")],
+    [
+        (fails, 60, "ValueError: job 7"),
+        (ends, 60, "the worker ended with status 3"),
+        (hangs, 1, "did not finish within 1 s"),
+    ],
 )
 def test_a_lost_worker_costs_one_job(fault: Callable[[int], None], limit: float, message: str) -> None:
     with Fleet([{}], limit) as fleet:
         ((_, lost),) = fleet.map(fault, [(7,)])
-        assert isinstance(lost, WorkerLost)
+        assert isinstance(lost, WorkerDied)
         assert str(lost) == message
         fleet._seconds = 60
         assert list(fleet.map(double, [(4,)])) == [((4,), 8)]  # by a new worker
