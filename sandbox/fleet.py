@@ -27,8 +27,8 @@ class Fleet:
             worker.close()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[tuple[Job, Any]]:
-        """(job, function(*job)) for every job, a tuple of arguments, as they finish; where its worker died of a job, the
-        WorkerDied is the result. Functions and arguments are pickled."""
+        """(job, function(*job)) for every job, a tuple of arguments, as they finish; where a worker died of it, its
+        WorkerDied. Functions and arguments are pickled."""
         idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             idle.put(worker)

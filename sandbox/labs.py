@@ -18,7 +18,7 @@ from . import bench, driver, registry, run
 from .cases import Case
 from .check import verify
 from .dlpack import HOST
-from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem
+from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem, without_options
 from .fleet import Fleet
 from .nvrtc import Resources
 from .spec import Kernel, Problem, Tile
@@ -104,9 +104,10 @@ def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int]) -> GpuLab:
 def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resources | str:
     """What a tile costs, or why it does not compile. The cubin is in the cache afterwards."""
     try:
-        return run.compile(kernel, problem.D, problem.dtype, problem.causal, arch, tile).resources
+        compiled = run.compile_entries(registry.get(kernel), problem.D, problem.dtype, problem.causal, arch, tile)
+        return Resources.worst(c.resources for c in compiled)
     except CompileError as error:
-        return str(error).partition("\n\noptions: ")[0]
+        return without_options(str(error))
 
 
 @lru_cache(maxsize=1)
