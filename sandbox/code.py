@@ -9,18 +9,19 @@ import subprocess
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from . import arch as architectures
 from . import cache, disassembly, registry, run
 from .choose import choose_tile
-from .disassembly import Instruction, Location
+from .disassembly import Instruction
 from .errors import UnknownKernel, UnsupportedProblem
+from .history import History
 from .nvrtc import Resources
+from .place import Place, lines_of
 from .spec import Kernel, Problem, Tile
 
 LANGUAGES = ("sass", "ptx")
@@ -45,9 +46,9 @@ class Code:
         return disassembly.counts(self.instructions)
 
     @property
-    def live_peaks(self) -> dict[Location, int]:
+    def live_peaks(self) -> dict[Place, int]:
         """{source line: the most live registers at any of its instructions}, highest first; {} where nobody tells."""
-        peaks: dict[Location, int] = {}
+        peaks: dict[Place, int] = {}
         for i in self.instructions:
             if i.live is not None and i.line:
                 peaks[i.line] = max(i.live, peaks.get(i.line, 0))
@@ -68,33 +69,58 @@ def translate(
 
 
 def version(kernel: Kernel, reference: str) -> Kernel:
-    """Another version of a kernel: a `.cu` file that takes the place of its own, or a git revision of this project, by
-    whose `.cu`, headers and spec it is. Raises UnsupportedProblem, UnknownKernel."""
+    """Another version of a kernel: a `.cu` file in place of its own; or, with headers and spec as they were then, a git
+    revision of this project, or "history:3", the third version that `watch` saw.
+
+    Raises UnsupportedProblem, UnknownKernel, HistoryError.
+    """
     if reference.endswith(".cu"):
         return dataclasses.replace(kernel, source=Path(reference).resolve())
+    past, _, number = reference.partition(":")
+    if past == "history" and number.isdecimal():
+        return _in_history(kernel, int(number))
     return _at_revision(kernel, reference)
+
+
+def _in_history(kernel: Kernel, number: int) -> Kernel:
+    texts = History(kernel).get(number).texts
+
+    def write(folder: Path) -> None:
+        for path, text in texts.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+
+    return _unpacked(kernel, cache.make_key(texts=texts), write, f"version {number} in the history")
 
 
 def _at_revision(kernel: Kernel, revision: str) -> Kernel:
     root = registry.FOLDER.parent
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").decode().strip()
     if not commit:
-        raise UnsupportedProblem(f"{revision!r} is no tile (BLOCK_M=64,…), no .cu file and no git revision of {root}")
-    folder = (
-        cache.directory() / f"revision-{commit}"
-    )  # a place that stays: its path is in the cubin, and in cached keys
+        raise UnsupportedProblem(
+            f"{revision!r} is no tile (BLOCK_M=64,…), no .cu file, no history:N and no git revision of {root}"
+        )
+
+    def write(folder: Path) -> None:
+        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit, registry.FOLDER.name))) as tar:
+            tar.extractall(folder, filter="data")
+
+    return _unpacked(kernel, commit, write, f"revision {revision}")
+
+
+def _unpacked(kernel: Kernel, key: str, write: Callable[[Path], None], called: str) -> Kernel:
+    """The kernel as its spec has it in files that `write` puts below a folder, once for each key of 40 digits."""
+    folder = cache.directory() / f"revision-{key}"  # a place that stays: its path is in the cubin, and in cached keys
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as staging:
-            archive = _git(root, "archive", commit, registry.FOLDER.name)
-            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-                tar.extractall(Path(staging) / "revision", filter="data")
+            write(Path(staging) / "revision")
             Path(staging, "revision").rename(folder)
     spec = folder / registry.FOLDER.name / f"{kernel.source.stem}.py"
     found = runpy.run_path(str(spec)) if spec.is_file() else {}
     for old in (*found.get("kernels", ()), found.get("kernel")):
         if isinstance(old, Kernel) and old.name == kernel.name:
             return dataclasses.replace(old, source=spec.with_suffix(".cu"))
-    raise UnknownKernel(f"{kernel.name} is not in revision {revision}")
+    raise UnknownKernel(f"{kernel.name} is not in {called}")
 
 
 def _git(root: Path, *arguments: str) -> bytes:
@@ -144,21 +170,11 @@ def _by_line(code: Code) -> dict[tuple[str, str, int], tuple[int, Counter[str]]]
     found: dict[tuple[str, str, int], tuple[int, Counter[str]]] = {}
     for i in code.instructions:
         if i.line:
-            lines = source_lines(i.line.file)
-            text = lines[i.line.line - 1].strip() if i.line.line <= len(lines) else ""
-            nth = sum(line.strip() == text for line in lines[: i.line.line])
+            text = i.line.text()
+            nth = sum(line.strip() == text for line in lines_of(i.line.file)[: i.line.line])
             _, classes = found.setdefault((Path(i.line.file).name, text, nth), (i.line.line, Counter()))
             classes[disassembly.opcode_class(i)] += 1
     return found
-
-
-@lru_cache(maxsize=64)
-def source_lines(file: str) -> list[str]:
-    """The lines of a source file; [] when it is gone."""
-    try:
-        return Path(file).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 # ---- for programs

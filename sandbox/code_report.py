@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from .code import Code, changed_classes, changed_lines, source_lines
-from .disassembly import Instruction, Location, by_kind, kind, opcode_class
+from .code import Code, changed_classes, changed_lines
+from .disassembly import Instruction, by_kind, kind, opcode_class
 
 _STYLES = {"tensor cores": "green", "shared memory": "cyan", "global memory": "blue", "local memory": "bold red",
            "synchronisation": "magenta", "special functions": "yellow"}  # fmt: skip
@@ -37,17 +36,8 @@ def _source_line(instruction: Instruction) -> Text:
     if at is None:
         return Text("(no source line)\n", "dim")
     within = instruction.where[0]
-    header = f"  by {_place(within)}" if within != at else ""
-    return Text.assemble((_place(at), "bold"), (header, "dim"), "  ", (_text(at), "bold"), "\n")
-
-
-def _place(at: Location) -> str:
-    return f"{Path(at.file).name}:{at.line}"
-
-
-def _text(at: Location) -> str:
-    lines = source_lines(at.file)
-    return lines[at.line - 1].strip() if at.line <= len(lines) else ""
+    header = f"  by {within}" if within != at else ""
+    return Text.assemble((str(at), "bold"), (header, "dim"), "  ", (at.text(), "bold"), "\n")
 
 
 def summary_table(code: Code) -> Table:
@@ -79,7 +69,7 @@ def headline(code: Code) -> Text:
 def live_lines(code: Code) -> Iterator[Text]:
     """The source lines where most registers are live."""
     for at, live in [*code.live_peaks.items()][:_PEAKS]:
-        yield Text.assemble(f"{live:>4} registers live at ", (_place(at), "bold"), f"  {_text(at)}")
+        yield Text.assemble(f"{live:>4} registers live at ", (str(at), "bold"), f"  {at.text()}")
 
 
 # ---- what changed

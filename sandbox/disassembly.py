@@ -16,8 +16,8 @@ from pathlib import Path
 
 from . import tools
 from .errors import ToolchainMissing
+from .place import Place
 
-_INSTALL = 'pip install "attention-sandbox[sass]", or put a newer CUDA toolkit\'s bin on PATH'
 _SECTION = re.compile(r"^//-+ \.text\.(\S+)")
 _LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
 _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)[^;]*);(?:\s*//\s*\|\s*(\d*))?")
@@ -48,14 +48,6 @@ _SPACES = ("ld", "st", "atom", "red")
 
 
 @dataclass(frozen=True)
-class Location:
-    """A line of a source file, by its absolute path."""
-
-    file: str
-    line: int
-
-
-@dataclass(frozen=True)
 class Instruction:
     """One instruction of `function`. `where` leads from its own line outward through the calls that were inlined.
 
@@ -67,11 +59,11 @@ class Instruction:
     address: int
     opcode: str  # with its modifiers, as LDGSTS.E.BYPASS.128
     text: str
-    where: tuple[Location, ...] = ()
+    where: tuple[Place, ...] = ()
     live: int | None = None
 
     @property
-    def line(self) -> Location | None:
+    def line(self) -> Place | None:
         """The innermost line of a `.cu` file: a verb of a header counts for the line that calls it."""
         return next((at for at in self.where if at.file.endswith(".cu")), self.where[0] if self.where else None)
 
@@ -99,16 +91,14 @@ def ptx(text: str) -> tuple[Instruction, ...]:
     """The instructions of NVRTC's PTX."""
     files = dict(_FILE.findall(text))
     found: list[Instruction] = []
-    where: tuple[Location, ...] = ()
+    where: tuple[Place, ...] = ()
     function = ""
     for number, line in enumerate(text.splitlines(), 1):
         if entry := _ENTRY.search(line):
             function = entry[1]
         elif loc := _LOC.match(line):
             pairs = [(loc[1], loc[2]), (loc[3], loc[4])]
-            where = tuple(
-                Location(files[n], int(row)) for n, row in pairs if n in files and row != "0"
-            )  # 0: of no line
+            where = tuple(Place(files[n], int(row)) for n, row in pairs if n in files and row != "0")  # 0: of no line
         elif instruction := _PTX.match(line):
             found.append(Instruction(function, number, instruction[2], " ".join(instruction[1].split()), where))
     return tuple(found)
@@ -163,13 +153,13 @@ def by_kind(counted: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 def parse_sass(text: str) -> Iterator[Instruction]:
     """nvdisasm's listing -> instructions."""
-    where: tuple[Location, ...] = ()
+    where: tuple[Place, ...] = ()
     function, open_ = "", False
     for line in text.splitlines():
         if section := _SECTION.match(line):
             function, where = section[1], ()
         elif at := _LINE.match(line):  # a call that was inlined takes a line for each step outward
-            where = (*(where if open_ else ()), Location(at[1], int(at[2])))
+            where = (*(where if open_ else ()), Place(at[1], int(at[2])))
             open_ = True
         elif code := _SASS.match(line):
             open_ = False
@@ -178,13 +168,12 @@ def parse_sass(text: str) -> Iterator[Instruction]:
 
 
 def _nvdisasm(cubin: bytes, *options: str) -> str:
-    program = tools.find("nvdisasm")
-    if program is None:
-        raise ToolchainMissing(f"nvdisasm, which reads machine code, is not installed: {_INSTALL}")
+    program = tools.need("nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         done = subprocess.run([program, "-c", *options, str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ToolchainMissing(f"{program} cannot read the cubin: {done.stderr.strip()[-300:]} ({_INSTALL})")
+        said = done.stderr.strip()[-300:]
+        raise ToolchainMissing(f"{program} cannot read the cubin: {said} (a newer one: {tools.REMEDIES['nvdisasm']})")
     return done.stdout

@@ -31,11 +31,10 @@ _PACKAGES = {
     "matplotlib": 'plots: pip install "attention-sandbox[plot]"',
 }
 _TOOLS = {
-    "ncu": "profiling a kernel: install Nsight Compute",
-    "nsys": "profiling a program: install Nsight Systems",
-    "compute-sanitizer": "finding races and bad accesses on a GPU: comes with the CUDA toolkit",
-    "nvdisasm": "machine code: pip install nvidia-cuda-nvdisasm",
-    "cuobjdump": "machine code: pip install nvidia-cuda-cuobjdump",
+    "ncu": "profiling a kernel",
+    "nsys": "profiling a program",
+    "compute-sanitizer": "finding races and bad accesses on a GPU",
+    "nvdisasm": "machine code",
 }
 
 
@@ -48,7 +47,7 @@ def examine() -> list[Finding]:
     findings.append(_try("host C++ compiler", _compiler))
     findings.append(_try("cache", lambda: str(cache.directory()), required=True))
     findings += [_package(name, remedy) for name, remedy in _PACKAGES.items()]
-    findings += [_tool(name, remedy) for name, remedy in _TOOLS.items()]
+    findings += [_tool(name, use) for name, use in _TOOLS.items()]
     return findings
 
 
@@ -85,6 +84,6 @@ def _package(name: str, remedy: str) -> Finding:
     return Finding(name, True, ", ".join(f"{d} {importlib.metadata.version(d)}" for d in sorted(set(distributions))))
 
 
-def _tool(name: str, remedy: str) -> Finding:
+def _tool(name: str, use: str) -> Finding:
     path = tools.find(name)
-    return Finding(name, path is not None, str(path or "-"), remedy)
+    return Finding(name, path is not None, path or "-", f"{use}: {tools.REMEDIES[name]}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import ToolchainMissing
+from . import picture
 from .reference import errors
 from .spec import Kernel, Problem, Tile
 
@@ -177,17 +177,12 @@ def _column_shapes(columns: Array, D: int) -> Iterator[str]:
 def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
     """Writes PREFIX.png and PREFIX.svg, |error| / bound of the worst head over (row, column), with the edges of the
     tiles; returns their paths. Raises ToolchainMissing without matplotlib."""
-    try:
-        import matplotlib
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ToolchainMissing(f"pictures need matplotlib ({error}): pip install matplotlib") from error
     rows, columns = found.heat.shape
     top = float(np.clip(found.heat.max(), 10.0, 1e4))  # beyond that it is just wrong
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "font.size": 9, "svg.hashsalt": "sandbox"}):
-        figure = Figure(figsize=(6.4, 4.8), dpi=120, layout="constrained")
+    with picture.figure(6.4, 4.8, dpi=120) as figure:
+        from matplotlib.colors import LogNorm
+        from matplotlib.ticker import MaxNLocator
+
         axis = figure.subplots()
         shown = axis.imshow(
             np.clip(found.heat, 1 / top, top), norm=LogNorm(1 / top, top), cmap="RdBu_r", interpolation="nearest",
@@ -201,8 +196,4 @@ def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
         axis.set_ylabel("row (dotted: edges of tiles)")
         axis.set_title(f"{title}: {found.name} at b {found.worst[0]}, h {found.worst[1]}", loc="left")
         figure.colorbar(shown, ax=axis, label="|error| / bound; red is more than allowed")
-        paths = [Path(f"{prefix}.png"), Path(f"{prefix}.svg")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        return picture.save(figure, prefix)

@@ -39,7 +39,7 @@ class GpuUnavailable(SandboxError, RuntimeError):
 
 
 class CompileError(SandboxError, RuntimeError):
-    """A compiler refused the source.
+    """A compiler refused the source. The message ends with the compiler's options, as `without_options` expects.
 
     Attributes: `source` (path of the `.cu`), `options` (what the compiler was given), `log` (all it said).
     """
@@ -47,6 +47,11 @@ class CompileError(SandboxError, RuntimeError):
     def __init__(self, message: str, *, source: str, options: tuple[str, ...], log: str):
         super().__init__(message)
         self.source, self.options, self.log = source, options, log
+
+
+def without_options(message: str) -> str:
+    """The same without a compiler's options, in which messages that are otherwise alike may differ."""
+    return message.partition("\n\noptions: ")[0]
 
 
 class DriverError(SandboxError, RuntimeError):

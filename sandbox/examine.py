@@ -20,7 +20,15 @@ from .choose import choose_tile
 from .cpu import build
 from .cpu.sanitize import UNFINISHED
 from .dlpack import HOST, Device
-from .errors import CompileError, DriverError, SandboxError, SpecError, ToolchainMissing, UnsupportedProblem
+from .errors import (
+    CompileError,
+    DriverError,
+    SandboxError,
+    SpecError,
+    ToolchainMissing,
+    UnsupportedProblem,
+    without_options,
+)
 from .examination import Cost, Examination, Job, quick_cases
 from .findings import Finding
 from .nvrtc import Compiled, Resources
@@ -56,7 +64,7 @@ def examine(job: Job, at: At) -> tuple[Examination, bool]:
     try:
         found = _examine(job, at)
     except CompileError as error:
-        found = Examination("compile", _without_options(error))
+        found = Examination("compile", without_options(str(error)))
     except SpecError as error:
         found = Examination("spec", str(error))
     except (UnsupportedProblem, ToolchainMissing) as error:
@@ -182,10 +190,6 @@ def _arch(device: Device) -> Arch | None:
 
 def _device_name(device: Device) -> str:
     return "cpu" if device == HOST else driver.device(device[1]).name
-
-
-def _without_options(error: CompileError) -> str:
-    return str(error).partition("\n\noptions: ")[0]
 
 
 def _fit(device: Device) -> bool:

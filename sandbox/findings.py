@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cpu.build import HERE
+from .place import Place
 
 _PLACE = re.compile(r"(/[^\s:()]+\.cuh?):(\d+)")
 _BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file without its folder
@@ -17,35 +18,17 @@ _COMPUTE = re.compile(r"^=+ ?")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A line of a file, innermost call first where there are several."""
-
-    path: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{Path(self.path).name}:{self.line}"
-
-    def text(self) -> str:
-        """What stands there now, "" where it cannot be read."""
-        try:
-            return Path(self.path).read_text(errors="replace").splitlines()[self.line - 1].strip()
-        except (OSError, IndexError):
-            return ""
-
-
-@dataclass(frozen=True)
 class Finding:
     """One thing that a kernel does and may not do."""
 
     what: str
-    places: tuple[Place, ...] = ()
+    places: tuple[Place, ...] = ()  # innermost call first
 
 
 def places(text: str) -> tuple[Place, ...]:
     """Every line of a kernel's own files that a text names, in its order."""
     found = (Place(path, int(line)) for path, line in _PLACE.findall(text))
-    return tuple(dict.fromkeys(place for place in found if not place.path.startswith(_TWINS)))
+    return tuple(dict.fromkeys(place for place in found if not place.file.startswith(_TWINS)))
 
 
 def of_host_sanitizer(text: str) -> list[Finding]:

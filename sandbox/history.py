@@ -1,16 +1,13 @@
 """Every version of a kernel that `watch` has seen: its text, what came of it, and the way back to it.
 
 `.sandbox/history/NAME.jsonl` beside the kernels' folder, a line a version. A text is written once, under its digest, by
-the first version that has it. Lines are appended whole and under a lock, so that two terminals may watch one kernel,
-and a line that was cut off by a crash is skipped.
+the first version that has it. Two terminals may watch one kernel.
 """
 
 from __future__ import annotations
 
 import difflib
-import fcntl
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -18,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
-from . import nvrtc, registry, sources
+from . import jsonl, nvrtc, registry, sources
 from .errors import HistoryError
 from .spec import Kernel
 
@@ -65,10 +62,7 @@ class History:
 
     def versions(self) -> list[Version]:
         """All of them, oldest first; [] before the first."""
-        try:
-            return _parsed(self.path.read_text(errors="replace").split("\n"))[0]
-        except FileNotFoundError:
-            return []
+        return _parsed(jsonl.read(self.path))[0]
 
     def get(self, number: int) -> Version:
         """Raises HistoryError with the numbers there are."""
@@ -85,8 +79,7 @@ class History:
     ) -> Version:  # fmt: skip
         """Record a version; the latest one again when neither its texts nor what is said of it are new."""
         with self._locked() as file:
-            lines = file.read().split("\n")
-            known, stored = _parsed(lines)
+            known, stored = _parsed(jsonl.parse(file.read()))
             latest = known[-1] if known else None
             same = latest and (latest.texts, latest.ok, latest.stage, latest.setting) == (texts, ok, stage, setting)
             if latest and same:
@@ -98,19 +91,13 @@ class History:
                 "message": message, "setting": setting, "figures": dict(figures or {}), "files": digests,
                 "texts": {digests[path]: text for path, text in texts.items() if digests[path] not in stored},
             }  # fmt: skip
-            # a line that was cut off is ended first
-            file.write(("\n" if lines[-1] else "") + json.dumps(entry, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return _parsed([json.dumps({**entry, "texts": {digests[path]: text for path, text in texts.items()}})])[0][0]
+            jsonl.add(file, entry)
+        return Version(**{name: entry[name] for name in _FIELDS}, texts=texts)
 
     @contextmanager
-    def _locked(self) -> Iterator[TextIO]:
+    def _locked(self) -> Iterator[BinaryIO]:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+", errors="replace") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-                file.seek(0)
+            with jsonl.locked(self.path) as file:
                 yield file
         except OSError as error:
             raise HistoryError(f"history {self.path} cannot be written: {error.strerror}") from error
@@ -141,16 +128,18 @@ class History:
         return keep, sorted(p for p in wanted.texts if p not in own and current.get(p) != wanted.texts[p])
 
 
-def _parsed(lines: list[str]) -> tuple[list[Version], dict[str, str]]:
+_FIELDS = ("number", "time", "ok", "stage", "message", "setting", "figures")  # of a Version, as they stand in its line
+
+
+def _parsed(entries: list[dict[str, Any]]) -> tuple[list[Version], dict[str, str]]:
     """(the versions, {digest: text})."""
     versions: list[Version] = []
     texts: dict[str, str] = {}
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError):  # cut off, or not ours
-            entry = json.loads(line)
-            texts |= entry.pop("texts")
-            named = {path: texts[digest] for path, digest in entry.pop("files").items()}
-            versions.append(Version(**entry, texts=named))
+    for entry in entries:
+        with suppress(KeyError, TypeError, AttributeError):  # not ours
+            texts |= entry["texts"]
+            named = {path: texts[digest] for path, digest in entry["files"].items()}
+            versions.append(Version(**{name: entry[name] for name in _FIELDS}, texts=named))
     return versions, texts
 
 

@@ -18,12 +18,13 @@ from . import bench, driver, registry, run
 from .cases import Case
 from .check import verify
 from .dlpack import HOST
-from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem
-from .fleet import Fleet, WorkerLost
+from .errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem, without_options
+from .fleet import Fleet
 from .nvrtc import Resources
 from .spec import Kernel, Problem, Tile
 from .timing import Events, Limits, Timing, measure
 from .tune import Measured
+from .worker import WorkerDied
 
 EMULATION = "cpu emulation"  # in place of a GPU's name
 _COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # after which a worker is given up
@@ -66,7 +67,7 @@ class GpuLab:
         jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
         with Fleet([{}] * min(len(os.sched_getaffinity(0)), len(jobs)), _COMPILE_SECONDS) as fleet:
             for job, found in fleet.map(compile_tile, jobs):
-                yield job[2], str(found) if isinstance(found, WorkerLost) else found
+                yield job[2], str(found) if isinstance(found, WorkerDied) else found
 
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
@@ -74,7 +75,7 @@ class GpuLab:
         """As `tune.Lab` says."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
-            lost = isinstance(found, WorkerLost)
+            lost = isinstance(found, WorkerDied)
             yield job[2], [Measured(False, f"{kernel.name} {tile}: {found}") for tile in job[2]] if lost else found
 
 
@@ -103,9 +104,10 @@ def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int]) -> GpuLab:
 def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resources | str:
     """What a tile costs, or why it does not compile. The cubin is in the cache afterwards."""
     try:
-        return run.compile(kernel, problem.D, problem.dtype, problem.causal, arch, tile).resources
+        compiled = run.compile_entries(registry.get(kernel), problem.D, problem.dtype, problem.causal, arch, tile)
+        return Resources.worst(c.resources for c in compiled)
     except CompileError as error:
-        return str(error).partition("\n\noptions: ")[0]
+        return without_options(str(error))
 
 
 @lru_cache(maxsize=1)

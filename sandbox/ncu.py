@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .disassembly import Instruction, Location
+from .disassembly import Instruction
 from .errors import UnsupportedProblem
+from .place import Place
 
 _FACTORS = {  # by the unit's name, as --print-units base and older versions write them
     "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "msecond": 1e-3, "ms": 1e-3, "usecond": 1e-6, "us": 1e-6,
@@ -171,7 +172,7 @@ class HotLine:
     """A source line: `samples` of its instructions' warps, by stall reason; `excess`: bytes beyond what its accesses to
     shared memory would move without bank conflicts."""
 
-    where: Location | None
+    where: Place | None
     samples: int
     reasons: Mapping[str, int]
     excess: float
@@ -187,7 +188,7 @@ def parse_source(text: str, instructions: Sequence[Instruction]) -> list[HotLine
     samples_column = next((name for name in _SAMPLES if name in header), None)
     stalls = [name for name in header if name.startswith("stall_") and "(" not in name]
     lines = {i.address: i.line for i in instructions}
-    found: dict[Location | None, tuple[Counter[str], list[float]]] = {}
+    found: dict[Place | None, tuple[Counter[str], list[float]]] = {}
     parsed = [dict(zip(header, row, strict=False)) for row in rows[1:]]
     addresses = [_address(row.get("Address", "")) for row in parsed]
     base = min((a for a in addresses if a is not None), default=0)

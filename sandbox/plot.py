@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import ToolchainMissing, UnsupportedProblem
+from . import picture
+from .errors import UnsupportedProblem
 from .rows import problem_of
 
 Row = Mapping[str, Any]
@@ -17,14 +18,12 @@ _KERNEL_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#e6a100", "#9467bd", "#17be
 _PEER_COLOURS = ("#4d4d4d", "#8c6d31", "#7b8fb2", "#b58db6", "#8fae8b", "#a6a6a6")
 _MARKERS = "osD^vP"
 _STYLE = {
-    "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#888888",
     "xtick.color": "#444444",
     "ytick.color": "#444444",
-    "svg.hashsalt": "sandbox",  # the same rows give the same bytes
 }
 
 
@@ -35,11 +34,6 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
     line the matrix product measured in the same run. Raises UnsupportedProblem when no row has a time,
     ToolchainMissing without matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ToolchainMissing(f"plots need matplotlib ({error}): pip install matplotlib") from error
     latest = {(row["contender"], problem_of(row)): row for row in rows}
     timed = [row for row in latest.values() if row.get("ms")]
     if not timed:
@@ -47,8 +41,7 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
     widths = sorted({row["D"] for row in timed})
     masks = [mask for mask in _MASKS if any(row["causal"] == mask for row in timed)]
     styles, ceilings = _styles(timed), _ceilings(timed)
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
-        figure = Figure(figsize=(10, 1.1 + 2.7 * len(masks)), dpi=100, layout="constrained")
+    with picture.figure(10, 1.1 + 2.7 * len(masks), style=_STYLE) as figure:
         axes = figure.subplots(len(masks), len(widths), sharex="col", sharey=True, squeeze=False)
         for (i, mask), (j, D) in itertools.product(enumerate(masks), enumerate(widths)):
             _panel(axes[i][j], [row for row in timed if (row["causal"], row["D"]) == (mask, D)], styles, ceilings)
@@ -60,11 +53,7 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
         columns = min(len(order), 5)
         figure.legend([handles[k] for k in order], order, loc="outside lower center", ncols=columns, frameon=False)
         figure.suptitle(_title(timed), x=0.01, ha="left", fontsize=9, color="#444444")
-        paths = [Path(f"{prefix}.png"), Path(f"{prefix}.svg")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        return picture.save(figure, prefix)
 
 
 def _label(row: Row, dtypes: int) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import ToolchainMissing, UnsupportedProblem
+from . import picture
+from .errors import UnsupportedProblem
 from .profiler import Profile
 
 
@@ -16,16 +17,10 @@ def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
 
     Raises UnsupportedProblem when no profile has what a roofline needs, ToolchainMissing without matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ToolchainMissing(f"plots need matplotlib ({error}): pip install matplotlib") from error
     known = [p for p in profiles if p.tflops and p.counters.dram_read and p.counters.dram_peak and p.tensor_peak]
     if not known:
         raise UnsupportedProblem("the report lacks what a roofline needs: time, DRAM bytes and throughput, clock, SMs")
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "font.size": 9, "svg.hashsalt": "sandbox"}):
-        figure = Figure(figsize=(8, 4.5), dpi=125, layout="constrained")
+    with picture.figure(8, 4.5, dpi=125) as figure:
         axis = figure.add_subplot()
         _roof(axis, known)
         for n, p in enumerate(known):
@@ -37,10 +32,7 @@ def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
             axis.plot([uncached], [tflops], "o", color=colour, mfc="none", label="the same, if no cache kept anything")
         axis.legend(frameon=False, fontsize=8, loc="lower right")
         axis.set_title(f"{known[0].subject.problem} on {known[0].where.get('device') or ''}", loc="left", fontsize=9)
-        paths = [Path(f"{prefix}.png"), Path(f"{prefix}.svg")]
-        figure.savefig(paths[0], metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        return picture.save(figure, prefix)
 
 
 def _roof(axis: Any, profiles: Sequence[Profile]) -> None:

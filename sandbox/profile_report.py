@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from .code import source_lines
 from .ncu import HotLine
 from .profiler import Profile
 from .report import si_time
@@ -137,9 +135,7 @@ def _line_table(lines: Sequence[HotLine], width: int) -> Table:
         table.add_column(column, justify="right" if column == "samples" else "left", no_wrap=column in ("code", "line"))
     for line in lines[:_LINES]:
         at = line.where
-        place = f"{Path(at.file).name}:{at.line}" if at else "(no line)"
-        source = source_lines(at.file) if at else []
-        text = source[at.line - 1].strip() if at and at.line <= len(source) else ""
+        place, text = (str(at), at.text()) if at else ("(no line)", "")
         reasons = sorted(((n, r) for r, n in line.reasons.items() if r != "selected"), reverse=True)[:2]
         because = ", ".join(f"{reason} {n / max(line.samples, 1):.0%}" for n, reason in reasons)
         excess = _bytes(line.excess) if line.excess else ""

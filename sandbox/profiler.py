@@ -24,7 +24,7 @@ from .errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from .reference import HbmBytes, hbm_bytes
 from .spec import Kernel, Problem, Tile
 
-TOOLS = {"ncu": "Nsight Compute", "nsys": "Nsight Systems"}
+TOOLS = ("ncu", "nsys")
 _COUNTERS = (
     "the GPU's performance counters are not for this user: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 "
     "for the kernel module nvidia; in a container, --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
@@ -156,9 +156,7 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
     Raises ToolchainMissing without the tool, GpuUnavailable where counters are not permitted, UnsupportedProblem when
     no launch was profiled.
     """
-    program = tools.find(tool)
-    if program is None:
-        raise ToolchainMissing(f"{tool} is not on PATH: install {TOOLS[tool]} (it comes with the CUDA toolkit)")
+    program = tools.need(tool)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     said = _run(command(tool, subject, prefix))
     if tool == "ncu":

@@ -13,6 +13,7 @@ from .arch import Occupancy
 from .check import Result
 from .choose import Offer
 from .doctor import Finding
+from .errors import without_options
 from .nvrtc import Resources
 from .spec import Kernel
 
@@ -103,7 +104,7 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
     sharing: dict[tuple[str, str], list[Result]] = {}
     for r in results:
         if r.ok is False or r.message:
-            sharing.setdefault((r.kernel, _reason(r).partition("\n\noptions: ")[0]), []).append(r)
+            sharing.setdefault((r.kernel, without_options(_reason(r))), []).append(r)
     for same in sharing.values():
         r = same[0]
         cases = ", ".join(r.case for r in same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import compute_sanitizer, dlpack, registry, trial
+from . import compute_sanitizer, dlpack, registry, tools, trial
 from .arguments import ARGUMENTS, ArgumentBlock, scratch_of
 from .cases import Array, Case, inputs_of
 from .choose import choose_tile, refuses_tile
@@ -79,7 +79,7 @@ def inspect(kernel: Kernel, device: Device, tile: Tile | None = None, timeout: f
     """`sanitize`: every tool of the backend on small problems. Raises ToolchainMissing where
     the GPU's is missing, CompileError, UnsupportedProblem."""
     if device != HOST:
-        compute_sanitizer.find()
+        tools.need("compute-sanitizer")
     tile = tile or small_tile(kernel)
     problems = small_problems(kernel, tile)
     if not problems:

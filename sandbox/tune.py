@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from . import arch as architectures
-from . import choose, environment, run, tuned
+from . import choose, environment, jsonl, run, tuned
 from .arch import Occupancy
 from .errors import UnsupportedProblem
 from .nvrtc import Resources
@@ -144,11 +144,12 @@ class Search:
     def _compiled(self) -> Iterator[Candidate]:
         arch = architectures.parse(self.lab.arch)
         for tile, found in self.lab.compile(self.kernel, self.problem, self.legal()):
-            smem = self.kernel.smem_bytes(self.problem, tile)
+            smem = max(entry.smem_bytes(self.problem, tile) for entry in self.kernel.entries)
             if isinstance(found, str):
                 yield Candidate(tile, "does not compile", found, smem=smem)
                 continue
-            occupancy = run.occupancy(self.kernel, self.problem, tile, found, arch)
+            each = [run.occupancy(entry, self.problem, tile, found, arch) for entry in self.kernel.entries]
+            occupancy = min(each, key=lambda o: o.fraction)
             spilled = found.spill_stores + found.spill_loads
             state, message = "", ""
             if spilled:
@@ -169,7 +170,7 @@ class Search:
         for group, results in self.lab.measure(self.kernel, self.problem, missing, samples):
             rows = [self._row(tile, result, samples, final) for tile, result in zip(group, results, strict=True)]
             for row in rows:
-                tuned.append(tuned.path(self.kernel, "measurements"), row)
+                jsonl.append(tuned.path(self.kernel, "measurements"), row)
             for tile, row in zip(group, rows, strict=True):
                 yield self._learn(tile, row, final)
 
@@ -184,7 +185,7 @@ class Search:
 
     def _recall(self) -> None:
         """What was measured before with this source, on such a GPU, of this problem."""
-        for row in tuned.read(tuned.path(self.kernel, "measurements")):
+        for row in jsonl.read(tuned.path(self.kernel, "measurements")):
             if all(row.get(name) == value for name, value in self._key.items()):
                 self._known[row["tile"], row["samples"], row["final"]] = row
 
@@ -218,7 +219,7 @@ class Search:
             "ms": self.winner.timing.median * 1e3, "own_tile": str(own.tile) if own else None,
             "own_ms": own_time.median * 1e3 if own else None, **self._setting, "time": _now(),
         }  # fmt: skip
-        tuned.append(tuned.path(self.kernel, "winners"), row)
+        jsonl.append(tuned.path(self.kernel, "winners"), row)
 
 
 def _now() -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from . import labs
-from .errors import ToolchainMissing, UnsupportedProblem
+from . import labs, picture
+from .errors import UnsupportedProblem
 from .report import si_time
 from .tune import STATES, Candidate, Search
 from .tuned import problem_class
@@ -20,7 +20,8 @@ _SHOWN = 12
 
 
 def _tflops(search: Search, candidate: Candidate) -> float:
-    return search.problem.flops / candidate.timing.median * 1e-12 if candidate.timing else 0.0
+    flops = search.problem.flops_of(search.kernel.computes)
+    return flops / candidate.timing.median * 1e-12 if candidate.timing else 0.0
 
 
 def ranked(search: Search) -> list[Candidate]:
@@ -97,18 +98,12 @@ def draw(search: Search, prefix: Path | str) -> list[Path]:
     """Writes PREFIX.png and PREFIX.svg: the best speed for each pair of the two numbers with most values, and every
     tile's speed against each number. Raises UnsupportedProblem when nothing was timed, ToolchainMissing without
     matplotlib."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ToolchainMissing(f"plots need matplotlib ({error}): pip install matplotlib") from error
     if not ranked(search):
         raise UnsupportedProblem("there is nothing to plot: no tile was timed")
     values = {name: sorted({tile[name] for tile in search.candidates}) for name in search.kernel.tiles[0]}
     several = [name for name in values if len(values[name]) > 1] or list(values)[:1]
     y, x = (sorted(several, key=lambda name: -len(values[name]))[:2] * 2)[:2]
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "font.size": 9, "svg.hashsalt": "sandbox"}):
-        figure = Figure(figsize=(10, 3.6 + 0.42 * len(values[y])), dpi=100, layout="constrained")
+    with picture.figure(10, 3.6 + 0.42 * len(values[y])) as figure:
         grid = figure.add_gridspec(2, len(several), height_ratios=(1.4 + 0.42 * len(values[y]), 2.2))
         _heat(figure.add_subplot(grid[0, :]), search, x, y, values)
         strips: list[Any] = []
@@ -118,11 +113,7 @@ def draw(search: Search, prefix: Path | str) -> list[Path]:
         strips[0].set_ylabel("TFLOP/s")
         title = f"{search.kernel.name} on {search.problem}  ·  {search.lab.gpu}"
         figure.suptitle(title, x=0.01, ha="left", color="#444444")
-        paths = [Path(f"{prefix}.png"), Path(f"{prefix}.svg")]
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        return picture.save(figure, prefix)
 
 
 def _heat(axis: Any, search: Search, x: str, y: str, values: Mapping[str, Sequence[int]]) -> None:

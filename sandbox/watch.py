@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from . import examine, registry
@@ -40,7 +41,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
     package, unless `once`.
     """
     history = History(kernel)
-    with closing(Worker(examine.examine, examine.prepare, job)) as worker:
+    with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
         saves = iter(()) if once else _saves(registry.FOLDER)  # from here on no save is missed
         seen: Texts | None = None
         while True:

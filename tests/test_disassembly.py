@@ -13,7 +13,9 @@ from test_registry import in_project
 import sandbox
 from sandbox import code, disassembly, registry, tools
 from sandbox.cli import cli
-from sandbox.errors import ToolchainMissing, UnknownKernel, UnsupportedProblem
+from sandbox.errors import HistoryError, ToolchainMissing, UnknownKernel, UnsupportedProblem
+from sandbox.history import History, read_texts
+from sandbox.place import Place
 from sandbox.spec import Problem, Tile
 
 needs_nvdisasm = pytest.mark.skipif(not disassembly.available(), reason="nvdisasm is not installed")
@@ -54,9 +56,9 @@ def test_a_listing() -> None:
     assert [i.address for i in found] == [0, 16, 32, 48, 64, 80, 96]
     assert {i.function for i in found} == {"fwd_x"}
     assert found[2].text == "LDGSTS.E.BYPASS.128 [R19+0x800], desc[UR8][R4.64], !P3"
-    assert found[2].where == (disassembly.Location("/k/include/ptx.cuh", 66), disassembly.Location("/k/fwd_x.cu", 9))
-    assert found[2].line == disassembly.Location("/k/fwd_x.cu", 9)  # the line that calls the header's verb
-    assert found[4].where == (disassembly.Location("/k/fwd_x.cu", 9),)
+    assert found[2].where == (Place("/k/include/ptx.cuh", 66), Place("/k/fwd_x.cu", 9))
+    assert found[2].line == Place("/k/fwd_x.cu", 9)  # the line that calls the header's verb
+    assert found[4].where == (Place("/k/fwd_x.cu", 9),)
     assert [i.live for i in found] == [None, None, None, None, 196, None, None]
     assert disassembly.counts(found) == {
         "LDC": 1, "NOP": 1, "LDGSTS.128": 1, "LDG.16": 1, "HMMA": 1, "STG.32": 1, "BRA": 1,
@@ -110,7 +112,7 @@ def test_ptx_of_a_kernel() -> None:
 def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "find", lambda name: None)
     assert disassembly.opcode_counts(b"") == {}
-    with pytest.raises(ToolchainMissing, match=r"nvdisasm, which reads machine code, is not installed: pip install "):
+    with pytest.raises(ToolchainMissing, match=r"nvdisasm is not on the PATH .*: pip install "):
         disassembly.sass(b"")
 
 
@@ -121,6 +123,21 @@ def test_a_cubin_that_cannot_be_read() -> None:
 
 
 # ---- two versions
+
+
+def test_a_version_of_watch(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """The kernel, its headers and its spec are those of the save, whatever has been edited since."""
+    monkeypatch.setattr(registry, "FOLDER", project_copy / "kernels_cu")
+    kernel = sandbox.Kernel(**{**vars(registry.get("fwd_minimal")), "source": registry.FOLDER / "fwd_minimal.cu"})
+    header, seen = registry.FOLDER / "include/common.cuh", History(kernel)
+    seen.append(read_texts(kernel) or {}, ok=True, stage="ok")
+    after = code.translate(kernel, "ptx", PROBLEM, tile=TILE)
+    header.write_text("#error edited since\n")
+    before = code.translate(code.version(kernel, "history:1"), "ptx", PROBLEM, tile=TILE)
+    assert before.instructions[0].where[0].file.startswith(str(own_cache))
+    assert before.counts == after.counts
+    with pytest.raises(HistoryError, match="fwd_minimal has no version 2: there are 1 to 1"):
+        code.version(kernel, "history:2")
 
 
 def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
@@ -152,7 +169,8 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
     with pytest.raises(UnknownKernel, match="fwd_x is not in revision HEAD"):
         code.version(sandbox.Kernel(**{**vars(old), "name": "fwd_x"}), "HEAD")
     with pytest.raises(
-        UnsupportedProblem, match=r"'v9' is no tile \(BLOCK_M=64,…\), no \.cu file and no git revision of "
+        UnsupportedProblem,
+        match=r"'v9' is no tile \(.*\), no \.cu file, no history:N and no git revision of ",
     ):
         code.version(old, "v9")
     done = in_project(project_copy, "sandbox", "cache", "clear", "--json")
@@ -179,7 +197,7 @@ def test_lines_are_matched_by_their_text(tmp_path: Path) -> None:
         folder = tmp_path / str(len(text))
         folder.mkdir()
         (folder / "k.cu").write_text(text)
-        at = {line: disassembly.Location(str(folder / "k.cu"), line) for line in opcodes}
+        at = {line: Place(str(folder / "k.cu"), line) for line in opcodes}
         found = tuple(disassembly.Instruction("k", 0, o, o, (at[line],)) for line, o in opcodes.items())
         return code.Code("", "k", "sass", "sm_90a", "", "", None, found)  # type: ignore[arg-type]
 
@@ -229,7 +247,7 @@ def test_ptx_command_and_a_diff_of_tiles() -> None:
         (("sass", "fwd_minimall"), "did you mean fwd_minimal?"),
         (
             ("sass", *SMALL, "--diff", "no-such-revision"),
-            "'no-such-revision' is no tile (BLOCK_M=64,…), no .cu file and no git",
+            "'no-such-revision' is no tile (BLOCK_M=64,…), no .cu file, no history:N and no git",
         ),
         (("ptx", *SMALL, "--arch", "sm_42"), 'arch "sm_42" is not known'),
     ],

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first: a module imports only from lines above its own. Names on one line do not import one another.
 ORDER = """
 errors
-log
-spec
+log jsonl picture
+spec place
 reference
 sources
 cache
@@ -29,11 +29,13 @@ nvrtc
 driver
 cpu
 findings
+tools
 compute_sanitizer
 registry
-history new tools
+history new
 disassembly worker
-staging fleet
+fleet
+staging
 tuned
 choose
 run

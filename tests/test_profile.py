@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from sandbox import disassembly, driver, environment, ncu, profile_plot, profile_report, profiler, registry, run
 from sandbox.cli import cli
 from sandbox.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
+from sandbox.place import Place
 from sandbox.profiler import Profile, Subject
 from sandbox.spec import Problem, Tile
 
@@ -64,7 +65,7 @@ def raw_page(metrics: dict[str, tuple[str, str]] | None = None, kernel: str = "f
 
 
 def instruction(address: int, line: int) -> disassembly.Instruction:
-    return disassembly.Instruction("k", address, "FFMA", "FFMA", (disassembly.Location("/k/k.cu", line),))
+    return disassembly.Instruction("k", address, "FFMA", "FFMA", (Place("/k/k.cu", line),))
 
 
 SOURCE_PAGE = "\n".join(
@@ -133,7 +134,7 @@ def test_a_report_without_the_kernel(text: str) -> None:
 
 def test_the_source_page() -> None:
     code = [instruction(0x00, 7), instruction(0x10, 9), instruction(0x20, 7)]
-    at = {line: disassembly.Location("/k/k.cu", line) for line in (7, 9)}
+    at = {line: Place("/k/k.cu", line) for line in (7, 9)}
     assert ncu.parse_source(SOURCE_PAGE, code) == [
         ncu.HotLine(at[7], 50, {"math": 35, "selected": 10}, 0),
         ncu.HotLine(at[9], 40, {"selected": 5}, 128_000),
@@ -221,7 +222,7 @@ def test_what_can_go_wrong(
 
 def test_without_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler.tools, "find", lambda name: None)
-    with pytest.raises(ToolchainMissing, match=r"nsys is not on PATH: install Nsight Systems"):
+    with pytest.raises(ToolchainMissing, match=r"nsys is not on the PATH .*: install Nsight Systems"):
         profiler.collect("nsys", SUBJECT, tmp_path / "p")
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from test_registry import in_project
 
-from sandbox import compute_sanitizer, findings, registry, sanitize
+from sandbox import compute_sanitizer, findings, registry, sanitize, tools
 from sandbox.cpu import compiler
 from sandbox.errors import ToolchainMissing
-from sandbox.findings import Place
+from sandbox.place import Place
 
 needs_sanitizers = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has none")
 
@@ -76,7 +75,7 @@ def test_a_fault_is_found_on_the_cpu(fault: str, tmp_path: Path) -> None:
     assert said, found
     named = [place for f in said for place in f.places]
     assert not line or any(line in place.text() for place in named), said
-    assert all(place.path.endswith((".cu", ".cuh")) and "/cpu/" not in place.path for place in named)
+    assert all(place.file.endswith((".cu", ".cuh")) and "/cpu/" not in place.file for place in named)
 
 
 @needs_sanitizers
@@ -93,11 +92,11 @@ def test_the_command(project_copy: Path) -> None:
     assert f"      fwd_minimal.cu:{line}  float o = alpha * O_smem[d * BLOCK_M + t];" in done.stdout.splitlines()
     rows = json.loads(in_project(project_copy, *command, "--json").stdout)
     (wrong, _) = [row for row in rows if row["tool"] == "uninitialised"]
-    assert (wrong["clean"], wrong["findings"][0]["places"][0]) == (False, {"path": str(source), "line": line})
+    assert (wrong["clean"], wrong["findings"][0]["places"][0]) == (False, {"file": str(source), "line": line})
 
 
 def test_a_tool_that_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda *args, **options: None)
+    monkeypatch.setattr(tools, "find", lambda name: None)
     with pytest.raises(ToolchainMissing, match=r"compute-sanitizer is not on the PATH .* CUDA toolkit"):
         next(sanitize.inspect(registry.get("fwd_minimal"), ("cuda", 0)))
 
@@ -196,7 +195,7 @@ def test_the_tool_decides(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not installed")
+@pytest.mark.skipif(not tools.find("compute-sanitizer"), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize(("fault", "tool"), [("race", "racecheck"), ("out of bounds", "memcheck")])
 def test_a_fault_is_found_on_a_gpu(fault: str, tool: str, project_copy: Path) -> None:
     """Not threads that return above a barrier: hardware and synccheck let them, the CPU backend does not."""
@@ -212,7 +211,7 @@ def test_a_fault_is_found_on_a_gpu(fault: str, tool: str, project_copy: Path) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not installed")
+@pytest.mark.skipif(not tools.find("compute-sanitizer"), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tool", compute_sanitizer.TOOLS)
 def test_a_shipped_kernel_is_clean_on_a_gpu(tool: str) -> None:
     for name in ("fwd_minimal", "fwd_mma"):

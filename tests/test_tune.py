@@ -1,9 +1,8 @@
-"""Tuning: the store that several may write, workers that may die, the search, and who heeds what it finds."""
+"""Tuning: the fleet's workers, which may die, the search, and who heeds what it finds."""
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -19,14 +18,15 @@ import pytest
 from click.testing import CliRunner
 from test_registry import ROOT
 
-from sandbox import choose, driver, plan, registry, tune_report, tuned
+from sandbox import choose, driver, jsonl, plan, registry, tune_report, tuned
 from sandbox.cli import cli
 from sandbox.errors import SpecError, UnsupportedProblem
-from sandbox.fleet import Fleet, WorkerLost
+from sandbox.fleet import Fleet
 from sandbox.nvrtc import Resources
 from sandbox.spec import Kernel, Problem, Tile
 from sandbox.timing import Timing
 from sandbox.tune import Measured, Search
+from sandbox.worker import WorkerDied
 
 GPU = "a GPU"
 PROBLEM = Problem(1, 4, 500, 500, 64, dtype="float16")
@@ -44,48 +44,6 @@ def test_problems_of_a_class() -> None:
     for other in ({"Sq": 513}, {"Sk": 256}, {"H": 5, "Hk": 5}, {"D": 128}, {"dtype": "bfloat16"}, {"causal": True}):
         assert of(dataclasses.replace(PROBLEM, **other)) != of(PROBLEM)
     assert of(Problem(1, 1, 0, 1, 64)) == "D64 float32 Sq<=1 Sk<=1 heads<=1"
-
-
-APPEND = """
-import sys
-from pathlib import Path
-from sandbox import tuned
-for n in range(300):
-    tuned.append(Path(sys.argv[1]), {"who": sys.argv[2], "n": n, "filler": "x" * (n * 37 % 6000)})
-"""
-
-
-def test_two_writers_at_once(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    writers = [subprocess.Popen([sys.executable, "-c", APPEND, str(file), who], cwd=ROOT) for who in "ab"]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["n"] for row in rows if row["who"] == "a"] == list(range(300))
-    assert [row["n"] for row in rows if row["who"] == "b"] == list(range(300))
-
-
-def test_a_writer_waits_for_another(tmp_path: Path) -> None:
-    """Between looking at a file's end and adding to it nobody else may add."""
-    file = tmp_path / "rows.jsonl"
-    tuned.append(file, {"n": 1})
-    with file.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        writer = threading.Thread(target=tuned.append, args=(file, {"n": 2}), daemon=True)
-        writer.start()
-        writer.join(0.2)
-        assert tuned.read(file) == [{"n": 1}]
-    writer.join(30)
-    assert tuned.read(file) == [{"n": 1}, {"n": 2}]
-
-
-def test_a_line_that_was_cut_off_costs_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    tuned.append(file, {"n": 1})
-    with file.open("a") as stream:
-        stream.write('{"n": 2, "tile": "BLO')
-    tuned.append(file, {"n": 3})
-    assert tuned.read(file) == [{"n": 1}, {"n": 3}]
-    assert tuned.read(tmp_path / "none.jsonl") == []
 
 
 # ---- workers
@@ -119,12 +77,16 @@ def test_jobs_are_spread_over_workers() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "limit", "message"),
-    [(fails, 60, "ValueError: job 7"), (ends, 60, "its process ended"), (hangs, 1, "no answer within 1 s")],
+    [
+        (fails, 60, "ValueError: job 7"),
+        (ends, 60, "the worker ended with status 3"),
+        (hangs, 1, "did not finish within 1 s"),
+    ],
 )
 def test_a_lost_worker_costs_one_job(fault: Callable[[int], None], limit: float, message: str) -> None:
     with Fleet([{}], limit) as fleet:
         ((_, lost),) = fleet.map(fault, [(7,)])
-        assert isinstance(lost, WorkerLost)
+        assert isinstance(lost, WorkerDied)
         assert str(lost) == message
         fleet._seconds = 60
         assert list(fleet.map(double, [(4,)])) == [((4,), 8)]  # by a new worker
@@ -276,7 +238,7 @@ def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path) -> No
 def test_a_spoilt_store_is_no_reason_to_fail(own_cache: Path, line: str) -> None:
     finished(FakeLab())
     file = tuned.path(MINIMAL, "winners")
-    row = tuned.read(file)[-1]
+    row = jsonl.read(file)[-1]
     spoilt = json.loads(line) if line.startswith("{") else None
     file.write_text(json.dumps(row | spoilt) + "\n" if spoilt else line + "\n")
     assert choose.choose_tile(MINIMAL, PROBLEM, (9, 0), gpu=GPU) == MINIMAL.tiles[0]
@@ -286,7 +248,7 @@ def test_a_spoilt_store_is_no_reason_to_fail(own_cache: Path, line: str) -> None
 def test_attention_heeds_what_was_found(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(1, 1, 64, 64, 64, dtype="float16")
     key = {"digest": tuned.digest(MINIMAL), "gpu": driver.device().name, "class": tuned.problem_class(problem)}
-    tuned.append(tuned.path(MINIMAL, "winners"), {**key, "tile": "BLOCK_M=32,BLOCK_N=8"})
+    jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": "BLOCK_M=32,BLOCK_N=8"})
     asked = []
     prepare = plan.run._on_gpu
     monkeypatch.setattr(
@@ -340,14 +302,14 @@ def test_killed_and_begun_again(own_cache: Path) -> None:
     process.kill()
     process.communicate()
     file = tuned.path(MINIMAL, "measurements")
-    rows = tuned.read(file)
+    rows = jsonl.read(file)
     assert rows[0]["tile"] == first
     result = CliRunner().invoke(cli, ["tune", *OPTIONS, "--json"])
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)
     assert found["tile"] in {c["tile"] for c in found["candidates"] if c["state"] == "timed"}
-    assert tuned.read(file) == rows
-    assert len(tuned.read(tuned.path(MINIMAL, "winners"))) == 1
+    assert jsonl.read(file) == rows
+    assert len(jsonl.read(tuned.path(MINIMAL, "winners"))) == 1
 
     command = [sys.executable, "-m", "sandbox", "tune", *OPTIONS, "--fresh", "--json"]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]

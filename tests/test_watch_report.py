@@ -15,9 +15,10 @@ from sandbox.arch import Occupancy
 from sandbox.check import Result
 from sandbox.error_map import ErrorMap
 from sandbox.examination import Cost, Examination, figures
-from sandbox.findings import Finding, Place
+from sandbox.findings import Finding
 from sandbox.history import Version
 from sandbox.nvrtc import Resources
+from sandbox.place import Place
 from sandbox.watch import Iteration
 
 RESULT = Result("fwd_mma", "ragged", "B2 H4/2 S77x97 D64 float16 causal", "cuda", True, error=4.3e-4, bound=2.8e-3,

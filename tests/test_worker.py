@@ -8,7 +8,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,10 @@ def work(job: str, at: At) -> tuple[Any, bool]:
     if job == "exit":
         os.write(2, b"no more of this\n")
         os._exit(3)
+    if job == "forever":
+        signal.pause()
+    if job == "raises":
+        raise ValueError("no\nmore")
     if job == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if job == "children":
@@ -47,7 +53,7 @@ def prepare(job: str) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    worker = Worker(work, prepare, "like this")
+    worker = Worker(work, partial(prepare, "like this"))
     yield worker
     worker.close()
 
@@ -69,6 +75,7 @@ def test_one_that_is_unfit_is_replaced(worker: Worker) -> None:
         ("endless", "did not finish within 0.5 s", True),
         ("segfault", r"memory that is not there \(SIGSEGV\)", False),
         ("exit", "the worker ended with status 3: no more of this", False),
+        ("raises", "ValueError: no\nmore", False),
         ("killed", r"is the machine out of memory\? \(SIGKILL\)", False),
     ],
 )
@@ -93,13 +100,31 @@ def test_its_children_end_with_it(worker: Worker) -> None:
     assert ends(int(died.value.stage))
 
 
+def test_whoever_waits_for_a_closed_one_is_told() -> None:
+    """A job in another thread, as in a fleet that is interrupted."""
+    worker, told = Worker(work), []
+
+    def wait() -> None:
+        try:
+            worker.do("forever")
+        except WorkerDied as death:
+            told.append(str(death))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    worker.close()
+    waiting.join(30)
+    assert told == ["it was ended"]
+
+
 OWNER = """
 import sys
+from functools import partial
 sys.path.insert(0, sys.argv[1])
 import test_worker
 from sandbox.worker import Worker
 if __name__ == "__main__":
-    worker = Worker(test_worker.work, test_worker.prepare, "like this")
+    worker = Worker(test_worker.work, partial(test_worker.prepare, "like this"))
     print(worker.do("a")[0], flush=True)
     worker.do(sys.argv[2])
     sys.stdin.readline()

@@ -47,8 +47,9 @@ def bench_(
     tiles: tuple[str, ...], names: str, backward: bool, against: str | None, mode: str, seconds: float,
     out: Path | None, resume: bool, show: Path | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time kernels beside peers, correct ones only: TFLOP/s, % of the measured peak, ratios. Needs a GPU and PyTorch.
+    """Time kernels beside peers, correct ones only.
 
+    TFLOP/s, % of the measured peak, ratios. Needs a GPU and PyTorch.
     --causal goes with --shape; a grid has its own masks.
     """
     if resume and not out:

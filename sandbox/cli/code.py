@@ -27,9 +27,8 @@ def _command(language: str, doc: str) -> None:
     @causal_option
     @tile_option
     @click.option("--arch", help="Compile for this architecture; by default sm_90a.")
-    @click.option(
-        "--diff", "reference", metavar="REF", help="Show what changed from a git revision, a tile or a .cu file."
-    )
+    @click.option("--diff", "reference", metavar="REF",
+                  help="Show what changed from a git revision, a tile, a .cu file, or history:N of watch.")  # fmt: skip
     @click.option("--summary", is_flag=True, help="Leave the instructions out.")
     @json_option
     def show(
@@ -70,5 +69,5 @@ def _show_changes(before: code.Code, after: code.Code, as_json: bool) -> None:
     screen().print(code_report.changes_table(before, after))
 
 
-_command("sass", "Machine code below its source lines, and a summary by opcode class. Needs no GPU.")
-_command("ptx", "PTX below its source lines, and a summary by opcode class. Needs no GPU.")
+_command("sass", "Machine code below its source lines, counted by class; no GPU.")
+_command("ptx", "PTX below its source lines, counted by class; no GPU.")

@@ -10,7 +10,7 @@ import click
 
 from .. import arch as architectures
 from .. import choose, report, run
-from ..errors import CompileError, UnsupportedProblem
+from ..errors import CompileError, UnsupportedProblem, without_options
 from ..spec import Kernel, Problem, Tile
 from .group import cli
 from .options import (
@@ -36,7 +36,10 @@ from .output import exit_status, followed, print_json, say, screen
 def compile_(
     kernels: tuple[str, ...], archs: str, widths: str, dtype: str, causal: str | None, tile: str | None, as_json: bool
 ) -> None:
-    """Registers, spills, shared memory, occupancy, compile time of every tile. Needs no GPU."""
+    """What every tile costs, without a GPU.
+
+    Registers, spills, shared memory, occupancy, compile time.
+    """
     if not all(width.strip().isdecimal() for width in widths.split(",")):
         raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
     targets = [name.strip() for name in archs.split(",")]
@@ -82,4 +85,4 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
 
 def _distinct(messages: Iterable[str]) -> Iterable[str]:
     """Of compilers' messages that differ in nothing but the options, the first."""
-    return {message.partition("\n\noptions: ")[0]: message for message in reversed([*messages])}.values()
+    return {without_options(message): message for message in reversed([*messages])}.values()

@@ -26,7 +26,10 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def cli() -> None:
-    """A research sandbox for attention kernels in raw CUDA C++: edit a .cu, compile, launch, verify, measure."""
+    """A research sandbox for attention kernels in raw CUDA C++: edit a .cu, compile, launch, verify, measure.
+
+    A command's own --help says more.
+    """
 
 
 def main() -> None:

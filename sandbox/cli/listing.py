@@ -24,9 +24,9 @@ from .output import print_json, screen
 @click.option("--arch", help="Choose as for this architecture, sm_80 and so on, or cpu; by default as on this machine.")
 @json_option
 def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, as_json: bool) -> None:
-    """The ladder: kernel, rung, dtypes, head widths, architecture, idea.
+    """The kernels, and which of them a problem would get.
 
-    --dtype, --causal and --arch go with --problem.
+    The ladder: kernel, rung, dtypes, head widths, architecture, idea. --dtype, --causal and --arch go with --problem.
     """
     if shape is None:
         given_without("--problem", "dtype", "causal", "arch")

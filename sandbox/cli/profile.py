@@ -17,13 +17,15 @@ from .output import print_json, say, screen
 
 @cli.command("profile")
 @kernel_argument
-@click.option("--tool", type=click.Choice(list(profiler.TOOLS)), default="ncu", show_default=True,
+@click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
               help="Nsight Compute: one launch in every detail. Nsight Systems: the time line.")  # fmt: skip
 @click.option("--shape", default="1,12,4096,64", show_default=True, help="B,H,S,D or B,H,Sq,Sk,D; groups B,H/Hk,S,D.")
 @dtype_option
 @causal_option
 @tile_option
-@click.option("--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions or .cu files.")
+@click.option(
+    "--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions, history:N, .cu files."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Prefix of the files; by default in .sandbox/profiles.")
 @click.option("--show", "shown", type=click.Path(path_type=Path), multiple=True,
               help="Profile nothing: show what has this prefix. Twice compares.")  # fmt: skip
@@ -37,9 +39,10 @@ def profile_(
     compare: tuple[str, str] | None, out: Path | None, shown: tuple[Path, ...], prefix: Path | None, dry_run: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Profile one launch, and print a page to act on: time, tensor cores, bytes beside the IO model, stalls by line.
+    """One launch under Nsight, as a page to act on.
 
-    The report itself is kept, to be opened in Nsight; its pages are kept as text that --show reads anywhere.
+    Time, tensor cores, bytes beside the IO model, stalls by line. The report itself is kept, to be opened in Nsight;
+    its pages are kept as text that --show reads anywhere.
     """
     spec, prefixes = registry.get(kernel), list(shown)
     if not shown:

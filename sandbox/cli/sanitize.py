@@ -21,9 +21,10 @@ from .output import exit_status, followed, print_json, say
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that one tool may take.")
 @json_option
 def sanitize_(kernel: str, tile: str | None, backend: str | None, timeout: float, as_json: bool) -> None:
-    """Out of bounds, races, reads of what nobody wrote, missing waits and barriers, by line of the .cu.
+    """What a kernel does and may not do, by line of its .cu.
 
-    On a GPU under compute-sanitizer; on the CPU backend under the host compiler's sanitizers, which see more of shared
+    Out of bounds, races, reads of what nobody wrote, missing waits and barriers, results that depend on order. On a GPU
+    under compute-sanitizer; on the CPU backend under the host compiler's sanitizers, which see more of shared
     memory.
     """
     device = checking.pick_device(backend)

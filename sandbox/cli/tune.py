@@ -30,10 +30,11 @@ def tune_(
     kernel: str, grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, fix: str | None,
     gpus: str | None, fresh: bool, prefix: Path | None, backend: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Search the spec's space of tiles: compile in parallel, drop what spills, check, time by successive halving.
+    """Find the fastest tile, which attention then takes.
 
-    The best is kept, and `attention` takes it for problems of the class on that GPU, until the source changes. An
-    interrupted search goes on where it stopped. --backend cpu is for trying this command: its times say nothing.
+    Of the spec's space: compile in parallel, drop what spills, check, time by successive halving. The best is kept, and
+    `attention` takes it for problems of the class on that GPU, until the source changes. An interrupted search goes
+    on where it stopped. --backend cpu is for trying this command: its times say nothing.
     """
     if not shapes and not grid:
         raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")

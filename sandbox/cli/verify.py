@@ -44,7 +44,7 @@ def run_(
     kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
     prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile, launch, verify, report: one line for each kernel and problem.
+    """Compile, launch, verify: a line for each kernel and problem.
 
     --dtype and --causal go with --shape; the named problems have their own.
     """
@@ -77,7 +77,10 @@ def run_(
 @map_option
 @json_option
 def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, as_json: bool) -> None:
-    """The correctness sweep: ragged lengths, masks, dtypes, layouts, and inputs that point at a fault."""
+    """The correctness sweep.
+
+    Ragged lengths, masks, dtypes, layouts, and inputs that point at a fault.
+    """
     device = checking.pick_device(backend)
     chosen = chosen_kernels(kernels)
     results = list(followed(checking.sweep(chosen, device, parsed_tile(tile)), lambda r: f"{r.kernel} {r.case}"))

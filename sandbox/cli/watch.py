@@ -40,8 +40,9 @@ def watch_(
     timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
     restore: int | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """On every save of the .cu, its spec or a header: compile, verify, time, compare with the versions before.
+    """Edit and relaunch: every save examined and compared.
 
+    On every save of the .cu, its spec or a header: compile, sanitize, verify, time, compare with the versions before.
     --dtype and --causal go with --shape. With --json, a line of JSON for each version.
     """
     chosen = registry.get(kernel)
