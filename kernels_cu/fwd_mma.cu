@@ -239,7 +239,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         attend<true>(rows, score, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place);
     }
     // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time:
-    if (CAUSAL && __syncthreads_or(!rows.finite())) return attend_row_by_row<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, m0);
+    if (CAUSAL && __syncthreads_or(!rows.finite()))
+        return attend_row_by_row<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     __syncwarp();  // every lane has read the warp's own rows of Q before O takes their place
     const int g = lane / 4, q = lane % 4;

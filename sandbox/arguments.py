@@ -7,11 +7,12 @@ addresses form the `void**` table that both cuLaunchKernel and the CPU backend t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from .errors import SpecError
-from .spec import COMPUTATIONS, Entry, Kernel, Problem, cdiv
+from .spec import COMPUTATIONS, Entry, Kernel, Problem, Tile, cdiv
+from .tensor_maps import Encode, MapSlot, TensorMap, box_of, encode_for_host, new_map
 
 
 class Tensor(Protocol):
@@ -55,20 +56,37 @@ class Launch(Protocol):
 
 
 class Row(NamedTuple):
-    """One kind of argument: its C type, and either a tensor's name to follow or a value from the problem."""
+    """One kind of argument: its C type, and a tensor's name to follow or a value from the problem."""
 
     ctype: type
-    value: Callable[[Problem], object] | None = None  # None: a tensor, filled in at launch
+    value: Callable[[Problem], object] | None = None  # None: of a tensor, filled in at launch
+    tensor: str = ""  # whose address it follows
+    rows: Callable[[Tile], int] | None = None  # of a tensor map's box
 
 
-_TENSOR = Row(View)  # any strides, unit stride in D
-_POINTER = Row(ctypes.c_void_p)  # contiguous, fp32, its shape fixed by the problem: (B, H, Sq) but for SCRATCH's
+def _view(name: str) -> Row:  # any strides, unit stride in D
+    return Row(View, tensor=name)
+
+
+def _pointer(name: str) -> Row:  # contiguous, its shape fixed by the problem: (B, H, Sq) fp32, but for SCRATCH's
+    return Row(ctypes.c_void_p, tensor=name)
+
+
+def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many rows and 64 columns
+    return Row(TensorMap, tensor=name, rows=rows)
+
+
+_WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
-    **dict.fromkeys(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV"), _TENSOR),
-    **dict.fromkeys(("LSE", "delta", "dQ_accum"), _POINTER),
+    **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
+    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum")},
+    **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
+    **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale)),
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
+    "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
+    "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B * p.H)),
 }
 
 
@@ -92,32 +110,56 @@ def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     return {name: SCRATCH[name].shape(problem) for name in named if name not in COMPUTATIONS[kernel.computes].writes}
 
 
+class _Slots:
+    """Several arguments that follow one tensor."""
+
+    def __init__(self, slots: Iterable[Any]):
+        self._slots = tuple(slots)
+
+    def _put(self, pointer: int) -> None:
+        for slot in self._slots:
+            slot.value = pointer
+
+    value = property(None, _put)
+
+
 class ArgumentBlock:
     """The arguments of one entry point for one problem, packed.
 
     `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec.
+    `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that no map can describe.
     """
 
-    def __init__(self, entry: Entry, problem: Problem, tensors: Mapping[str, Tensor]):
+    def __init__(
+        self, entry: Entry, problem: Problem, tile: Tile, tensors: Mapping[str, Tensor],
+        encode: Encode = encode_for_host,
+    ):  # fmt: skip
         unknown = [name for name in entry.args if name not in ARGUMENTS]
         if unknown:
             raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/arguments.py")
-        self.tensor_names = tuple(name for name in entry.args if ARGUMENTS[name].value is None)
-        self.values = [_pack(ARGUMENTS[name], problem, tensors.get(name)) for name in entry.args]
+        slots: dict[str, list[Any]] = {}
+        self.values: list[Any] = []
+        for row in (ARGUMENTS[name] for name in entry.args):
+            if row.value is not None:
+                self.values.append(row.value(problem))
+                continue
+            tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
+            slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer
+            if row.ctype is not ctypes.c_void_p:
+                assert tensor is not None, "the caller names every tensor whose strides count"
+                if row.rows:
+                    box = box_of(row.tensor, problem, tensor, row.rows(tile))
+                    slot = MapSlot(ctypes.addressof(value), box, problem.dtype, encode)
+                else:
+                    value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
+            if tensor and not row.rows:
+                slot.value = tensor.pointer
+            self.values.append(value)
+            slots.setdefault(row.tensor, []).append(slot)
+        self.tensor_names = tuple(slots)
+        self.slots = [own[0] if len(own) == 1 else _Slots(own) for own in slots.values()]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
-        # A tensor's address is the first word of its argument, whether a view or a bare pointer.
-        packed = zip(entry.args, self.values, strict=True)
-        self.slots = [ctypes.c_void_p.from_buffer(value) for name, value in packed if ARGUMENTS[name].value is None]
-
-
-def _pack(row: Row, problem: Problem, tensor: Tensor | None) -> Any:
-    if row.value is not None:
-        return row.value(problem)
-    if row.ctype is not View:
-        return row.ctype(tensor.pointer if tensor else None)
-    assert tensor is not None, "the caller names every tensor whose strides count"
-    return View(tensor.pointer, *tensor.strides[:3])
 
 
 def describe(value: Any) -> str:

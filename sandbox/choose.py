@@ -33,7 +33,8 @@ def choose_tile(
     if reason := kernel.refuses(problem, arch):
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
-    own = dict.fromkeys(kernel.tiles, "the spec's best that is legal")
+    ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
+    own = dict.fromkeys(ranked, "the spec's best that is legal")
     candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     reasons = []
     for candidate, why in candidates.items():

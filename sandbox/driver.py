@@ -1,8 +1,9 @@
 """The CUDA driver: the one module that talks to libcuda.
 
 Everything works in the device's primary context, which PyTorch and CuPy use too, so that their arrays and streams are
-ours. All calls go through NVIDIA's bindings but one: cuLaunchKernel is called through ctypes, with every argument but
-the stream converted beforehand, because a launch is what people count microseconds of.
+ours. All calls go through NVIDIA's bindings but two, which go through ctypes: cuLaunchKernel, with every argument but
+the stream converted beforehand, because a launch is what people count microseconds of; and cuTensorMapEncodeTiled,
+which a launch on memory that it has not seen needs first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from .arguments import ArgumentBlock, Launch
 from .errors import DriverError, GpuUnavailable
 from .spec import Arch, Dim3
+from .tensor_maps import Box
 
 _SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
 _DEFAULT_SMEM = 48 * 1024  # more shared memory than this, static and dynamic together, a kernel has to opt in to
@@ -144,6 +146,29 @@ def device(ordinal: int = 0) -> Device:
     arch = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
     smem = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
     return Device(ordinal, name, arch, attribute("MULTIPROCESSOR_COUNT"), smem, context)
+
+
+_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+_ONES = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+_NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+
+
+def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
+    """The tensor map for a box, 128-byte swizzled, into the 128 bytes at `address`, which must be a multiple of 64.
+
+    Raises DriverError when the driver refuses the tensor.
+    """
+    arguments = (
+        ctypes.c_void_p(address), _MAP_DTYPES[dtype], 4, ctypes.c_void_p(box.data), box.size, box.stride, box.box,
+        _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS,
+    )  # fmt: skip
+    status = _libcuda().cuTensorMapEncodeTiled(*arguments)
+    if status == _INVALID_CONTEXT:  # a thread new to CUDA
+        with device().current():
+            status = _libcuda().cuTensorMapEncodeTiled(*arguments)
+    if status:
+        about = f"{dtype}, address={box.data:#x}, size={[*box.size]}, stride={[*box.stride]}, box={[*box.box]}"
+        raise _error(status, f"cuTensorMapEncodeTiled({about})")
 
 
 class CudaFunction:

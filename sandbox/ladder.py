@@ -17,7 +17,9 @@ _PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # as PyTorch
 def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     """A line a contender: geometric means of TFLOP/s over the rows for each head width, and the ratio to `against`."""
     speed = {(r["contender"], r["D"], r["Sq"], r["causal"]): r["tflops"] for r in rows if r["ok"]}
-    contenders = [*dict.fromkeys(r["contender"] for r in rows)]
+    kernels, every = registry.kernels(), dict.fromkeys(r["contender"] for r in rows)
+    contenders = sorted(every, key=lambda name: kernels[name].rung if name in kernels else len(kernels))
+    problems = len({key[1:] for key in speed})
     widths = sorted({r["D"] for r in rows})
     lines = [
         f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in widths)} | of {_PEERS.get(against, against)} |",
@@ -32,12 +34,12 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
             ratios.append(
                 f"{geometric_mean(both):.2g}" if both and max(both) < 0.095 else f"{geometric_mean(both):.2f}"
             )
-        kernel = registry.kernels().get(name)
+        kernel, timed = kernels.get(name), sum(map(len, points.values()))
         rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", "PyTorch's own")
         label = f"`{name}`" if kernel else _PEERS.get(name, name)
+        label += f" (the {timed} shortest)" if timed < problems else ""
         lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(ratios)} |")
     r = rows[0]
-    problems = len({(row["D"], row["Sq"], row["causal"]) for row in rows})
     grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
     ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
     where = f"{r['device']}, CUDA {r['cuda']}"

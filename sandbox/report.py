@@ -170,7 +170,7 @@ def ladder_table(kernels: Iterable[Kernel]) -> Table:
     """What `list` prints."""
     table = _table("kernel", "rung", "dtypes", "D", "arch", "idea")
     for k in kernels:
-        arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}{k.arch_suffix}+"
+        arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a: that very one
         table.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
     return table
 

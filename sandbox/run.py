@@ -19,6 +19,7 @@ from .errors import SpecError, UnsupportedProblem
 from .nvrtc import Compiled, Resources
 from .registry import entry_owner
 from .spec import Arch, Dim3, Entry, Kernel, Problem, Tile, normalise_causal
+from .tensor_maps import encode_for_host
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -63,9 +64,9 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
         arch = driver.device(device[1]).arch if device != HOST else None
         delta = choose_kernel(problem, "delta", arch)
         delta_tile = choose_tile(delta, problem, arch)
-        steps += _steps(delta, delta_tile, problem, tensors, load(delta, delta_tile, problem, device))
+        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
-    steps += _steps(kernel, tile, problem, tensors, loaded)
+    steps += _steps(kernel, tile, problem, tensors, device, loaded)
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
@@ -79,14 +80,15 @@ _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has a
 
 
 def _steps(
-    kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], loaded: Loaded
+    kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
 ) -> Iterator[_Step]:
+    encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         grid = entry.grid(problem, tile)
         for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
             if size > limit:
                 raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
-        arguments = ArgumentBlock(entry, problem, tensors)
+        arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
         block, smem = entry.block(tile), entry.smem_bytes(problem, tile)
         launch = function.launcher(grid, block, smem, arguments) if all(grid) else None
         yield launch and _logged(launch, entry, grid, block, smem, arguments), arguments.tensor_names

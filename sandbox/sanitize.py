@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import compute_sanitizer, dlpack, registry, tools, trial
-from .arguments import ArgumentBlock, scratch_of
+from .arguments import ARGUMENTS, ArgumentBlock, scratch_of
 from .cases import Array, Case, inputs_of
 from .choose import choose_tile, refuses_tile
 from .cpu import sanitize as host
@@ -114,8 +114,10 @@ def launch_on_host(
     made |= {name: (shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made.items()}
     for entry in kernel.entries:
-        arguments = ArgumentBlock(entry, problem, {name: dlpack.view(array) for name, array in arrays.items()})
-        buffers = {i: arrays[name] for i, name in enumerate(entry.args) if name in arrays}
+        views = {name: dlpack.view(array) for name, array in arrays.items()}
+        arguments = ArgumentBlock(entry, problem, chosen, views)
+        follows = {i: ARGUMENTS[name].tensor for i, name in enumerate(entry.args) if ARGUMENTS[name].tensor}
+        buffers = {i: arrays[name] for i, name in follows.items()}
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
             entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers, order=order,
@@ -123,7 +125,9 @@ def launch_on_host(
         )  # fmt: skip
         if not report.clean:
             break
-        arrays |= zip(arguments.tensor_names, report.contents, strict=True)
+        # Of a tensor that two arguments follow, each has a copy of its own: the first is what the kernel works on.
+        left = dict(reversed([*zip(follows.values(), report.contents, strict=True)]))
+        arrays |= left
     return report, arrays
 
 

@@ -245,6 +245,7 @@ class Kernel(Entry):
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
+    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
     arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
     source: Path = Path()
 

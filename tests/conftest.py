@@ -69,6 +69,8 @@ def run_cuda(tmp_path: Path, device: Device):
     """Compile CUDA source text and launch one of its kernels on `device`, in place, on NumPy arrays and ctypes values.
 
     run_cuda(text, entry, *args, grid=1, block=32, smem=0, defines={})
+
+    An argument may also be a function that is given the addresses of the arrays, by their positions, and `device`.
     """
 
     def run(
@@ -79,15 +81,17 @@ def run_cuda(tmp_path: Path, device: Device):
         grid, block = (((n, 1, 1) if isinstance(n, int) else n) for n in (grid, block))
         arrays = {i: Staged(raw_view(a), device) for i, a in enumerate(args) if isinstance(a, np.ndarray)}
         values = [ctypes.c_void_p(arrays[i].pointer) if i in arrays else a for i, a in enumerate(args)]
+        addresses = {i: args[i].ctypes.data if device == HOST else arrays[i].pointer for i in arrays}
+        values = [a(addresses, device) if callable(a) else a for a in values]
         if device == HOST:
             for i in arrays:
-                values[i] = ctypes.c_void_p(args[i].ctypes.data)
+                values[i] = ctypes.c_void_p(addresses[i])
             function: Any = CpuFunction(build.library(source, [entry], defines or {}).path, entry)
         else:
             gpu = driver.device(0)
             for staged in arrays.values():
                 staged.send()
-            arch = f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+            arch = f"sm_{gpu.arch[0]}{gpu.arch[1]}" + ("a" if gpu.arch == (9, 0) else "")
             function = driver.CudaFunction(nvrtc.compile(source, entry, arch, defines).cubin, entry, gpu)
         function.launcher(grid, block, smem, RawArguments(values))(())
         if device != HOST:

@@ -22,6 +22,7 @@ reference
 sources
 cache
 arch
+tensor_maps
 arguments
 dlpack
 nvrtc

@@ -109,7 +109,7 @@ def launches() -> Iterator[tuple[str, list]]:
 
     (function,) = run.load(kernel, tile, problem, ("cuda", 0)).functions
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    table, handle = ArgumentBlock(kernel, problem, views).table, ctypes.c_void_p(int(function._function))
+    table, handle = ArgumentBlock(kernel, problem, tile, views).table, ctypes.c_void_p(int(function._function))
     geometry = [ctypes.c_uint(n) for n in (*kernel.grid(problem, tile), *kernel.block(tile))]
     smem, nothing = ctypes.c_uint(kernel.smem_bytes(problem, tile)), ctypes.c_void_p(0)
 

@@ -4,15 +4,15 @@
 #include "common.cuh"
 #include "score.cuh"
 
-// Query rows m0 .. m0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by all WARPS_ warps of the block. Out of line, so
-// that its registers are not the fast path's.
+// Query rows m0 .. m0 + ROWS of head h of H and batch entry b, by WARPS_ warps, of which this is the one of number `warp`.
+// Out of line, so that its registers are not the fast path's.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                const View<const dtype>& V, const View<dtype>& O, float* LSE, int group,
-                                               const Score& score, int m0) {
+                                               const Score& score, int b, int h, int H, int m0, int warp) {
     constexpr int OWNED = (HEAD_DIM + 31) / 32;
-    const int h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
-    for (int i = m0 + threadIdx.x / 32; i < min(m0 + ROWS, score.Sq); i += WARPS_) {
+    const int lane = threadIdx.x % 32;
+    for (int i = m0 + warp; i < min(m0 + ROWS, score.Sq); i += WARPS_) {
         float o[OWNED] = {}, m = -INF, l = 0.0f;
         for (int j = 0; j < score.key_end(i + 1); ++j) {
             float dot = 0.0f;
@@ -28,7 +28,7 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
         }
         for (int d = 0; d < OWNED; ++d)
             if (lane + 32 * d < HEAD_DIM) O.row(b, h, i)[lane + 32 * d] = dtype(l == 0.0f ? 0.0f : o[d] / l);
-        if (lane == 0) LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + i] = m + logf(l);
+        if (lane == 0) LSE[(static_cast<long long>(b) * H + h) * score.Sq + i] = m + logf(l);
     }
 }
 

@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 
 #include "fiber.h"
+#include "tensor.h"
 
 #if defined(SANDBOX_TSAN)
 extern "C" void* __tsan_get_current_fiber(void);
@@ -25,6 +26,8 @@ extern "C" void __tsan_destroy_fiber(void* fiber);
 extern "C" void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
+extern "C" void __tsan_read_range(void* address, unsigned long size);
+extern "C" void __tsan_write_range(void* address, unsigned long size);
 #elif defined(SANDBOX_ASAN)
 extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
 extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
@@ -54,12 +57,29 @@ constexpr bool TSAN = false;
 constexpr unsigned MAX_FIBERS = 16384;  // a stack and its guard are two mappings, and Linux allows a process 65530
 #endif
 
-enum class State { ready, at_barrier, in_collective, returned };
+enum class State { ready, at_barrier, in_collective, at_mbarrier, at_named_barrier, for_registers, returned };
 
 struct Copy {  // one cp.async, on its way
     char* to;
     const char* from;
     unsigned bytes, valid, group;
+};
+
+struct Sent {  // one box on its way out of shared memory
+    const char* from;
+    TensorMap map;
+    int at[4];
+    bool committed;
+    Site site;
+};
+
+template <class T> struct List {
+    T* items;
+    unsigned count, room;
+    T& add() {
+        if (count == room) items = static_cast<T*>(realloc(static_cast<void*>(items), (room = room ? 2 * room : 16) * sizeof(T)));
+        return items[count++];
+    }
 };
 
 struct Fiber : Thread {
@@ -75,6 +95,10 @@ struct Fiber : Thread {
     unsigned turn;
     Copy* copies;        // in the order of their groups
     unsigned copy_count, copy_room, copy_group;
+    List<Sent> sent;
+    char* mbarrier;      // that it waits at, for the phase of this parity to end
+    unsigned parity, named_barrier, registers;
+    bool wgmma_fenced;
 };
 
 bool same_place(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
@@ -144,6 +168,8 @@ struct SharedMemory {
     }
 };
 
+#include "hopper.h"
+
 struct Block {
     const Launch& launch;
     unsigned threads;
@@ -160,6 +186,7 @@ struct Block {
     char begun = 0, ended = 0;  // the same for the beginning and end of a block
     SharedMemory smem;
     char* message = nullptr;
+    Hopper hopper{};
 
     explicit Block(const Launch& launch);
     ~Block();
@@ -170,6 +197,10 @@ struct Block {
     bool run_warp(unsigned first);
     bool release_collectives(unsigned first, unsigned last);
     bool release_barrier();
+    bool any_ready() const;
+    bool deliver_boxes();
+    bool nothing_left_behind();
+    void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
 };
@@ -258,12 +289,14 @@ Block::~Block() {
     for (unsigned t = 0; t < threads && fibers[t].stack; ++t) {
         munmap(fibers[t].stack, GUARD_BYTES + STACK_BYTES);
         if (!TSAN) free(fibers[t].copies);
+        if (!TSAN) free(fibers[t].sent.items);
 #if defined(SANDBOX_TSAN)
         __tsan_destroy_fiber(fibers[t].tool);
 #endif
     }
     free(turns);
     if (!TSAN) free(fibers);  // the tool would take it for a race with a fiber that was given up
+    if (!TSAN) hopper.free_all();
     free(message);
 }
 
@@ -353,8 +386,12 @@ bool Block::run(dim3 index) {
         fiber.block_idx = {index.x, index.y, index.z};
         fiber.state = State::ready;
         fiber.copy_count = fiber.copy_group = 0;  // what nobody waited for never arrives
+        fiber.sent.count = 0;
+        fiber.wgmma_fenced = false;
+        fiber.registers = REGISTERS / threads / 8 * 8;
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
     }
+    hopper.begin();
     current = this;
     for (;;) {
         for (unsigned w = 0; w < (threads + WARP - 1) / WARP; ++w) {
@@ -362,12 +399,18 @@ bool Block::run(dim3 index) {
         }
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
-        if (returned == threads) return true;
-        if (!release_barrier()) {
+        if (returned == threads) return nothing_left_behind();
+        if (!deliver_boxes() && !any_ready() && !release_barrier()) {
             explain_deadlock();
             return false;
         }
     }
+}
+
+bool Block::any_ready() const {
+    for (unsigned t = 0; t < threads; ++t)
+        if (fibers[t].state == State::ready) return true;
+    return false;
 }
 
 // True when every thread of the block waits at one and the same barrier: then all go on.
@@ -393,9 +436,15 @@ bool Block::fail(const char* format, ...) {
 const char* name_of(Collective what) {
     static const char* const names[] = {"?", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync",
                                         "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
-                                        "__match_any_sync", "__reduce_sync", "ldmatrix", "mma"};
+                                        "__match_any_sync", "__reduce_sync", "ldmatrix", "mma", "stmatrix",
+                                        "wgmma", "wgmma_wait"};
     return names[static_cast<int>(what)];
 }
+
+bool hopper_waits(const Fiber& fiber) {
+    return fiber.state == State::at_mbarrier || fiber.state == State::at_named_barrier || fiber.state == State::for_registers;
+}
+void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size);
 
 // "threads 0..31 wait at __syncthreads() file.cu:12; threads 32..63 have returned", for all of the block.
 void Block::explain_deadlock() {
@@ -407,6 +456,8 @@ void Block::explain_deadlock() {
         unsigned end = t + 1;
         while (end < threads && fibers[end].state == fiber.state &&
                (fiber.state == State::returned || same_place(fibers[end].site, fiber.site)) &&
+               (fiber.state != State::at_mbarrier || fibers[end].mbarrier == fiber.mbarrier) &&
+               (fiber.state != State::at_named_barrier || fibers[end].named_barrier == fiber.named_barrier) &&
                (fiber.state != State::in_collective || same_collective(fibers[end], fiber))) ++end;
         if (++groups <= 8) {
             const char* plural = end - t > 1 ? "s" : "";
@@ -417,6 +468,8 @@ void Block::explain_deadlock() {
             else if (fiber.state == State::at_barrier)
                 snprintf(where, sizeof where, "wait%s at __syncthreads() %s:%d", *plural ? "" : "s", fiber.site.file,
                          fiber.site.line);
+            else if (hopper_waits(fiber))
+                describe_wait(*this, fiber, end - t > 1, where, sizeof where);
             else snprintf(where, sizeof where, "wait%s in %s(mask 0x%08x) %s:%d", *plural ? "" : "s",
                           name_of(fiber.what), fiber.mask, fiber.site.file, fiber.site.line);
             used += snprintf(text + used, sizeof text - used, "\n  thread%s %s %s", plural, who, where);
@@ -425,6 +478,9 @@ void Block::explain_deadlock() {
         t = end;
     }
     const char* kind = "barrier not reached by every thread of the block";
+    for (unsigned t = 0; t < threads; ++t) {
+        if (hopper_waits(fibers[t])) kind = "deadlock: nobody is left to end what these wait for";
+    }
     for (unsigned t = 0; t < threads; ++t) {
         if (fibers[t].state == State::in_collective) kind = "warp collective not reached by every lane of its mask";
     }
@@ -547,6 +603,8 @@ extern "C" void sandbox_wait_for_copies(unsigned pending) {
     fiber.copy_count -= done;
     memmove(fiber.copies, fiber.copies + done, fiber.copy_count * sizeof(Copy));
 }
+
+#include "hopper_verbs.h"
 
 extern "C" void sandbox_trap(const char* reason, Site site) {
     const uint3 &t = self().thread_idx, &b = self().block_idx;

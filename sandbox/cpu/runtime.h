@@ -24,7 +24,25 @@ struct Site { const char* file; int line; };  // where in the .cu
 
 constexpr unsigned MAX_DYNAMIC_SMEM = 227 * 1024;  // the most that any architecture gives a block
 
-enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce, ldmatrix, mma };
+enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce, ldmatrix, mma, stmatrix,
+                               wgmma, wgmma_wait };
+
+// What a tensor map is here: a (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in
+// bytes. Written by TensorMap in sandbox/arguments.py.
+struct TensorMap {
+    char* data;
+    uint64_t size[4];
+    int64_t stride[3];
+    uint32_t box[4], itemsize;
+};
+
+struct Product {  // one lane's part of a wgmma
+    float* d;                 // n / 2 accumulators
+    const unsigned* a;        // four registers, or null: A by descriptor
+    uint64_t a_descriptor, b_descriptor;
+    unsigned n;
+    bool b_k_major, accumulate, bfloat16;
+};
 
 extern "C" {
 // The running CUDA thread. initial-exec: one instruction to read it, and the runtime is small enough for static TLS.
@@ -44,6 +62,30 @@ void sandbox_fence();
 void sandbox_copy_later(void* to, const void* from, unsigned bytes, unsigned valid);
 void sandbox_commit_copies();
 void sandbox_wait_for_copies(unsigned pending);
+// mbarriers. A wait whose phase never ends is reported with everything that waits.
+void sandbox_mbarrier_init(char* barrier, unsigned arrivals, Site site);
+void sandbox_mbarrier_arrive(char* barrier, unsigned bytes, Site site);
+void sandbox_mbarrier_wait(char* barrier, unsigned parity, Site site);
+// bar.sync, bar.arrive, bar.red.or; returns whether any thread brought true.
+bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predicate, Site site);
+// setmaxnreg: a block has 65536 registers, dealt out evenly at first; taking waits until others gave back.
+void sandbox_set_registers(unsigned registers, Site site);
+// Boxes. What is requested comes some scheduling steps later, until when its place in shared memory holds NaN; what is
+// sent leaves shared memory only when it is waited for.
+void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
+void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
+void sandbox_send_commit();
+void sandbox_send_wait_read();
+// Ordinary writes that the async proxy does not see before the fence.
+void sandbox_generic_write(const char* at, unsigned bytes);
+void sandbox_fence_proxy_async();
+// wgmma, by warp: operands are read, and accumulators written, only when their group is waited for; until then they
+// are NaN. An operand that changes in between is reported.
+void sandbox_wgmma(const Product* mine, Site site);
+void sandbox_wgmma_fence();
+void sandbox_wgmma_commit();
+void sandbox_wgmma_wait(unsigned pending, Site site);
+void sandbox_wgmma_settled(const float* d, Site site);
 // Ends the launch with an error.
 [[noreturn]] void sandbox_trap(const char* reason, Site site);
 

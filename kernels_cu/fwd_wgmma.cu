@@ -1,0 +1,348 @@
+// Rung 4: attention forward on Hopper's warpgroup MMA (wgmma), fed by tensor-map copies (TMA).
+//
+// A block stays on its SM and takes one piece of work after the other: BLOCK_M query rows of one head. One warpgroup
+// produces: a warp of it requests K and V tiles, another Q. The others consume, 64 query rows each, and have its registers.
+//
+// clang-format off
+//   producer      K0  K1 V0  K2 V1  K3 V2 ...  and on into the next piece     STAGES tiles of K and of V, each with two
+//                                                                             mbarriers: full (TMA arrived), empty (used)
+//   consumer 0    QK1 PV0 | softmax1           | QK2 PV1 | softmax2 ...       time ->
+//   consumer 1            | QK1 PV0 | softmax1           | QK2 PV1 | ...
+//   consumer 2                      | QK1 PV0 | softmax1           | ...
+//                 they take turns on the tensor cores: while one multiplies, the others exponentiate
+//
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], where there is room | mbarriers
+// clang-format on
+//
+// S = Q K^T reads both operands from shared memory; P goes from registers, packed, into O += P V, and V is read as it lies
+// (MN-major). Warpgroups with roles and turns are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608); its softmax of one
+// tile beside the P V of the one before is not here: it was slower than the next idea.
+//
+// No maximum is taken on the way. A tile is exponentiated under the maximum m of its row's first tile, straight into P; only
+// where the sum comes out too large for P is m raised, O rescaled and the tile done again from S, which is still there. The
+// result is the same to rounding, and a tile costs a vote instead of BLOCK_N / 2 comparisons a thread before the first
+// exponential can begin: 5% at D = 64, 9% at D = 128 (fwd_mma's lazy maximum without looking at the scores; the idea of
+// rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
+#include "row_by_row.cuh"
+#include "score.cuh"
+#include "swizzle.cuh"
+
+constexpr int CONSUMERS = BLOCK_M / 64;
+constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
+constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
+constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
+constexpr float FAR = 3e38f;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
+static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
+
+using Queries = Swizzled<64, D_PAD>;
+using Keys = Swizzled<BLOCK_N, D_PAD>;
+
+// Shared memory, in bytes from its beginning.
+constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES, O_AT = V_AT + STAGES * Keys::BYTES;
+constexpr bool O_APART = O_AT + CONSUMERS * Queries::BYTES + 1024 <= 232448;  // else O leaves through Q's place
+constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Queries::BYTES : 0);
+static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
+
+// The mbarriers, 8 bytes each: of each stage, and of each consumer's Q.
+constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
+                   EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
+static_assert(EMPTY_Q + 8 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+
+__device__ __forceinline__ void init_barriers(SmemAddress base) {
+    for (unsigned stage = 0; stage < STAGES; ++stage) {
+        mbarrier_init(base + FULL_K + 8 * stage, 1);
+        mbarrier_init(base + FULL_V + 8 * stage, 1);
+        mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // a lane of each consumer warp
+        mbarrier_init(base + EMPTY_V + 8 * stage, 4 * CONSUMERS);
+    }
+    for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
+        mbarrier_init(base + FULL_Q + 8 * consumer, 1);
+        mbarrier_init(base + EMPTY_Q + 8 * consumer, O_APART ? 4 : 1);
+    }
+    fence_proxy_async();
+}
+
+// The stage and the parity of the i-th tile that goes through a ring of STAGES.
+__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
+__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
+
+struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of head h, batch entry b, and the key tiles they see
+    int m0, h, b, tiles;
+
+    // Causal: heads in sections that fill two rounds of the blocks, or another even number, longest pieces first. Two rounds
+    // in opposite directions give every block as much, and few heads at a time stay in L2.
+    __device__ __forceinline__ Piece(unsigned index, unsigned H, unsigned heads, const Score& score) {
+        const unsigned blocks = (score.Sq + BLOCK_M - 1u) / BLOCK_M;
+        unsigned head = index / blocks, block = index % blocks;
+        if (CAUSAL) {
+            const unsigned section = max(2 * gridDim.x / blocks, 1), first = head / section * section;
+            const unsigned size = min(section, heads - first), within = index - first * blocks;
+            head = first + within % size;
+            block = blocks - 1 - within / size;
+        }
+        m0 = block * BLOCK_M;
+        h = head % H;
+        b = head / H;
+        tiles = tiles_before(m0 + BLOCK_M, score);
+    }
+    // How many tiles the rows before `row_end` see anything of.
+    static __device__ __forceinline__ int tiles_before(int row_end, const Score& score) {
+        return (max(score.key_end(row_end), 0) + BLOCK_N - 1) / BLOCK_N;
+    }
+};
+
+// Calls f with each of the block's pieces. Every second round goes backwards.
+template <class F>
+__device__ __forceinline__ void for_each_piece(unsigned H, unsigned heads, const Score& score, F f) {
+    const unsigned total = (score.Sq + BLOCK_M - 1u) / BLOCK_M * heads;
+#pragma unroll 1
+    for (unsigned first = 0, place = blockIdx.x; first < total; first += gridDim.x, place = gridDim.x - 1 - place)
+        if (first + place < total) f(Piece(first + place, H, heads, score));
+}
+
+// What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
+struct Rows {
+    float O[D_PAD / 2] = {};
+    float m[2] = {-INF, -INF}, l[2] = {};  // m: a dot product; l: this lane's part of the sum
+
+    // Moves m up to the maxima of S and rescales what was accumulated under the old one.
+    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+        float top[2] = {-INF, -INF}, alpha[2];
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float m_new = fmaxf(m[half], row_max<4>(top[half]));
+            alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
+            m[half] = m_new;
+            l[half] *= alpha[half];
+        }
+#pragma unroll
+        for (int i = 0; i < D_PAD / 2; ++i) O[i] *= alpha[i / 2 % 2];
+    }
+    // P = exp2 of what exceeds m, and `sum` of it; whether that is too much.
+    __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2], float exponent,
+                                                 float (&sum)[2]) const {
+        float sums[2][2] = {};  // two of each row: shorter chains
+        // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
+        const float shift[2] = {fminf(-m[0] * exponent, FAR), fminf(-m[1] * exponent, FAR)};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) {
+            const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2])), p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
+            sums[i % 2][0] += p0;
+            sums[i % 2][1] += p1;
+            P[i / 4][i % 4] = pack(p0, p1);
+        }
+        sum[0] = sums[0][0] + sums[0][1];
+        sum[1] = sums[1][0] + sums[1][1];
+        return fmaxf(sum[0], sum[1]) > MOST;
+    }
+    __device__ __forceinline__ bool finite() const {
+        float zero = 0.0f;
+#pragma unroll
+        for (int i = 0; i < D_PAD / 2; ++i) zero = fmaf(O[i], 0.0f, zero);
+        return zero == 0.0f;
+    }
+};
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
+    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    float* LSE,                                   // (B, H, Sq), contiguous
+    const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
+    const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ TensorMap O_map,      // boxes of 64 rows
+    int H,
+    int heads,                                    // B * H
+    int group,                                    // H / Hk
+    const __grid_constant__ Score score) {
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddress base = smem_address(smem);
+    if (threadIdx.x == 0) init_barriers(base);
+    __syncthreads();  // the mbarriers are there before anybody uses them
+    const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+
+    if (warp < 4) {
+        registers_give_back<PRODUCER_REGISTERS>();
+        if (warp == 0 && elect()) {
+            unsigned used = 0;  // tiles of earlier pieces
+            for_each_piece(H, heads, score, [&](const Piece& piece) {
+                const int h = piece.h / group;
+                // A stride of 0 is a dimension of size 1 to a tensor map.
+                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
+                                         unsigned full, int j) {
+                    const unsigned i = used + j, stage = stage_of(i);
+                    mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    Keys::request(base + tile + stage * Keys::BYTES, map, j * BLOCK_N, tensor.stride_h ? h : 0,
+                                  tensor.stride_b ? piece.b : 0, base + full + 8 * stage);
+                };
+#pragma unroll 1
+                for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
+                    if (j < piece.tiles) request(K_map, K, K_AT, EMPTY_K, FULL_K, j);
+                    if (j > 0) request(V_map, V, V_AT, EMPTY_V, FULL_V, j - 1);
+                }
+                used += piece.tiles;
+            });
+        } else if (warp == 1 && elect()) {
+            unsigned pieces = 0;
+            for_each_piece(H, heads, score, [&](const Piece& piece) {
+                const int h = Q.stride_h ? piece.h : 0, b = Q.stride_b ? piece.b : 0;
+#pragma unroll 1
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    Queries::request(base + consumer * Queries::BYTES, Q_map, piece.m0 + 64 * consumer, h, b,
+                                     base + FULL_Q + 8 * consumer);
+                }
+                ++pieces;
+            });
+        }
+        return;
+    }
+
+    registers_take<CONSUMER_REGISTERS>();
+    const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
+    const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
+    const bool sender = threadIdx.x % 128 == 0;
+    const Descriptor Q_smem = Queries::k_major(base + consumer * Queries::BYTES);
+    const SmemAddress O_smem = base + (O_APART ? O_AT : 0) + consumer * Queries::BYTES;
+    const float exponent = score.scale * 1.4426950408889634f;  // log2(e): e^x = 2^(x log2(e))
+    const int g = lane / 4, q = lane % 4;
+    unsigned used = 0, pieces = 0;
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+
+    for_each_piece(H, heads, score, [&](const Piece& piece) {
+        const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
+        const int tiles = m0 < score.Sq ? Piece::tiles_before(m0 + 64, score) : 0;  // that the warpgroup sees of
+        const int whole = max(score.key_all(first_row), 0) / BLOCK_N;               // that the warp's rows see whole
+        Rows rows;
+        float S[BLOCK_N / 2], sum[2];
+        unsigned P[BLOCK_N / 16][4];
+        const auto multiply_QK = [&](int j) {
+            const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(used + j) * Keys::BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < D_PAD / 16; ++step)
+                wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
+            wgmma_commit();
+        };
+        const auto await_K = [&](int j) { mbarrier_wait(base + FULL_K + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto await_V = [&](int j) { mbarrier_wait(base + FULL_V + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto release_K = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage_of(used + j)); };
+        const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(used + j)); };
+        const auto release_Q = [&] { if (O_APART && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
+        const auto multiply_PV = [&](int j) {
+            const Descriptor V_smem = Keys::mn_major(base + V_AT + stage_of(used + j) * Keys::BYTES);
+            await_V(j);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / 16; ++step)
+                wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Keys::mn_step(step), true);
+            wgmma_commit();
+        };
+        const auto multiplied = [&] {
+            wgmma_wait<0>();
+            wgmma_settled(S);
+            wgmma_settled(rows.O);
+        };
+        const auto hide = [&](int j) {  // what the rows do not see of tile j
+            if (j < whole) return;
+            const int column = j * BLOCK_N + 2 * q;
+            const int end[2] = {score.key_end(first_row + g + 1) - column, score.key_end(first_row + g + 9) - column};
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+        };
+
+        mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
+        if (tiles > 0) {
+            await_K(0);
+            multiply_QK(0);
+            wgmma_wait<0>();
+            wgmma_settled(S);
+            release_K(0);
+            hide(0);
+            rows.raise_maximum(S, exponent);
+            rows.exponentiate(P, S, exponent, rows.l);
+            if (tiles > 1) await_K(1);
+#pragma unroll 1
+            for (int j = 1; j < tiles; ++j) {
+                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                multiply_QK(j);
+                multiply_PV(j - 1);
+                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                multiplied();
+                release_V(j - 1);
+                release_K(j);
+                if (j == tiles - 1) release_Q();
+                hide(j);
+#pragma unroll 1
+                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
+                rows.l[0] += sum[0];
+                rows.l[1] += sum[1];
+                if (j + 1 < tiles) await_K(j + 1);
+            }
+            multiply_PV(tiles - 1);
+            wgmma_wait<0>();
+            wgmma_settled(rows.O);
+            release_V(tiles - 1);
+        }
+        if (tiles <= 1) release_Q();
+#pragma unroll 1
+        for (int j = tiles; j < piece.tiles; ++j) {  // only the other consumers see these: turns and tiles are passed on
+            if (CONSUMERS > 1 && j > 0) {
+                named_barrier_sync(turn, 256);
+                named_barrier_arrive(next_turn, 256);
+            }
+            await_K(j);
+            release_K(j);
+            await_V(j);
+            release_V(j);
+        }
+        used += piece.tiles;
+        ++pieces;
+
+        // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
+        if (O_APART && sender) send_wait_read();  // the last piece's O
+        const bool spoilt = named_barrier_or(own_barrier, 128, CAUSAL && !rows.finite());  // all four warps have used Q
+        if (CAUSAL && spoilt) {
+            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b, piece.h, H, m0, warp % 4);
+            if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+            return;
+        }
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float l = row_sum<4>(rows.l[half]);
+            inverse[half] = l == 0.0f ? 0.0f : 1.0f / l;  // a row that sees no key
+            const int query_row = first_row + 8 * half + g;
+            if (q == 0 && query_row < score.Sq)
+                LSE[(static_cast<long long>(piece.b) * H + piece.h) * score.Sq + query_row] =
+                    rows.m[half] * score.scale + logf(l);
+        }
+#pragma unroll
+        for (int i = 0; i < D_PAD / 2; i += 8) {
+            unsigned pair[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                pair[k] = pack(rows.O[i + 2 * k] * inverse[k % 2], rows.O[i + 2 * k + 1] * inverse[k % 2]);
+            const unsigned place = Queries::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
+            stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
+        }
+        fence_proxy_async();
+        named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
+        if (sender) {
+            Queries::send(O_map, m0, piece.h, piece.b, O_smem);
+            if (!O_APART) {
+                send_wait_read();
+                mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+            }
+        }
+    });
+    if (sender) send_wait_read();  // shared memory lives as long as the block
+}

@@ -1,0 +1,100 @@
+"""Spec of `fwd_wgmma.cu`."""
+
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
+
+SMEM = 232448  # bytes that a block may have
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """Q, stages of K and V, O where there is room, and the mbarriers; rows padded to multiples of 128 bytes."""
+    row = 128 * cdiv(p.D, 64)
+    fed = row * (t.BLOCK_M + 2 * t.STAGES * t.BLOCK_N) + 1024
+    return fed + row * t.BLOCK_M if fed + row * t.BLOCK_M <= SMEM else fed
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """wgmma is Hopper's own; tensor maps ask for alignment; the scale is folded into the exponent."""
+    if arch is not None and arch[0] != 9:
+        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+    if p.D % 8:
+        return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
+    if p.alignment < 16:
+        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
+    if not 1e-20 < p.scale < 1e6:
+        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
+    if p.B * p.H * cdiv(p.Sq, 64) >= 2**31:
+        return f"{p} has {p.B * p.H * cdiv(p.Sq, 64)} pieces of 64 rows: fewer than 2^31 are built"
+    return None
+
+
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """What a warpgroup's registers and an SM's shared memory ask of a tile."""
+    consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
+    registers = cdiv(p.D, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
+    most = 128 if consumers == 3 else 200
+    rules = (
+        (
+            t.BLOCK_M in (64, 128, 192),
+            f"BLOCK_M={t.BLOCK_M} must be 64, 128 or 192: 64 rows for each consumer warpgroup",
+        ),
+        (t.BLOCK_N % 16 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16 up to 256"),
+        (
+            registers <= most,
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at D={p.D}: at most {most}",
+        ),
+        (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
+    )
+    return next((sentence for kept, sentence in rules if not kept), None)
+
+
+def rank(p: Problem, t: Tile) -> bool:
+    """First what was fastest on an H100 (experiments/008_hopper): two consumers fit short and causal rows better."""
+    short = p.Sq <= 1024
+    if p.D <= 64:
+        best = (192, 128)
+    elif p.D <= 128 and p.causal and p.Sq >= 8192:
+        best = (128, 176)
+    elif p.D <= 128:
+        best = (128, 128) if p.causal or short else (192, 80)
+    else:
+        best = (128, 64) if short else (128, 80)
+    return best != (t.BLOCK_M, t.BLOCK_N)
+
+
+def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """One block for each of BLOCKS multiprocessors, which takes piece after piece.
+
+    Causal: as many as a section of heads keeps busy for two rounds, or another even number (Piece in the .cu).
+    """
+    blocks = cdiv(p.Sq, t.BLOCK_M)
+    total = blocks * p.B * p.H
+    if not p.causal or total <= t.BLOCKS:
+        return (min(total, t.BLOCKS), 1, 1)
+    section = max(2 * t.BLOCKS // blocks, 1)
+    return (cdiv(section * blocks, 2 * cdiv(blocks, 2 * t.BLOCKS)), 1, 1)
+
+
+kernel = Kernel(
+    name="fwd_wgmma",
+    computes="forward",
+    rung=4,
+    summary="Hopper's warpgroup MMA, fed by TMA: one warpgroup loads, the others take turns on the tensor cores",
+    dtypes=("float16", "bfloat16"),
+    min_arch=(9, 0),
+    arch_suffix="a",
+    tiles=(
+        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=176, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
+    ),
+    grid=grid,
+    block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    check_tile=check_tile,
+    rank=rank,
+    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "H", "heads", "group", "score"),
+)

@@ -1,0 +1,237 @@
+// Every line of inline PTX that Hopper's kernels (sm_90a) use beside ptx.cuh, behind a verb each: mbarriers, copies by
+// tensor map (TMA), warpgroup MMA (wgmma), registers and named barriers. The CPU backend has a twin of this file,
+// sandbox/cpu/include/hopper.cuh, with the same verbs. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
+// clang-format off
+//
+//   accumulator D (64 x N) of a warpgroup: warp w holds rows 16 w ..       A (64 x 16) from registers: as in ptx.cuh,
+//   d[4 j + 0], d[4 j + 1]: row g,     columns 8 j + 2q, 8 j + 2q + 1      rows 16 w .. of warp w
+//   d[4 j + 2], d[4 j + 3]: row g + 8, the same columns                    g = lane / 4, q = lane % 4
+//
+// clang-format on
+#pragma once
+#include "ptx.cuh"
+
+// ---- mbarriers: 64-bit words in shared memory, 8-byte aligned. A phase ends when as many threads have arrived as
+// mbarrier_init said and as many bytes as they announced; the barrier's parity is then the other one.
+
+__device__ __forceinline__ void mbarrier_init(SmemAddress barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(SmemAddress barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring before the phase may end.
+__device__ __forceinline__ void mbarrier_arrive_expect(SmemAddress barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of that parity has ended; the first phase has parity 0, and the one before it counts as ended.
+__device__ __forceinline__ void mbarrier_wait(SmemAddress barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+        "@!ended bra again;\n"
+        "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// ---- the async proxy: how TMA and wgmma see shared memory
+
+// What this thread wrote to shared memory, barriers it initialised among it, is seen by TMA and wgmma that come after it.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- tensor maps
+
+// What cuTensorMapEncodeTiled writes: a (B, H, S, D) tensor, and the box that one copy moves. A parameter of the kernel,
+// `const __grid_constant__`. Mirrored by TensorMap in sandbox/arguments.py.
+struct alignas(64) TensorMap {
+    unsigned long long opaque[16];
+};
+static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/arguments.py");
+
+// Requests the box that begins at column d, row s of head (b, h); what lies outside of the tensor becomes zeros. All of
+// the box's bytes count on the barrier when they are there.
+__device__ __forceinline__ void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b,
+                                            SmemAddress barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
+}
+
+// Sends a box from shared memory; what would lie outside of the tensor is not written.
+__device__ __forceinline__ void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddress from) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(&map), "r"(from), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
+}
+
+// Closes a group of boxes sent by this thread.
+__device__ __forceinline__ void send_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the boxes that this thread has sent have left shared memory.
+__device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// ---- warpgroup MMA
+
+// Where a matrix lies in shared memory, as wgmma reads it; swizzle.cuh makes them.
+struct Descriptor {
+    unsigned long long bits;
+};
+constexpr unsigned long long SWIZZLE_128B = 1ull << 62;
+
+// Matrices begin at `at`; the two strides, in bytes, mean different things for the two orders (swizzle.cuh).
+__device__ __forceinline__ Descriptor make_descriptor(SmemAddress at, unsigned leading, unsigned stride) {
+    return {at / 16 | static_cast<unsigned long long>(leading / 16) << 16 |
+            static_cast<unsigned long long>(stride / 16) << 32 | SWIZZLE_128B};
+}
+
+// The same matrix, `bytes` further on.
+__device__ __forceinline__ Descriptor operator+(Descriptor descriptor, unsigned bytes) {
+    return {descriptor.bits + bytes / 16};
+}
+
+enum class Order { K_MAJOR, MN_MAJOR };  // which index of an operand is contiguous in shared memory
+
+// Registers that were written before are seen by the wgmmas that come after it: once before each row of them.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Closes a group of wgmmas.
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING of the newest groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// To be said of accumulators after the wait for them: the compiler must not use them any earlier.
+template <int R>
+__device__ __forceinline__ void wgmma_settled(float (&d)[R]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// One row of the table below is one width N of wgmma: N / 2 accumulators, then the other operands' numbers.
+#define D8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D16(i) D8(i), D8(i + 8)
+#define D32(i) D16(i), D16(i + 16)
+#define D64(i) D32(i), D32(i + 32)
+#define L8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define L16 L8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define L24 L16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define L32 L24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define L40 L32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define L48 L40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define L56 L48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define L64 L56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define L72 L64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define L80 L72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define L88 L80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define L96 L88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define L104 L96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define L112 L104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define L120 L112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define L128 L120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#if defined(DTYPE_bfloat16)
+#define WGMMA_TYPES "f32.bf16.bf16"
+#else
+#define WGMMA_TYPES "f32.f16.f16"
+#endif
+
+template <int R>
+struct Wgmma;  // with R = N / 2 accumulators a thread
+
+#define WGMMA(N, LIST, OUT, X0, X1, X2, X3, X4, X5, X6) \
+    template <> \
+    struct Wgmma<N / 2> { \
+        template <int TRANSPOSED> \
+        static __device__ __forceinline__ void ss(float (&d)[N / 2], Descriptor a, Descriptor b, bool accumulate) { \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2 ", 0;\n" \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, " X0 ", " X1 \
+                         ", accumulate, 1, 1, 0, " X3 ";\n}" \
+                         : OUT : "l"(a.bits), "l"(b.bits), "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
+        } \
+        template <int TRANSPOSED> \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, bool accumulate) { \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5 ", 0;\n" \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1 ", " X2 \
+                         ", " X3 "}, " X4 ", accumulate, 1, 1, " X6 ";\n}" \
+                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), \
+                                 "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
+        } \
+    };
+#define OUT(...) __VA_ARGS__
+WGMMA(16, L8, OUT(D8(0)), "%8", "%9", "%10", "%11", "%12", "%13", "%14")
+WGMMA(32, L16, OUT(D16(0)), "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+WGMMA(48, L24, OUT(D16(0), D8(16)), "%24", "%25", "%26", "%27", "%28", "%29", "%30")
+WGMMA(64, L32, OUT(D32(0)), "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+WGMMA(80, L40, OUT(D32(0), D8(32)), "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+WGMMA(96, L48, OUT(D32(0), D16(32)), "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+WGMMA(112, L56, OUT(D32(0), D16(32), D8(48)), "%56", "%57", "%58", "%59", "%60", "%61", "%62")
+WGMMA(128, L64, OUT(D64(0)), "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+WGMMA(144, L72, OUT(D64(0), D8(64)), "%72", "%73", "%74", "%75", "%76", "%77", "%78")
+WGMMA(160, L80, OUT(D64(0), D16(64)), "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+WGMMA(176, L88, OUT(D64(0), D16(64), D8(80)), "%88", "%89", "%90", "%91", "%92", "%93", "%94")
+WGMMA(192, L96, OUT(D64(0), D32(64)), "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+WGMMA(208, L104, OUT(D64(0), D32(64), D8(96)), "%104", "%105", "%106", "%107", "%108", "%109", "%110")
+WGMMA(224, L112, OUT(D64(0), D32(64), D16(96)), "%112", "%113", "%114", "%115", "%116", "%117", "%118")
+WGMMA(240, L120, OUT(D64(0), D32(64), D16(96), D8(112)), "%120", "%121", "%122", "%123", "%124", "%125", "%126")
+WGMMA(256, L128, OUT(D64(0), D64(64)), "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+#undef WGMMA
+#undef OUT
+
+// D = A B, or D += A B, in fp32, by the four warps of a warpgroup: A (64 x 16) with K contiguous, B (16 x N) in either
+// order, N = 2 R. The accumulators may not be touched until wgmma_wait and wgmma_settled; nor may A's registers.
+template <Order B_ORDER, int R>
+__device__ __forceinline__ void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate) {
+    Wgmma<R>::template ss<B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
+}
+template <Order B_ORDER, int R>
+__device__ __forceinline__ void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate) {
+    Wgmma<R>::template rs<B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
+}
+
+// ---- warps and warpgroups
+
+// True in one lane of the warp.
+__device__ __forceinline__ bool elect() {
+    unsigned elected;
+    asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.b32 %0, 1, 0, elected;\n}" : "=r"(elected));
+    return elected;
+}
+
+// Registers of each thread of a warpgroup from here on: given back, or taken when others have given enough back.
+template <int REGISTERS>
+__device__ __forceinline__ void registers_give_back() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Barriers 1 .. 15 of a block, each for `threads` threads, whole warps (0 is __syncthreads): those that sync wait until
+// all have come, those that arrive do not wait.
+__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Syncs; returns whether any thread brought true.
+__device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, bool predicate) {
+    unsigned any;
+    asm volatile(
+        "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %3, 0;\nbar.red.or.pred any, %1, %2, mine;\nselp.b32 %0, 1, 0, any;\n}"
+        : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(predicate)) : "memory");
+    return any;
+}
+
+// ldmatrix_x4 the other way: lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}

@@ -1,0 +1,46 @@
+// Tiles of 16-bit elements in shared memory as TMA writes them, with 128-byte swizzle, and as wgmma and stmatrix see them.
+// clang-format off
+//
+//   a tile (ROWS x COLUMNS) is slabs of 64 columns:    slab 0: [ROWS][64]   slab 1: [ROWS][64]   ...   a box fills one
+//   a row of a slab is 128 bytes, 8 chunks of 16:      chunk c of row r lies at place c ^ r % 8, so that the eight rows
+//                                                      of an 8 x 8 matrix fall into eight different groups of banks
+//   8 rows are 1024 bytes, which slabs are aligned to: r % 8 is three bits of the address
+//
+// clang-format on
+// One step of wgmma is 16 deep. Where columns are summed over (Q, K in Q K^T: K-major), a step is 16 columns, 32 bytes
+// within the rows; the next 8 rows are `stride` = 1024 bytes on. Where rows are summed over (V in P V: MN-major), a step is
+// 16 rows, 2048 bytes; the next 8 rows are `stride` = 1024 bytes on and the next slab is `leading` bytes on.
+#pragma once
+#include <hopper.cuh>  // not the neighbour: on the CPU backend its twin
+
+template <int ROWS, int COLUMNS>
+struct Swizzled {
+    static constexpr int SLABS = (COLUMNS + 63) / 64;
+    static constexpr unsigned SLAB_BYTES = ROWS * 128, BYTES = SLABS * SLAB_BYTES;
+    static_assert(ROWS % 8 == 0, "the swizzle repeats every 8 rows");
+
+    static __device__ __forceinline__ Descriptor k_major(SmemAddress tile) { return make_descriptor(tile, 0, 1024); }
+    static __device__ __forceinline__ Descriptor mn_major(SmemAddress tile) { return make_descriptor(tile, SLAB_BYTES, 1024); }
+
+    // How far step `i` of 16 columns, or of 16 rows, lies into the tile.
+    static constexpr __device__ unsigned k_step(int i) { return i / 4 * SLAB_BYTES + i % 4 * 32; }
+    static constexpr __device__ unsigned mn_step(int i) { return i * 2048; }
+
+    // How far chunk `chunk` of row `row` lies into the tile.
+    static __device__ __forceinline__ unsigned chunk(unsigned row, unsigned chunk) {
+        return chunk / 8 * SLAB_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
+    }
+
+    // Rows s .. s + ROWS of head (b, h), a box a slab.
+    static __device__ __forceinline__ void request(SmemAddress tile, const TensorMap& map, int s, int h, int b,
+                                                   SmemAddress barrier) {
+        mbarrier_arrive_expect(barrier, BYTES);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) request_box(tile + slab * SLAB_BYTES, map, slab * 64, s, h, b, barrier);
+    }
+    static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddress tile) {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) send_box(map, slab * 64, s, h, b, tile + slab * SLAB_BYTES);
+        send_commit();
+    }
+};

@@ -1,0 +1,82 @@
+// What a block keeps for Hopper's asynchronous instructions: mbarriers, boxes on their way in, named barriers, registers,
+// wgmmas under way. Included by runtime.cpp.
+#pragma once
+
+constexpr unsigned REGISTERS = 65536;  // of an SM
+constexpr unsigned NAMED_BARRIERS = 16;
+
+// An mbarrier's 64-bit word. Bytes that are announced and have not come keep a phase open, as arrivals do.
+struct Mbarrier {
+    uint64_t magic : 4, parity : 1, expected : 14, missing : 14;
+    int64_t bytes : 31;  // announced and not come; negative where they came before they were announced
+    static constexpr uint64_t MAGIC = 5;  // neither zeros nor poison
+};
+static_assert(sizeof(Mbarrier) == 8, "one word");
+
+struct Requested {  // one box on its way into shared memory
+    char* to;
+    TensorMap map;
+    int at[4];
+    char* barrier;
+    uint64_t due;  // the scheduling step in which it comes
+    Site site;
+};
+
+struct NamedBarrier {
+    unsigned threads, arrived, generation;
+    bool any, result[2];
+    char order[2];  // as Fiber::order
+};
+
+struct Accumulators {  // of one warp, while wgmmas write them
+    float* d[WARP];
+    unsigned n, products;
+    float values[16][WIDEST];
+};
+
+struct UnderWay {  // one warp's part of a wgmma
+    Product lane0;
+    Accumulators* accumulators;
+    const unsigned* a_at[WARP];
+    uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // as they were when it was issued
+    unsigned group;
+    Site site;
+};
+
+struct WarpMma {
+    List<UnderWay*> under_way;
+    List<Accumulators*> open;
+    unsigned groups, issued;
+};
+
+struct Hopper {
+    uint64_t step;
+    List<Requested> requested;
+    NamedBarrier named[NAMED_BARRIERS];
+    unsigned free_registers;
+    WarpMma mma[1024 / WARP];
+    uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // operands as they are when a wgmma ends
+    uint16_t unfenced[MAX_DYNAMIC_SMEM / 16];  // 1 + the thread that wrote the chunk since its last proxy fence
+
+    void begin() {
+        step = requested.count = free_registers = 0;
+        memset(named, 0, sizeof named);
+        memset(unfenced, 0, sizeof unfenced);
+        for (WarpMma& warp : mma) {
+            drop(warp);
+            warp.groups = warp.issued = 0;
+        }
+    }
+    void free_all() {
+        free(requested.items);
+        for (WarpMma& warp : mma) {
+            drop(warp);
+            free(warp.under_way.items);
+            free(warp.open.items);
+        }
+    }
+    static void drop(WarpMma& warp) {
+        while (warp.under_way.count) delete warp.under_way.items[--warp.under_way.count];
+        while (warp.open.count) delete warp.open.items[--warp.open.count];
+    }
+};

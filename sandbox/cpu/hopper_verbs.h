@@ -1,0 +1,380 @@
+// Hopper's asynchronous instructions, as a fiber calls them. Included by runtime.cpp.
+#pragma once
+
+namespace {
+
+#if defined(SANDBOX_TSAN)
+void seen_reading(const void* at, uint64_t bytes) { __tsan_read_range(const_cast<void*>(at), bytes); }
+void seen_writing(void* at, uint64_t bytes) { __tsan_write_range(at, bytes); }
+#else
+void seen_reading(const void*, uint64_t) {}
+void seen_writing(void*, uint64_t) {}
+#endif
+
+template <class... A> [[noreturn]] void trap(Site site, const char* format, A... values) {
+    char reason[256];
+    snprintf(reason, sizeof reason, format, values...);
+    sandbox_trap(reason, site);
+}
+
+unsigned thread_of(const Fiber& fiber) { return static_cast<unsigned>(&fiber - current->fibers); }
+
+// Where an address lies in dynamic shared memory, in bytes from its beginning.
+uint64_t smem_offset_of(const char* at, uint64_t bytes, Site site) {
+    const SharedMemory& smem = current->smem;
+    if (at < smem.dynamic || at + bytes > smem.dynamic + smem.dynamic_bytes)
+        trap(site, "%llu bytes at shared memory + %lld, which has %u", static_cast<unsigned long long>(bytes),
+             static_cast<long long>(at - smem.dynamic), smem.dynamic_bytes);
+    return at - smem.dynamic;
+}
+
+Mbarrier& mbarrier_at(char* at, Site site) {
+    const uint64_t offset = smem_offset_of(at, 8, site);
+    Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(at);
+    if (offset % 8 || barrier.magic != Mbarrier::MAGIC)
+        trap(site, "no mbarrier was initialised at shared memory + %llu", static_cast<unsigned long long>(offset));
+    return barrier;
+}
+
+// Ends the phase when nobody and nothing is missing any more.
+void end_phase(Block& block, char* at) {
+    Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(at);
+    if (barrier.missing || barrier.bytes) return;
+    barrier.parity ^= 1;
+    barrier.missing = barrier.expected;
+    block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
+}
+
+void block_until(State state, Site site) {
+    self().state = state;
+    self().site = site;
+    pause();
+}
+
+}  // namespace
+
+void Block::wake(State state, const char* mbarrier, unsigned number) {
+    for (unsigned t = 0; t < threads; ++t) {
+        Fiber& fiber = fibers[t];
+        if (fiber.state != state) continue;
+        if (state == State::at_mbarrier && (fiber.mbarrier != mbarrier || fiber.parity != number)) continue;
+        if (state == State::at_named_barrier && fiber.named_barrier != number) continue;
+        fiber.state = State::ready;
+    }
+}
+
+// One scheduling step: boxes that are due come. Where nothing else can go on, time passes until one is. Returns whether
+// any came.
+bool Block::deliver_boxes() {
+    List<Requested>& boxes = hopper.requested;
+    ++hopper.step;
+    if (!boxes.count) return false;
+    if (!any_ready()) {
+        uint64_t next = boxes.items[0].due;
+        for (unsigned i = 1; i < boxes.count; ++i) next = boxes.items[i].due < next ? boxes.items[i].due : next;
+        if (next > hopper.step) hopper.step = next;
+    }
+    unsigned left = 0, come = 0;
+    for (unsigned i = 0; i < boxes.count; ++i) {
+        const Requested box = boxes.items[i];
+        if (box.due > hopper.step) {
+            boxes.items[left++] = box;
+            continue;
+        }
+        acquire(box.barrier);  // whoever requested it
+        load_box(box.to, box.map, box.at);
+        release(box.barrier);
+        reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box_bytes(box.map));
+        end_phase(*this, box.barrier);
+        ++come;
+    }
+    boxes.count = left;
+    return come;
+}
+
+// A block may not end before what it has requested, sent or begun to multiply has come to its end.
+bool Block::nothing_left_behind() {
+    if (hopper.requested.count) {
+        const Site site = hopper.requested.items[0].site;
+        return fail("the block ends before the box that was requested at %s:%d has come", site.file, site.line);
+    }
+    for (unsigned t = 0; t < threads; ++t) {
+        if (!fibers[t].sent.count) continue;
+        const Site site = fibers[t].sent.items[0].site;
+        return fail("thread %u ends before the box that it sent at %s:%d has left shared memory", t, site.file, site.line);
+    }
+    for (unsigned t = 0; t < threads; t += WARP) {
+        const WarpMma &warp = hopper.mma[t / WARP], &first = hopper.mma[t / WARP / 4 * 4];
+        if (warp.under_way.count) {
+            const Site site = warp.under_way.items[0]->site;
+            return fail("warp %u ends before the wgmma at %s:%d has", t / WARP, site.file, site.line);
+        }
+        if (warp.issued != first.issued)
+            return fail("warps %u and %u are of one warpgroup and came to %u and %u wgmmas", t / WARP / 4 * 4, t / WARP,
+                        first.issued, warp.issued);
+    }
+    return true;
+}
+
+namespace {
+
+// "waits at mbarrier_wait(shared memory + 512) file.cu:12 for phase 0 to end: 2 arrivals and 4096 bytes are missing"
+void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size) {
+    const int verb = snprintf(text, size, several ? "wait " : "waits ");
+    text += verb;
+    size -= verb;
+    if (fiber.state == State::at_mbarrier) {
+        const Mbarrier& barrier = *reinterpret_cast<const Mbarrier*>(fiber.mbarrier);
+        snprintf(text, size,
+                 "at mbarrier_wait(shared memory + %td) %s:%d for the phase of parity %u: %u arrivals and %lld bytes are missing",
+                 fiber.mbarrier - block.smem.dynamic, fiber.site.file, fiber.site.line, fiber.parity,
+                 static_cast<unsigned>(barrier.missing), static_cast<long long>(barrier.bytes));
+    } else if (fiber.state == State::at_named_barrier) {
+        const NamedBarrier& barrier = block.hopper.named[fiber.named_barrier];
+        snprintf(text, size, "at named barrier %u %s:%d, where %u of %u threads are", fiber.named_barrier, fiber.site.file,
+                 fiber.site.line, barrier.arrived, barrier.threads);
+    } else {
+        snprintf(text, size, "for registers %s:%d, of which %u are free", fiber.site.file, fiber.site.line,
+                 block.hopper.free_registers);
+    }
+}
+
+}  // namespace
+
+extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
+    if (smem_offset_of(at, 8, site) % 8) trap(site, "an mbarrier must lie at a multiple of 8 bytes");
+    if (!arrivals || arrivals > 1024) trap(site, "an mbarrier for %u arrivals: 1 to 1024 are possible here", arrivals);
+    Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(at);
+    barrier.magic = Mbarrier::MAGIC;
+    barrier.parity = 0;
+    barrier.expected = barrier.missing = arrivals;
+    barrier.bytes = 0;
+}
+
+extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
+    Mbarrier& barrier = mbarrier_at(at, site);
+    if (!barrier.missing) trap(site, "one arrival too many: this phase of the mbarrier waits for bytes alone");
+    release(at);
+    barrier.bytes += bytes;
+    --barrier.missing;
+    end_phase(*current, at);
+}
+
+extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {
+    Fiber& fiber = self();
+    fiber.mbarrier = at;
+    fiber.parity = parity;
+    if (parity > 1) trap(site, "a parity is 0 or 1, not %u", parity);
+    if (mbarrier_at(at, site).parity == parity) block_until(State::at_mbarrier, site);
+    acquire(at);
+}
+
+extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predicate, Site site) {
+    Block& block = *current;
+    if (!id || id >= NAMED_BARRIERS) trap(site, "named barriers are 1 to 15 (0 is __syncthreads), not %u", id);
+    NamedBarrier& barrier = block.hopper.named[id];
+    if (!threads || threads % WARP || threads > block.threads)
+        trap(site, "named barrier %u for %u threads: whole warps of the block's %u", id, threads, block.threads);
+    if (barrier.arrived && barrier.threads != threads)
+        trap(site, "named barrier %u for %u threads, but those who are there came for %u", id, threads, barrier.threads);
+    const unsigned turn = barrier.generation % 2;
+    release(&barrier.order[turn]);
+    barrier.threads = threads;
+    barrier.any |= predicate;
+    if (++barrier.arrived == threads) {
+        barrier.result[turn] = barrier.any;
+        barrier.any = false;
+        barrier.arrived = 0;
+        ++barrier.generation;
+        block.wake(State::at_named_barrier, nullptr, id);
+    } else if (waits) {
+        self().named_barrier = id;
+        block_until(State::at_named_barrier, site);
+    }
+    if (waits) acquire(&barrier.order[turn]);
+    return barrier.result[turn];
+}
+
+extern "C" void sandbox_set_registers(unsigned registers, Site site) {
+    Fiber& fiber = self();
+    unsigned& pool = current->hopper.free_registers;
+    if (registers % 8 || registers < 24 || registers > 256)
+        trap(site, "setmaxnreg %u: a multiple of 8 from 24 to 256", registers);
+    while (registers > fiber.registers + pool) block_until(State::for_registers, site);
+    pool += fiber.registers;
+    pool -= registers;
+    fiber.registers = registers;
+    current->wake(State::for_registers, nullptr, 0);
+}
+
+// ---- boxes
+
+extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
+    Hopper& hopper = current->hopper;
+    if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
+    mbarrier_at(barrier, site);
+    seen_writing(to, box_bytes(*map));
+    memset(to, 0xff, box_bytes(*map));
+    Requested& box = hopper.requested.add();
+    box = {to, *map, {at[0], at[1], at[2], at[3]}, barrier, hopper.step + 2 + hopper.requested.count % 3, site};
+    for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { seen_reading(from, valid); });
+    release(barrier);
+}
+
+extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
+    const uint64_t offset = smem_offset_of(from, box_bytes(*map), site);
+    if (offset % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
+    for (uint64_t chunk = offset / 16; chunk < (offset + box_bytes(*map)) / 16; ++chunk)
+        if (current->hopper.unfenced[chunk])
+            trap(site, "thread %u wrote a part of this box and did not call fence_proxy_async", current->hopper.unfenced[chunk] - 1);
+    seen_reading(from, box_bytes(*map));
+    Sent& box = self().sent.add();
+    box = {from, *map, {at[0], at[1], at[2], at[3]}, false, site};
+    for_box_chunks(*map, box.at, [](char* to, uint64_t, unsigned valid) { seen_writing(to, valid); });
+}
+
+extern "C" void sandbox_send_commit() {
+    List<Sent>& sent = self().sent;
+    for (unsigned i = 0; i < sent.count; ++i) sent.items[i].committed = true;
+}
+
+extern "C" void sandbox_send_wait_read() {
+    List<Sent>& sent = self().sent;
+    unsigned left = 0;
+    for (unsigned i = 0; i < sent.count; ++i) {
+        const Sent box = sent.items[i];
+        if (box.committed) store_box(box.from, box.map, box.at);
+        else sent.items[left++] = box;
+    }
+    sent.count = left;
+}
+
+extern "C" void sandbox_generic_write(const char* at, unsigned bytes) {
+    const SharedMemory& smem = current->smem;
+    if (at < smem.dynamic || at + bytes > smem.dynamic + smem.dynamic_bytes) return;
+    for (uint64_t chunk = (at - smem.dynamic) / 16; chunk * 16 < static_cast<uint64_t>(at + bytes - smem.dynamic); ++chunk)
+        current->hopper.unfenced[chunk] = static_cast<uint16_t>(1 + thread_of(self()));
+}
+
+extern "C" void sandbox_fence_proxy_async() {
+    const uint16_t mine = static_cast<uint16_t>(1 + thread_of(self()));
+    for (uint16_t& writer : current->hopper.unfenced) writer = writer == mine ? 0 : writer;
+}
+
+// ---- wgmma
+
+namespace {
+
+WarpMma& own_warp() { return current->hopper.mma[thread_of(self()) / WARP]; }
+
+void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count, Site site) {
+    const SharedMemory& smem = current->smem;
+    const MatrixPlace place(bits);
+    if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset");
+    const Range read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count);
+    if (read.end > smem.dynamic_bytes)
+        trap(site, "wgmma reads up to shared memory + %llu, which has %u", static_cast<unsigned long long>(read.end),
+             smem.dynamic_bytes);
+    seen_reading(smem.dynamic + read.begin, read.end - read.begin);
+}
+
+// Both operands as they are now. A fragment in registers: see include/ptx.cuh.
+void read_operands(const UnderWay& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], Site site) {
+    const unsigned warp = thread_of(self()) / WARP % 4;
+    read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, site);
+    if (!product.lane0.a) return read_operand(A, product.lane0.a_descriptor, true, 16 * warp, 16, site);
+    for (unsigned lane = 0; lane < WARP; ++lane)
+        for (unsigned i = 0; i < 8; ++i)
+            A[i / 4 * 8 + lane % 4 * 2 + i % 2][i / 2 % 2 * 8 + lane / 4] =
+                static_cast<uint16_t>(product.a_at[lane][i / 2] >> 16 * (i % 2));
+}
+
+bool same(const uint16_t (&a)[DEPTH][WIDEST], const uint16_t (&b)[DEPTH][WIDEST], unsigned count) {
+    for (unsigned k = 0; k < DEPTH; ++k)
+        if (memcmp(a[k], b[k], 2 * count)) return false;
+    return true;
+}
+
+// Moves accumulators between the lanes' registers and rows and columns.
+template <class F> void for_accumulators(Accumulators& a, F f) {
+    for (unsigned lane = 0; lane < WARP; ++lane)
+        for (unsigned i = 0; i < a.n / 2; ++i)
+            f(a.d[lane][i], a.values[i / 2 % 2 * 8 + lane / 4][i / 4 * 8 + lane % 4 * 2 + i % 2]);
+}
+
+Accumulators* accumulators_of(WarpMma& warp, const uint64_t* lanes, const Product& lane0) {
+    for (unsigned i = 0; i < warp.open.count; ++i)
+        if (warp.open.items[i]->d[0] == lane0.d) return warp.open.items[i];
+    Accumulators* fresh = warp.open.add() = new Accumulators;
+    for (unsigned lane = 0; lane < WARP; ++lane) fresh->d[lane] = reinterpret_cast<const Product*>(lanes[lane])->d;
+    fresh->n = lane0.n;
+    fresh->products = 0;
+    for_accumulators(*fresh, [](float& d, float& value) {
+        value = d;
+        memset(&d, 0xff, sizeof d);
+    });
+    return fresh;
+}
+
+// The operands have to be what they were when the wgmma was issued.
+void finish(const UnderWay& product, Site waiting) {
+    auto &A = current->hopper.A, &B = current->hopper.B;
+    read_operands(product, A, B, product.site);
+    if (!same(A, product.A, 16) || !same(B, product.B, product.lane0.n))
+        trap(product.site, "an operand of this wgmma changed before the wait for it at line %d", waiting.line);
+    Accumulators& d = *product.accumulators;
+    multiply(d.values, A, B, d.n, product.lane0.accumulate, product.lane0.bfloat16);
+    if (--d.products) return;
+    for_accumulators(d, [](float& to, float& value) { to = value; });
+}
+
+}  // namespace
+
+extern "C" void sandbox_wgmma(const Product* mine, Site site) {
+    if (!self().wgmma_fenced) trap(site, "wgmma without wgmma_fence since the last wgmma_wait");
+    const uint64_t* lanes = sandbox_collective(Collective::wgmma, 0xffffffffu, reinterpret_cast<uint64_t>(mine), site);
+    if (self().lane) return;  // lane 0 goes on first, and does it for all
+    WarpMma& warp = own_warp();
+    UnderWay* product = new UnderWay;
+    product->lane0 = *mine;
+    for (unsigned lane = 0; lane < WARP; ++lane) product->a_at[lane] = reinterpret_cast<const Product*>(lanes[lane])->a;
+    product->accumulators = accumulators_of(warp, lanes, *mine);
+    product->group = warp.groups;
+    product->site = site;
+    read_operands(*product, product->A, product->B, site);
+    ++product->accumulators->products;
+    ++warp.issued;
+    warp.under_way.add() = product;
+}
+
+extern "C" void sandbox_wgmma_fence() { self().wgmma_fenced = true; }
+
+extern "C" void sandbox_wgmma_commit() {
+    if (!self().lane) ++own_warp().groups;
+}
+
+extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
+    sandbox_collective(Collective::wgmma_wait, 0xffffffffu, 0, site);
+    self().wgmma_fenced = false;
+    if (self().lane) return;
+    WarpMma& warp = own_warp();
+    unsigned done = 0;
+    while (done < warp.under_way.count && warp.under_way.items[done]->group + pending < warp.groups) {
+        finish(*warp.under_way.items[done], site);
+        delete warp.under_way.items[done++];
+    }
+    warp.under_way.count -= done;
+    memmove(warp.under_way.items, warp.under_way.items + done, warp.under_way.count * sizeof(UnderWay*));
+    unsigned open = 0;
+    for (unsigned i = 0; i < warp.open.count; ++i) {
+        if (warp.open.items[i]->products) warp.open.items[open++] = warp.open.items[i];
+        else delete warp.open.items[i];
+    }
+    warp.open.count = open;
+}
+
+extern "C" void sandbox_wgmma_settled(const float* d, Site site) {
+    const WarpMma& warp = own_warp();
+    for (unsigned i = 0; i < warp.open.count; ++i)
+        if (warp.open.items[i]->d[self().lane] == d) trap(site, "accumulators are used before the wait for their wgmma");
+}

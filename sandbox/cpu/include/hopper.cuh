@@ -1,0 +1,104 @@
+// The CPU twin of kernels_cu/include/hopper.cuh: the same verbs. What is asynchronous on the GPU stays so here: it happens
+// in the runtime, later, and what nobody waited for shows (runtime.h).
+#pragma once
+#include "ptx.cuh"
+
+// ---- mbarriers
+
+inline void mbarrier_init(SmemAddress barrier, unsigned arrivals, SANDBOX_SITE) {
+    cpu::sandbox_mbarrier_init(barrier, arrivals, site);
+}
+inline void mbarrier_arrive(SmemAddress barrier, SANDBOX_SITE) { cpu::sandbox_mbarrier_arrive(barrier, 0, site); }
+inline void mbarrier_arrive_expect(SmemAddress barrier, unsigned bytes, SANDBOX_SITE) {
+    cpu::sandbox_mbarrier_arrive(barrier, bytes, site);
+}
+inline void mbarrier_wait(SmemAddress barrier, unsigned parity, SANDBOX_SITE) {
+    cpu::sandbox_mbarrier_wait(barrier, parity, site);
+}
+inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
+
+// ---- tensor maps
+
+struct alignas(64) TensorMap : cpu::TensorMap {};
+static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/arguments.py");
+
+inline void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b, SmemAddress barrier, SANDBOX_SITE) {
+    const int at[4] = {d, s, h, b};
+    cpu::sandbox_request_box(to, &map, at, barrier, site);
+}
+inline void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddress from, SANDBOX_SITE) {
+    const int at[4] = {d, s, h, b};
+    cpu::sandbox_send_box(from, &map, at, site);
+}
+inline void send_commit() { cpu::sandbox_send_commit(); }
+inline void send_wait_read() { cpu::sandbox_send_wait_read(); }
+
+// ---- warpgroup MMA
+
+struct Descriptor {
+    unsigned long long bits;
+};
+
+inline Descriptor make_descriptor(SmemAddress at, unsigned leading, unsigned stride) {
+    const unsigned long long offset = at - sandbox_dynamic_smem;  // the address on the GPU, where the block has one array
+    return {offset / 16 | static_cast<unsigned long long>(leading / 16) << 16 |
+            static_cast<unsigned long long>(stride / 16) << 32 | 1ull << 62};
+}
+inline Descriptor operator+(Descriptor descriptor, unsigned bytes) { return {descriptor.bits + bytes / 16}; }
+
+enum class Order { K_MAJOR, MN_MAJOR };
+
+inline void wgmma_fence() { cpu::sandbox_wgmma_fence(); }
+inline void wgmma_commit() { cpu::sandbox_wgmma_commit(); }
+template <int PENDING>
+inline void wgmma_wait(SANDBOX_SITE) { cpu::sandbox_wgmma_wait(PENDING, site); }
+template <int R>
+inline void wgmma_settled(float (&d)[R], SANDBOX_SITE) { cpu::sandbox_wgmma_settled(d, site); }
+
+namespace cpu {
+#if defined(DTYPE_bfloat16)
+constexpr bool BFLOAT16 = true;
+#else
+constexpr bool BFLOAT16 = false;
+#endif
+}  // namespace cpu
+
+template <Order B_ORDER, int R>
+inline void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate, SANDBOX_SITE) {
+    const cpu::Product mine{d, nullptr, a.bits, b.bits, 2 * R, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
+    cpu::sandbox_wgmma(&mine, site);
+}
+template <Order B_ORDER, int R>
+inline void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate, SANDBOX_SITE) {
+    const cpu::Product mine{d, a, 0, b.bits, 2 * R, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
+    cpu::sandbox_wgmma(&mine, site);
+}
+
+// ---- warps and warpgroups
+
+inline bool elect() { return cpu::sandbox_self->lane == 0; }
+template <int REGISTERS>
+inline void registers_give_back(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
+template <int REGISTERS>
+inline void registers_take(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
+inline void named_barrier_sync(unsigned id, unsigned threads, SANDBOX_SITE) {
+    cpu::sandbox_named_barrier(id, threads, true, false, site);
+}
+inline void named_barrier_arrive(unsigned id, unsigned threads, SANDBOX_SITE) {
+    cpu::sandbox_named_barrier(id, threads, false, false, site);
+}
+inline bool named_barrier_or(unsigned id, unsigned threads, bool predicate, SANDBOX_SITE) {
+    return cpu::sandbox_named_barrier(id, threads, true, predicate, site);
+}
+
+inline void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
+    if (reinterpret_cast<uint64_t>(row) % 16) cpu::sandbox_trap("stmatrix to an address that is not a multiple of 16", site);
+    uint64_t rows[32];
+    memcpy(rows, cpu::sandbox_collective(cpu::Collective::stmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site), sizeof rows);
+    const unsigned mine[4] = {r0, r1, r2, r3}, lane = cpu::sandbox_self->lane;
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        char* to = reinterpret_cast<char*>(rows[8 * matrix + lane / 4]) + 4 * (lane % 4);
+        *reinterpret_cast<unsigned*>(to) = mine[matrix];
+        cpu::sandbox_generic_write(to, 4);
+    }
+}

@@ -1,0 +1,120 @@
+// What TMA and wgmma do to shared memory, as plain functions: boxes of tensors, 128-byte swizzle, matrices by descriptor.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include "runtime.h"
+
+namespace cpu {
+
+// Chunks of 16 bytes change places within 128 bytes: by the offset from an address that is a multiple of 1024.
+inline uint64_t swizzled(uint64_t offset) { return offset ^ (offset >> 3 & 0x70); }
+
+constexpr unsigned BOX_ROW = 128;  // bytes, the width of the swizzle
+
+inline uint64_t box_bytes(const TensorMap& map) { return uint64_t(BOX_ROW) * map.box[1] * map.box[2] * map.box[3]; }
+
+// Calls f(bytes in the tensor, place in the box, how many of the 16 bytes lie within the tensor) for each chunk.
+template <class F> inline void for_box_chunks(const TensorMap& map, const int (&at)[4], F f) {
+    uint64_t place = 0;
+    for (unsigned b = 0; b < map.box[3]; ++b)
+        for (unsigned h = 0; h < map.box[2]; ++h)
+            for (unsigned s = 0; s < map.box[1]; ++s)
+                for (unsigned chunk = 0; chunk < BOX_ROW / 16; ++chunk, place += 16) {
+                    const int64_t index[4] = {int64_t(at[0]) + chunk * 16 / map.itemsize, int64_t(at[1]) + s,
+                                              int64_t(at[2]) + h, int64_t(at[3]) + b};
+                    bool inside = true;
+                    for (int i = 0; i < 4; ++i) inside &= index[i] >= 0 && index[i] < int64_t(map.size[i]);
+                    const int64_t left = (int64_t(map.size[0]) - index[0]) * map.itemsize;
+                    char* from = map.data + index[0] * map.itemsize;
+                    for (int i = 1; i < 4; ++i) from += index[i] * map.stride[i - 1];
+                    f(from, swizzled(place), inside ? (left < 16 ? unsigned(left) : 16u) : 0u);
+                }
+}
+
+inline void load_box(char* smem, const TensorMap& map, const int (&at)[4]) {
+    for_box_chunks(map, at, [&](const char* from, uint64_t place, unsigned valid) {
+        memcpy(smem + place, from, valid);
+        memset(smem + place + valid, 0, 16 - valid);
+    });
+}
+inline void store_box(const char* smem, const TensorMap& map, const int (&at)[4]) {
+    for_box_chunks(map, at, [&](char* to, uint64_t place, unsigned valid) { memcpy(to, smem + place, valid); });
+}
+
+// ---- matrices of 16-bit elements, as a wgmma descriptor finds them
+
+struct MatrixPlace {
+    uint64_t start, leading, stride;  // bytes
+    unsigned swizzle, base_offset;
+    explicit MatrixPlace(uint64_t bits)
+        : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4),
+          swizzle(bits >> 62), base_offset(bits >> 49 & 7) {}
+};
+
+constexpr unsigned DEPTH = 16, WIDEST = 256;  // of one wgmma
+
+struct Range { uint64_t begin, end; };
+
+// Elements (k, i), i from `first` on, `count` of them, of a matrix that lies at `place` with K, or with i, contiguous.
+// Returns the bytes between which it lies, counted from `smem`; reads nothing from `end` on.
+inline Range read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixPlace& place,
+                            bool k_major, unsigned first, unsigned count) {
+    Range range{~0ull, 0};
+    const auto chunk = [&](uint64_t offset, uint16_t (&elements)[8]) {
+        offset = swizzled(place.start + offset);
+        if (offset < range.begin) range.begin = offset;
+        if (offset + 16 > range.end) range.end = offset + 16;
+        if (offset + 16 <= end) memcpy(elements, smem + offset, 16);
+    };
+    uint16_t eight[8] = {};
+    if (k_major) {
+        for (unsigned i = 0; i < count; ++i)
+            for (unsigned k = 0; k < DEPTH; k += 8) {
+                chunk((first + i) % 8 * 128 + (first + i) / 8 * place.stride + 2 * k, eight);
+                for (unsigned e = 0; e < 8; ++e) to[k + e][i] = eight[e];
+            }
+    } else {
+        for (unsigned k = 0; k < DEPTH; ++k)
+            for (unsigned i = 0; i < count; i += 8) {
+                const unsigned column = first + i;
+                chunk(k % 8 * 128 + k / 8 * place.stride + column % 64 * 2 + column / 64 * place.leading, eight);
+                memcpy(&to[k][i], eight, 16);
+            }
+    }
+    return range;
+}
+
+inline float widened(uint16_t x, bool bfloat16) {  // without a branch, for the compiler to vectorise
+    const uint32_t sign = (x & 0x8000u) << 16, magnitude = (x & 0x7fffu) << (bfloat16 ? 16 : 13);
+    uint32_t bits = magnitude;
+    if (!bfloat16) {
+        float scaled;
+        memcpy(&scaled, &magnitude, 4);
+        scaled *= 0x1p112f;  // the exponents' biases differ by 112
+        memcpy(&bits, &scaled, 4);
+        bits |= magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // inf, NaN
+    }
+    bits |= sign;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+// D (16 x n) = or += A (16 x 16, stored [k][row]) B (16 x n, stored [k][column]).
+inline void multiply(float (&D)[16][WIDEST], const uint16_t (&A)[DEPTH][WIDEST], const uint16_t (&B)[DEPTH][WIDEST],
+                     unsigned n, bool accumulate, bool bfloat16) {
+    float b[DEPTH][WIDEST];
+    for (unsigned k = 0; k < DEPTH; ++k)
+        for (unsigned i = 0; i < n; ++i) b[k][i] = widened(B[k][i], bfloat16);
+    for (unsigned row = 0; row < 16; ++row) {
+        if (!accumulate) memset(D[row], 0, sizeof(D[row]));
+        for (unsigned k = 0; k < DEPTH; ++k) {
+            const float a = widened(A[k][row], bfloat16);
+            for (unsigned i = 0; i < n; i += 8)
+                for (unsigned e = 0; e < 8; ++e) D[row][i + e] += a * b[k][i + e];
+        }
+    }
+}
+
+}  // namespace cpu
