@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 from test_registry import ROOT
 
-from sandbox import choose, driver, jsonl, plan, registry, tune_report, tuned
+import sandbox
+from sandbox import choose, driver, jsonl, registry, run, tune_report, tuned
 from sandbox.cli import cli
 from sandbox.errors import SpecError, UnsupportedProblem
 from sandbox.fleet import Fleet
@@ -250,10 +251,10 @@ def test_attention_heeds_what_was_found(own_cache: Path, monkeypatch: pytest.Mon
     key = {"digest": tuned.digest(MINIMAL), "gpu": driver.device().name, "class": tuned.problem_class(problem)}
     jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": "BLOCK_M=32,BLOCK_N=8"})
     asked = []
-    load = plan.run.load
-    monkeypatch.setattr(plan.run, "load", lambda k, tile, *rest: asked.append(tile) or load(k, tile, *rest))
+    load = run.load
+    monkeypatch.setattr(run, "load", lambda k, tile, *rest: asked.append(tile) or load(k, tile, *rest))
     q = np.zeros((1, 1, 64, 64), np.float16)
-    plan.make_plan(q, q, q, False, None, MINIMAL, None, "cuda")(q, q, q, ())
+    sandbox.attention(q, q, q, kernel=MINIMAL, backend="cuda")
     assert asked == [Tile(BLOCK_M=32, BLOCK_N=8)]
 
 

@@ -22,21 +22,23 @@ HERE = Path(__file__).resolve().parent
 PROBLEMS = tuple(Problem(4, 16, 4096, 4096, D, dtype="float16") for D in (64, 128))
 SWIZZLE = "return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;"
 PLAIN = "return row * ROW + chunk * 16;"
-ROW = "constexpr unsigned ROW = 2 * D_PAD,"
-PADDED_ROW = "constexpr unsigned ROW = 2 * D_PAD + 16,"
+ROW = "ROW = 2 * COLUMNS;"
+PADDED_ROW = "ROW = 2 * COLUMNS + 16;"
 
 
 def variants(folder: Path) -> dict[str, Kernel]:
-    """The kernel as it is, and with one line changed or two."""
+    """The kernel as it is, and beside a header of tiles with one line changed or two."""
     kernel = registry.get("fwd_mma")
-    text = kernel.source.read_text()
-    assert SWIZZLE in text, "the lines that this experiment changes are no longer there"
-    assert ROW in text, "the lines that this experiment changes are no longer there"
-    edits = {"plain": text.replace(SWIZZLE, PLAIN), "padded": text.replace(SWIZZLE, PLAIN).replace(ROW, PADDED_ROW)}
+    tiles = (registry.FOLDER / "include" / "mma_tiles.cuh").read_text()
+    assert SWIZZLE in tiles, "the lines that this experiment changes are no longer there"
+    assert ROW in tiles, "the lines that this experiment changes are no longer there"
+    edits = {"plain": tiles.replace(SWIZZLE, PLAIN), "padded": tiles.replace(SWIZZLE, PLAIN).replace(ROW, PADDED_ROW)}
     found = {"swizzled": kernel}
     for name, edited in edits.items():
-        file = folder / f"{name}.cu"
-        file.write_text(edited)
+        file = folder / name / "fwd_mma.cu"
+        (file.parent / "include").mkdir(parents=True)
+        (file.parent / "include" / "mma_tiles.cuh").write_text(edited)
+        file.write_text(kernel.source.read_text())
         found[name] = dataclasses.replace(kernel, source=file)
     found["padded"] = dataclasses.replace(found["padded"], smem_bytes=_padded_smem)
     return found

@@ -19,7 +19,7 @@ from . import compiler as host
 from .compiler import HostCompiler
 
 HERE = Path(__file__).resolve().parent
-INCLUDE_DIRS = (HERE / "include", INCLUDE_DIR)  # the twins first: cuda_fp16.h, and any header of the same name
+TWINS = HERE / "include"
 Sanitizer = Literal["address", "undefined", "thread", "uninitialised", "none"]
 
 _OPTIONS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-march=native", "-fno-strict-aliasing", "-pthread")
@@ -64,7 +64,7 @@ def library(source: Path, entries: Sequence[str], defines: Mapping[str, object])
     runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
     # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
     link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
-    return _kernel(compiler, source, entries, _kernel_options(compiler, defines), link)
+    return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines), link)
 
 
 def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer) -> tuple[Built, Built]:
@@ -87,7 +87,9 @@ def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: 
         compiler, sanitizer, HERE / "main.cpp", "", (*_OPTIONS, *instrumented, "-rdynamic"), (str(objects.path), "-ldl")
     )
     runner.path.chmod(0o700)
-    return runner, _kernel(compiler, source, (entry,), (*_kernel_options(compiler, defines), "-O1", *instrumented))
+    return runner, _kernel(
+        compiler, source, (entry,), (*_kernel_options(compiler, source, defines), "-O1", *instrumented)
+    )
 
 
 def _kernel(
@@ -99,7 +101,7 @@ def _kernel(
 
 def translation_unit(source: Path, entries: Sequence[str]) -> str:
     """The C++ around the unmodified `.cu`: the shim before it; entries and their dynamic shared memory after it."""
-    files, _ = sources.included_files(source, INCLUDE_DIRS)
+    files, _ = sources.included_files(source, include_dirs(source))
     names: dict[str, None] = {}
     for file in files:
         names |= dict.fromkeys(_DYNAMIC.findall(_COMMENT.sub(" ", file.read_text(errors="replace"))))
@@ -116,19 +118,25 @@ def translation_unit(source: Path, entries: Sequence[str]) -> str:
     )
 
 
+def include_dirs(source: Path) -> tuple[Path, ...]:
+    """Where its headers are looked for: the twins first (cuda_fp16.h, and any header of the same name), then the folder
+    `include` beside it, which goes before the project's own."""
+    return tuple(dict.fromkeys((TWINS, source.parent / "include", INCLUDE_DIR)))
+
+
 def _runtime_text() -> str:
     portable = "#define SANDBOX_PORTABLE_FIBERS\n" if os.environ.get("SANDBOX_PORTABLE_FIBERS") == "1" else ""
     return f'{portable}#include "{HERE / "runtime.cpp"}"\n'
 
 
-def _kernel_options(compiler: HostCompiler, defines: Mapping[str, object]) -> tuple[str, ...]:
+def _kernel_options(compiler: HostCompiler, source: Path, defines: Mapping[str, object]) -> tuple[str, ...]:
     return (
         *_OPTIONS,
         "-UNDEBUG",  # which zig defines; a kernel's assert is to be checked, as under NVRTC
         # `extern thread_local` arrays are plain memory: no call to an initialiser on each use
         *(("-fno-extern-tls-init",) if compiler.is_gcc else ()),
         *(f"-D{name}={value}" for name, value in defines.items()),
-        *(f"-I{folder}" for folder in INCLUDE_DIRS),
+        *(f"-I{folder}" for folder in include_dirs(source)),
     )
 
 
@@ -138,8 +146,8 @@ def _build(
     """Compile `text`, which stands around `source`, into one cached file called `name`."""
 
     def made_of() -> list[str | None]:
-        files = [source, INCLUDE_DIRS[0] / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
-        return [sources.fingerprint(path, INCLUDE_DIRS) for path in files]
+        files = [source, TWINS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
+        return [sources.fingerprint(path, include_dirs(source)) for path in files]
 
     parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}
     fingerprints = made_of()
