@@ -206,7 +206,7 @@ def test_a_fault_is_found_on_a_gpu(fault: str, tool: str, project_copy: Path) ->
     assert done.returncode == 1, done.stderr
     found = [f for row in json.loads(done.stdout) if row["tool"] == tool for f in row["findings"]]
     lines = source.read_text().splitlines()
-    named = [lines[p["line"] - 1] for f in found for p in f["places"] if p["path"] == str(source)]
+    named = [lines[p["line"] - 1] for f in found for p in f["places"] if p["file"] == str(source)]
     assert any(line in text for text in named), found
 
 

@@ -157,6 +157,7 @@ class Block(torch.nn.Module):
         return self.out_of(out.transpose(1, 2).reshape(B, S, C))
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice
 def test_torch_compile(device: Device) -> None:
     """One graph, whatever the length; the same outputs and gradients as eager code's."""
     torch.manual_seed(0)

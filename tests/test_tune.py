@@ -250,13 +250,11 @@ def test_attention_heeds_what_was_found(own_cache: Path, monkeypatch: pytest.Mon
     key = {"digest": tuned.digest(MINIMAL), "gpu": driver.device().name, "class": tuned.problem_class(problem)}
     jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": "BLOCK_M=32,BLOCK_N=8"})
     asked = []
-    prepare = plan.run._on_gpu
-    monkeypatch.setattr(
-        plan.run, "_on_gpu", lambda k, defines, n: asked.append(dict(defines)) or prepare(k, defines, n)
-    )
+    load = plan.run.load
+    monkeypatch.setattr(plan.run, "load", lambda k, tile, *rest: asked.append(tile) or load(k, tile, *rest))
     q = np.zeros((1, 1, 64, 64), np.float16)
-    plan.make_plan(q, q, q, False, None, MINIMAL, None, "cuda")(q, q, q, ())
-    assert (asked[0]["BLOCK_M"], asked[0]["BLOCK_N"]) == (32, 8)
+    plan.forward_plan((q, q, q), plan.Options(kernel=MINIMAL, backend="cuda"))((q, q, q), ())
+    assert asked == [Tile(BLOCK_M=32, BLOCK_N=8)]
 
 
 # ---- for people
