@@ -47,6 +47,7 @@ struct WarpMma {
     List<UnderWay*> under_way;
     List<Accumulators*> open;
     unsigned groups, issued;
+    unsigned turn;  // of the lane that is furthest, as Fiber::wgmma_turn
 };
 
 struct Hopper {
@@ -64,7 +65,7 @@ struct Hopper {
         memset(unfenced, 0, sizeof unfenced);
         for (WarpMma& warp : mma) {
             drop(warp);
-            warp.groups = warp.issued = 0;
+            warp.groups = warp.issued = warp.turn = 0;
         }
     }
     void free_all() {

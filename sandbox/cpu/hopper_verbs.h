@@ -267,6 +267,14 @@ namespace {
 
 WarpMma& own_warp() { return current->hopper.mma[thread_of(self()) / WARP]; }
 
+// Whether this lane is the first of its warp to come here: it does, for all of them, what a warp does once.
+bool first_of_warp() {
+    WarpMma& warp = own_warp();
+    if (++self().wgmma_turn <= warp.turn) return false;
+    warp.turn = self().wgmma_turn;
+    return true;
+}
+
 void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count, Site site) {
     const SharedMemory& smem = current->smem;
     const MatrixPlace place(bits);
@@ -333,12 +341,12 @@ void finish(const UnderWay& product, Site waiting) {
 extern "C" void sandbox_wgmma(const Product* mine, Site site) {
     if (!self().wgmma_fenced) trap(site, "wgmma without wgmma_fence since the last wgmma_wait");
     const uint64_t* lanes = sandbox_collective(Collective::wgmma, 0xffffffffu, reinterpret_cast<uint64_t>(mine), site);
-    if (self().lane) return;  // lane 0 goes on first, and does it for all
+    if (!first_of_warp()) return;
     WarpMma& warp = own_warp();
     UnderWay* product = new UnderWay;
-    product->lane0 = *mine;
+    product->lane0 = *reinterpret_cast<const Product*>(lanes[0]);
     for (unsigned lane = 0; lane < WARP; ++lane) product->a_at[lane] = reinterpret_cast<const Product*>(lanes[lane])->a;
-    product->accumulators = accumulators_of(warp, lanes, *mine);
+    product->accumulators = accumulators_of(warp, lanes, product->lane0);
     product->group = warp.groups;
     product->site = site;
     read_operands(*product, product->A, product->B, site);
@@ -350,13 +358,13 @@ extern "C" void sandbox_wgmma(const Product* mine, Site site) {
 extern "C" void sandbox_wgmma_fence() { self().wgmma_fenced = true; }
 
 extern "C" void sandbox_wgmma_commit() {
-    if (!self().lane) ++own_warp().groups;
+    if (first_of_warp()) ++own_warp().groups;
 }
 
 extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     sandbox_collective(Collective::wgmma_wait, 0xffffffffu, 0, site);
     self().wgmma_fenced = false;
-    if (self().lane) return;
+    if (!first_of_warp()) return;
     WarpMma& warp = own_warp();
     unsigned done = 0;
     while (done < warp.under_way.count && warp.under_way.items[done]->group + pending < warp.groups) {

@@ -99,6 +99,7 @@ struct Fiber : Thread {
     char* mbarrier;      // that it waits at, for the phase of this parity to end
     unsigned parity, named_barrier, registers;
     bool wgmma_fenced;
+    unsigned wgmma_turn;  // how many of its warp's wgmmas, commits and waits it has come to
 };
 
 bool same_place(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
@@ -388,6 +389,7 @@ bool Block::run(dim3 index) {
         fiber.copy_count = fiber.copy_group = 0;  // what nobody waited for never arrives
         fiber.sent.count = 0;
         fiber.wgmma_fenced = false;
+        fiber.wgmma_turn = 0;
         fiber.registers = REGISTERS / threads / 8 * 8;
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
     }
