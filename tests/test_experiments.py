@@ -1,40 +1,101 @@
-"""Experiments that are scripts to run and read still run: a few cases, a few steps, on the CPU backend."""
+"""The experiments that people run again: small runs of them, so that they do not rot."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
+import sandbox
+from sandbox.dlpack import Device
+
+pytest.importorskip("matplotlib")
+torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(tmp_path: Path, script: str, *options: str) -> list[dict[str, Any]]:
-    """The rows that an experiment writes."""
-    pytest.importorskip("torch")
-    pytest.importorskip("matplotlib")
-    command = [sys.executable, str(ROOT / "experiments" / script), "--backend", "cpu", "--out", str(tmp_path), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+def load(experiment: str, module: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of an experiment, whose folder is the first that imports look into, as when its run.py is started."""
+    folder = ROOT / "experiments" / experiment
+    monkeypatch.syspath_prepend(folder)
+    for file in folder.glob("*.py"):
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)  # another experiment's of that name
+    return importlib.import_module(module)
 
 
-def test_gradients_are_autograds(tmp_path: Path) -> None:
-    only = ("--kernels", "bwd_minimal", "--dtypes", "float32", "--cases", "rows that see no key", "one row, one key")
-    rows = run(tmp_path, "010_autograd_parity/run.py", *only)
-    ours = [row for row in rows if row["contender"] == "bwd_minimal"]
-    assert len(ours) == 2
-    assert all(row["ok"] for row in ours)
-    assert (tmp_path / "worst_cpu.png").is_file()
+def read(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def test_a_model_learns_the_same(tmp_path: Path) -> None:
-    rows = run(tmp_path, "011_train_gpt/run.py", "--steps", "3")
-    verdict = rows.pop()
-    assert verdict["ok"]
-    assert {"ours", "sdpa-flash"} <= {row["contender"] for row in rows}
-    assert (tmp_path / "curves_cpu.svg").is_file()
+@pytest.fixture
+def parity(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Runs the parity script on two cases; its exit status."""
+    if device[0] == "cuda":
+        pytest.importorskip("cupy")
+    run = load("010_autograd_parity", "run", monkeypatch)
+    options = ["--kernels", "bwd_minimal", "bwd_block2d", "--dtypes", "float32", "bfloat16", "--backend"]
+    cases = ["--cases", "rows that see no key", "odd head width"]
+    return lambda: run.main([*options, device[0], *cases, "--out", str(tmp_path)])
+
+
+def test_parity(parity, device: Device, tmp_path: Path) -> None:
+    """Every kernel within its bound; a row for each, and a picture that can be drawn again."""
+    assert parity() == 0
+    rows = read(tmp_path)
+    assert [row["contender"] for row in rows] == ["autograd", "bwd_minimal", "bwd_block2d"] * 4
+    assert all(row["ok"] and 0 < row["dQ"]["error"] <= row["dQ"]["bound"] for row in rows)
+    picture = tmp_path / f"worst_{device[0]}.png"
+    first = picture.read_bytes()
+    picture.unlink()
+    assert sys.modules["run"].main(["plot", "--out", str(tmp_path)]) == 0
+    assert picture.read_bytes() == first
+
+
+def nan(dk, dv):
+    """dK, every bit of it set, which is NaN in every dtype."""
+    bits = dk.view(f"u{dk.itemsize}")
+    bits[...] = ~bits.dtype.type(0)
+    return dk
+
+
+@pytest.mark.parametrize("fault", [nan, lambda dk, dv: dv], ids=["NaN", "dV for dK"])
+def test_parity_notices(fault, parity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wrong dK: the status says so, and the row names it."""
+    right = sandbox.attention_backward
+
+    def wrong(*arrays, **options):
+        dq, dk, dv = right(*arrays, **options)
+        return dq, fault(dk, dv), dv
+
+    monkeypatch.setattr(sandbox, "attention_backward", wrong)
+    assert parity() == 1
+    assert [row["worst"] for row in read(tmp_path) if row["ok"] is False] == ["dK"] * 8
+
+
+def test_training(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three steps: every attention learns the same."""
+    run = load("011_train_gpt", "run", monkeypatch)
+    run.main(["--backend", device[0], "--steps", "3", "--out", str(tmp_path)])
+    *rows, verdict = read(tmp_path)
+    assert {"ours", "sdpa-flash", "sdpa-math", "plain"} <= {row["contender"] for row in rows}
+    assert all(value < 1e-2 for value in verdict["apart"].values())
+    assert all(row["losses"][2] < row["losses"][0] < 5 for row in rows)
+    assert {path.suffix for path in tmp_path.glob(f"curves_{device[0]}.*")} == {".png", ".svg"}
+
+
+def test_curves_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what PyTorch's own curves differ by: a curve of ours ten times as far away, or NaN, does not coincide."""
+    judge = load("011_train_gpt", "curves", monkeypatch).judge
+    theirs = {"sdpa-flash": [4.0, 3.0], "sdpa-math": [4.0, 3.01]}
+    for ours, ok in (([4.0, 3.005], True), ([4.0, 3.05], False), ([4.0, float("nan")], False)):
+        verdict = judge({"ours": ours, **theirs})
+        assert verdict["ok"] is ok
+    assert verdict["noise"]["ours"] == pytest.approx(0.005)
+    compiled = {**theirs, "sdpa-flash, compiled": [4.0, 3.1]}
+    assert judge({"ours": [4.0, 3.1], "ours, compiled": [4.0, 3.1], **compiled})["ratios"] == pytest.approx(
+        {"ours": 10, "ours, compiled": 1}
+    )

@@ -38,7 +38,7 @@ def slices(errors: list[np.ndarray], yardstick: list[np.ndarray]) -> dict[str, n
     found = {}
     for name, mine, theirs in zip(NAMES, errors, yardstick, strict=True):
         b, h = np.unravel_index(np.argmax(mine.max(axis=(2, 3))), mine.shape[:2])
-        found |= {name: mine[b, h].astype(np.float16), f"{name}_autograd": theirs[b, h].astype(np.float16)}
+        found |= {name: mine[b, h].astype(np.float32), f"{name}_autograd": theirs[b, h].astype(np.float32)}
     return found
 
 
@@ -56,7 +56,7 @@ def draw(folder: Path, backend: str) -> Path:
             image = axis.imshow(errors, norm=LogNorm(1e-3, 1), cmap="magma", aspect="auto", interpolation="nearest")
             axis.set_title(f"{name}, {who}: at most {errors.max():.2f}", fontsize=9)
             axis.set(xlabel="column" if i else "", ylabel="row" if name == "dQ" else "")
-    figure.colorbar(image, ax=axes, label="|error| / bound", extend="min")
+    figure.colorbar(image, ax=axes, label="|error| / bound", extend="both")
     figure.suptitle(str(stored["title"]), fontsize=10)
     path = folder / f"worst_{backend}.png"
     figure.savefig(path, metadata={"Software": None})
