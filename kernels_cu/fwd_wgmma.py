@@ -13,13 +13,15 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """wgmma is Hopper's own; tensor maps ask for alignment; the scale is folded into the exponent."""
+    """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
     if p.D % 8:
         return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
+    if not p.mappable:
+        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
     if p.B * p.H * cdiv(p.Sq, 64) >= 2**31:

@@ -12,16 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .errors import SpecError
 from .spec import COMPUTATIONS, Entry, Kernel, Problem, Tile, cdiv
-from .tensor_maps import Encode, MapSlot, TensorMap, box_of, encode_for_host, new_map
-
-
-class Tensor(Protocol):
-    """What an argument needs of a tensor: its address, and its strides in elements."""
-
-    @property
-    def pointer(self) -> int: ...
-    @property
-    def strides(self) -> tuple[int, ...]: ...
+from .tensor_maps import Encode, MapSlot, Tensor, TensorMap, box_of, encode_for_host, new_map
 
 
 class View(ctypes.Structure):

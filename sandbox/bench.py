@@ -65,12 +65,14 @@ def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contende
 
 def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
     def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None) -> Ready:
+        import torch
+
         tensors = {"Q": q, "K": k, "V": v, **_outputs(kernel, q, k, v, dout, problem)}
         views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
         chosen = choose_tile(kernel, problem, driver.device(device[1]).arch, tile)
         for name, shape in scratch_of(kernel, problem).items():
-            tensors[name] = q.new_empty(shape).float()
+            tensors[name] = q.new_empty(shape, dtype=torch.float32)
             views[name] = view(tensors[name])
         prepared = prepare_kernel(kernel, chosen, problem, views, device)
         pointers, stream = prepared.pointers(views), library_of(q).stream(device[1])
@@ -92,8 +94,10 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
 
 def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem) -> dict[str, Any]:
     """What a kernel writes, and what a backward is given besides q, k and v: dO, and O and LSE of our own forward."""
+    import torch
+
     if kernel.computes == "forward":
-        return {"O": q.new_empty(q.shape), "LSE": q.new_empty(q.shape[:3]).float()}
+        return {"O": q.new_empty(q.shape), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
     out, lse = attention_forward(q, k, v, causal=problem.causal, scale=problem.scale)
     gradients = (x.new_empty(x.shape) for x in (q, k, v))
     return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}

@@ -52,11 +52,12 @@ def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
         ratios = [_ratio(there.get(name), there.get(against or "")) for name in kernels if wide]
         cells = [_speed(there.get(name), wide) for name in names]
         said = str(problem).replace(only, "") if only else str(problem)
-        table.add_row(said, *cells, *("-" if ratio is None else _times(ratio) for ratio in ratios))
+        table.add_row(said, *cells, *("-" if ratio is None else times(ratio) for ratio in ratios))
     return table
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
+    """How many times as fast, for a table."""
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
@@ -91,12 +92,11 @@ def _caption(rows: Sequence[Row]) -> str:
 
 
 def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float, int]]]:
-    """{kernel: {head width: (geometric mean of its speed relative to the peer, problems)}}."""
+    """{contender: {head width: (geometric mean of its speed relative to the peer, problems timed)}}."""
     found: dict[str, dict[int, list[float]]] = {}
     for problem, there in by_problem(rows).items():
         for name, row in there.items():
-            ratio = _ratio(row, there.get(against)) if row["kind"] == "kernel" else None
-            if ratio:
+            if ratio := _ratio(row, there.get(against)):
                 found.setdefault(name, {}).setdefault(problem.D, []).append(ratio)
     return {
         name: {D: (statistics.geometric_mean(values), len(values)) for D, values in sorted(widths.items())}
@@ -106,8 +106,11 @@ def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float
 
 def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
     """Below the table: a line of mean ratios for each kernel, then what has no time and why, each reason once."""
+    kernels = {row["contender"] for row in rows if row["kind"] == "kernel"}
     for name, widths in ratios(rows, against).items() if against else ():
-        means = ", ".join(f"D{D} {_times(mean)}" for D, (mean, _) in widths.items())
+        if name not in kernels:
+            continue
+        means = ", ".join(f"D{D} {times(mean)}" for D, (mean, _) in widths.items())
         count = sum(n for _, n in widths.values())
         yield Text.assemble((name, "bold"), f" : {against}, geometric mean of {count} problems: {means}")
     reasons: dict[tuple[str, str], list[Row]] = {}

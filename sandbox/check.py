@@ -11,7 +11,7 @@ import numpy as np
 from . import driver, nvrtc, run, trial
 from .cases import Case, named_cases, sweep_cases
 from .choose import choose_tile
-from .dlpack import HOST, Device, view
+from .dlpack import HOST, Device, layout, view
 from .error_map import ErrorMap, locate
 from .errors import SandboxError, ToolchainMissing, UnsupportedProblem
 from .nvrtc import Resources
@@ -82,8 +82,7 @@ def verify(
 ) -> Result:
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
     truth = truth_of(kernel.computes, case)
-    alignment = min(view(array).alignment for array in truth.given.values() if array.ndim == 4)
-    problem = dataclasses.replace(case.problem, alignment=alignment)
+    problem = dataclasses.replace(case.problem, **layout(map(view, truth.given.values())))
     head = (kernel.name, case.name, str(problem), device[0])
     arch = driver.device(device[1]).arch if device != HOST else None
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -42,12 +42,24 @@ class ArrayView:
         steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return math.gcd(16, self.pointer, *steps)
 
+    @property
+    def mappable(self) -> bool:
+        """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
+        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
+
     def extent(self) -> tuple[int, int]:
         """(lowest, one past the highest) element that the view reaches, counted from its first element."""
         if 0 in self.shape:
             return 0, 0
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
         return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + 1
+
+
+def layout(views: Iterable[ArrayView]) -> dict[str, Any]:
+    """What kernels ask of how tensors lie: the fields `alignment` and `mappable` of a Problem."""
+    tensors = [view for view in views if len(view.shape) == 4]
+    return {"alignment": min(x.alignment for x in tensors), "mappable": all(x.mappable for x in tensors)}
 
 
 class Library:

@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from . import registry
+from .bench_report import ratios, times
 from .errors import SpecError
 
 Row = Mapping[str, Any]
@@ -19,7 +20,7 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     speed = {(r["contender"], r["D"], r["Sq"], r["causal"]): r["tflops"] for r in rows if r["ok"]}
     kernels, every = registry.kernels(), dict.fromkeys(r["contender"] for r in rows)
     contenders = sorted(every, key=lambda name: kernels[name].rung if name in kernels else len(kernels))
-    problems = len({key[1:] for key in speed})
+    relative, problems = ratios(rows, against), len({key[1:] for key in speed})
     widths = sorted({r["D"] for r in rows})
     lines = [
         f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in widths)} | of {_PEERS.get(against, against)} |",
@@ -28,17 +29,12 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     for name in contenders:
         points = {D: {key[2:]: t for key, t in speed.items() if key[:2] == (name, D)} for D in widths}
         means = [f"{geometric_mean(points[D].values()):.3g}" if points[D] else "–" for D in widths]
-        ratios = []
-        for D in widths:
-            both = [t / speed[against, D, *point] for point, t in points[D].items() if (against, D, *point) in speed]
-            ratios.append(
-                f"{geometric_mean(both):.2g}" if both and max(both) < 0.095 else f"{geometric_mean(both):.2f}"
-            )
+        beside = [times(relative[name][D][0]) if D in relative.get(name, ()) else "–" for D in widths]
         kernel, timed = kernels.get(name), sum(map(len, points.values()))
         rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", "PyTorch's own")
         label = f"`{name}`" if kernel else _PEERS.get(name, name)
         label += f" (the {timed} shortest)" if timed < problems else ""
-        lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(ratios)} |")
+        lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
     r = rows[0]
     grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
     ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
@@ -47,8 +43,13 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     return "\n".join([*lines, "", said]) + "\n"
 
 
-def write_between(path: Path, begin: str, end: str, text: str) -> None:
-    """Puts `text` between the two markers of a file. Raises SpecError when they are not there."""
+def write_table(path: Path, name: str, script: Path, text: str) -> None:
+    """Puts `text` between the two markers of a file that name the table and the experiment's script that writes it.
+
+    Raises SpecError when they are not there.
+    """
+    begin = f"<!-- {name}: written by experiments/{script.parent.name}/{script.name} table -->\n"
+    end = f"<!-- end of {name} -->"
     before, found, rest = path.read_text().partition(begin)
     _, closing, after = rest.partition(end)
     if not found or not closing:

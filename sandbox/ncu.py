@@ -101,6 +101,13 @@ class Counters:
         return whole if whole is not None else self.total(*parts)
 
     @property
+    def conflict_share(self) -> float | None:
+        """Of shared memory's cycles, those that went to bank conflicts."""
+        if self.bank_conflicts is None or not self.smem_bytes:
+            return None
+        return self.bank_conflicts * _WAVEFRONT / self.smem_bytes
+
+    @property
     def tensor_active(self) -> float | None:
         """Share of the cycles in which the tensor cores worked."""
         return max((value for name, value in self.metrics.items() if _TENSOR.fullmatch(name)), default=None)

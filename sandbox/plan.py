@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from . import choose, driver, log, registry, run
 from .arguments import scratch_of
-from .dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
+from .dlpack import HOST, ArrayView, Device, Library, dense_strides, layout, library_of
 from .errors import UnsupportedProblem
 from .spec import Arch, Kernel, Problem, Tile, normalise_causal
 from .staging import Staged
@@ -58,9 +58,8 @@ def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
             strides = views[name].strides
             log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, strides)
         return _copying_plan(library, [list(_TENSORS).index(name) for name in copied], arrays, options)
-    alignment = min(view.alignment for name, view in views.items() if name != "lse")
     results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
-    problem = dataclasses.replace(problem, alignment=alignment)
+    problem = dataclasses.replace(problem, **layout(views.values()))
     return _plan("backward", problem, library, views, arrays[1], results, options)
 
 
@@ -169,10 +168,8 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
         raise UnsupportedProblem(f"q has shape {q.shape}: D must be at least 1")
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
-    alignment = min(view.alignment for view in views.values())
-    return Problem(
-        B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=normalise_causal(causal), scale=scale, alignment=alignment  # type: ignore[arg-type]
-    )  # fmt: skip
+    mask = normalise_causal(causal)
+    return Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, **layout(views.values()))  # type: ignore[arg-type]
 
 
 def _name(device: Device) -> str:

@@ -26,9 +26,9 @@ def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
         for n, p in enumerate(known):
             colour = f"C{n}"
             measured = (p.counters.dram_read or 0) + (p.counters.dram_written or 0)
-            flops, label = p.subject.problem.flops, f"{p.subject.kernel} {p.subject.label}"
+            flops, label = p.work.flops, f"{p.subject.entry} {p.subject.label}"
             axis.plot([flops / measured], [p.tflops or 0.0], "o", color=colour, label=label, markersize=8)
-            uncached, tflops = flops / p.model.total, p.tflops or 0.0
+            uncached, tflops = flops / p.work.model.total, p.tflops or 0.0
             axis.plot([uncached], [tflops], "o", color=colour, mfc="none", label="the same, if no cache kept anything")
         axis.legend(frameon=False, fontsize=8, loc="lower right")
         axis.set_title(f"{known[0].subject.problem} on {known[0].where.get('device') or ''}", loc="left", fontsize=9)
@@ -40,7 +40,7 @@ def _roof(axis: Any, profiles: Sequence[Profile]) -> None:
     bandwidth = max(p.counters.dram_peak or 0.0 for p in profiles) * 1e-12
     peak = max(p.tensor_peak or 0.0 for p in profiles)
     ridge = peak / bandwidth
-    intensities = [p.subject.problem.flops / p.model.total for p in profiles]
+    intensities = [p.work.flops / p.work.model.total for p in profiles]
     low, high = 10 ** math.floor(math.log10(min(ridge / 20, *intensities))), ridge * 200
     axis.plot([low, ridge, high], [low * bandwidth, peak, peak], color="#444444")
     axis.text(high, peak, f"{peak:.0f} TFLOP/s", ha="right", va="bottom", color="#444444")

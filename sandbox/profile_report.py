@@ -71,7 +71,7 @@ MEASURES: tuple[Measure, ...] = (
 def page(profile: Profile, width: int) -> Iterator[Text | Table]:
     """Everything, from the whole to the lines."""
     s, where = profile.subject, profile.where.get("device") or ""
-    yield Text.assemble((s.kernel, "bold"), f" {s.problem} on {where}, {s.label}")
+    yield Text.assemble((s.entry, "bold"), f" {s.problem} on {where}, {s.label}")
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("", "measured", "beside it"):
         table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
@@ -90,23 +90,23 @@ def page(profile: Profile, width: int) -> Iterator[Text | Table]:
 
 def _beside(profile: Profile, name: str) -> str:
     """What a measure is to be compared with."""
-    c, p = profile.counters, profile.subject.problem
-    written, read = sum(profile.model.written.values()), sum(profile.model.read.values())
+    c, work = profile.counters, profile.work
+    written, read = sum(work.model.written.values()), sum(work.model.read.values())
     if name == "of the tensor peak":
         peak = profile.tensor_peak
         return f"{peak:.0f} TFLOP/s at {(c.clock or 0) * 1e-9:.2f} GHz" if peak else ""
     if name == "DRAM read":
-        least = profile.least - written
+        least = sum(work.least.read.values())
         kept = 1 - (c.dram_read - least) / (read - least) if c.dram_read is not None and read > least else None
         says = f"least {_bytes(least)}; IO model, if no cache kept anything, {_bytes(read)}"
         return says if kept is None else f"{says}: caches saved {min(max(kept, 0.0), 1.0):.0%} of the rest"
     if name == "DRAM written":
         return f"IO model {_bytes(written)} (what L2 still holds at the end is not counted)"
     if name == "L2 to and from SMs":
-        ratio = f": {c.l2_bytes / profile.model.total:.2f} of it (SMs that ask at once share)" if c.l2_bytes else ""
-        return f"IO model {_bytes(profile.model.total)}{ratio}"
-    if name == "bank conflicts" and c.smem_bytes and c.bank_conflicts is not None:
-        return f"{c.bank_conflicts * 128 / c.smem_bytes:.1%} of shared memory's cycles"
+        ratio = f": {c.l2_bytes / work.model.total:.2f} of it (SMs that ask at once share)" if c.l2_bytes else ""
+        return f"IO model {_bytes(work.model.total)}{ratio}"
+    if name == "bank conflicts" and c.conflict_share is not None:
+        return f"{c.conflict_share:.1%} of shared memory's cycles"
     if name == "occupancy":
         blocks = c.first("launch__occupancy_per_block_size", "sm__maximum_warps_per_active_cycle_pct")
         waves = c.first("launch__waves_per_multiprocessor")
@@ -115,7 +115,7 @@ def _beside(profile: Profile, name: str) -> str:
             f"{waves:.2f} waves of blocks" if waves else "",
         )
         return ", ".join(filter(None, parts))
-    return f"{p.flops * 1e-9:.3g} GFLOP" if name == "TFLOP/s" else ""
+    return f"{work.flops * 1e-9:.3g} GFLOP" if name == "TFLOP/s" else ""
 
 
 def _stall_table(profile: Profile) -> Table:
@@ -165,16 +165,16 @@ def as_json(profile: Profile) -> dict[str, Any]:
          "excess_bytes": h.excess}
         for h in profile.lines
     ]  # fmt: skip
-    s = profile.subject
+    s, work = profile.subject, profile.work
     return {
-        "kernel": s.kernel,
+        "kernel": s.entry,
         "problem": str(s.problem),
         "tile": str(s.tile),
         "arch": s.arch,
         "version": s.version,
         "measures": {name: value(profile) for name, value, _ in MEASURES},
-        "model_bytes": {"read": dict(profile.model.read), "written": dict(profile.model.written)},
-        "least_bytes": profile.least,
+        "model_bytes": {"read": dict(work.model.read), "written": dict(work.model.written)},
+        "least_bytes": work.least.total,
         "stalls": profile.counters.stalls,
         "lines": lines,
         "metrics": dict(profile.counters.metrics),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from . import arch as architectures
 from . import code, disassembly, driver, environment, ncu, registry, run, tools
 from .choose import choose_tile
 from .errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
-from .reference import HbmBytes, hbm_bytes
 from .spec import Kernel, Problem, Tile
+from .work import Work, work_of
 
 TOOLS = ("ncu", "nsys")
 _COUNTERS = (
@@ -38,17 +39,18 @@ _FP32_FLOPS = 256  # of 128 lanes
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: a kernel, or another `version` of it (see `code.version`), on a problem with a tile."""
+    """What is profiled: an entry point of a kernel, or of another `version` of it (see `code.version`), on a problem
+    with a tile."""
 
-    kernel: str
+    entry: str
     problem: Problem
     tile: Tile
     arch: str
     version: str = ""
 
     def spec(self) -> Kernel:
-        """The kernel itself."""
-        kernel = registry.get(self.kernel)
+        """The kernel that has the entry."""
+        kernel = registry.entry_owner(self.entry)
         return code.version(kernel, self.version) if self.version else kernel
 
     @property
@@ -80,8 +82,9 @@ class Profile:
 
     @property
     def tflops(self) -> float | None:
-        """By the field's rule: half of the operations for causal."""
-        return self.subject.problem.flops / self.counters.seconds * 1e-12 if self.counters.seconds else None
+        """By the field's rule: half of the operations for causal; None for an entry that multiplies nothing."""
+        flops = self.work.flops
+        return flops / self.counters.seconds * 1e-12 if self.counters.seconds and flops else None
 
     @property
     def tensor_peak(self) -> float | None:
@@ -91,32 +94,26 @@ class Profile:
         sms = self.counters.first("device__attribute_multiprocessor_count", "launch__sm_count")
         return each * sms * self.counters.clock * 1e-12 if each and sms and self.counters.clock else None
 
-    @property
-    def model(self) -> HbmBytes:
-        """What the kernel's loops load and store, if no cache kept anything (`sandbox.reference`)."""
-        p, t = self.subject.problem, self.subject.tile
-        return hbm_bytes(
-            "flash2", B=p.B, H=p.H, Hk=p.Hk, Sq=p.Sq, Sk=p.Sk, D=p.D, itemsize=p.itemsize, causal=p.causal,
-            BLOCK_M=t.get("BLOCK_M", p.Sq), BLOCK_N=t.get("BLOCK_N", 1),
-        )  # fmt: skip
-
-    @property
-    def least(self) -> int:
-        """Bytes that must cross the DRAM's pins at least: every tensor once."""
-        p = self.subject.problem
-        return p.B * (2 * p.H * p.Sq + 2 * p.Hk * p.Sk) * p.D * p.itemsize + 4 * p.B * p.H * p.Sq
+    @cached_property
+    def work(self) -> Work:
+        """What the launch has to do, at least and by the IO model."""
+        s = self.subject
+        entry = next(entry for entry in registry.entry_owner(s.entry).entries if entry.name == s.entry)
+        return work_of(entry, s.problem, s.tile)
 
 
-def subject(kernel: Kernel, problem: Problem, tile: Tile | None, version: str = "") -> Subject:
-    """`tile`, or the kernel's best for this GPU. Raises GpuUnavailable, UnsupportedProblem."""
-    if kernel.computes != "forward":
-        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, which profile does not launch yet")
+def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") -> Subject:
+    """An entry point by its name, a kernel's own among them, with `tile` or the kernel's best for this GPU.
+
+    Raises UnknownKernel, GpuUnavailable, UnsupportedProblem.
+    """
+    kernel = registry.entry_owner(entry)
     if version.endswith(".cu"):
         version = str(Path(version).resolve())  # the profiler's process, and a later reader, may be elsewhere
     gpu = driver.device()
     old = code.version(kernel, version) if version else kernel
     chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name)
-    return Subject(kernel.name, problem, chosen, run.arch_name(old, gpu.arch), version)
+    return Subject(entry, problem, chosen, run.arch_name(old, gpu.arch), version)
 
 
 def command(tool: str, subject: Subject, prefix: Path) -> list[str]:
@@ -127,27 +124,9 @@ def command(tool: str, subject: Subject, prefix: Path) -> list[str]:
         options = ["--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
         return [program, "profile", *options, "--force-overwrite=true", f"--output={prefix}", *target]
     ranges = ["--nvtx"] if importlib.util.find_spec("nvtx") else []
-    what = [
-        "--set",
-        "full",
-        "--import-source",
-        "yes",
-        "--kernel-name",
-        f"regex:^{subject.kernel}$",
-        "--launch-count",
-        "1",
-    ]
-    how = [
-        "--profile-from-start",
-        "off",
-        "--clock-control",
-        "none",
-        *ranges,
-        "--force-overwrite",
-        "--export",
-        str(prefix),
-    ]
-    return [program, *what, *how, *target]
+    what = ["--kernel-name", f"regex:^{subject.entry}$", "--launch-count", "1", "--profile-from-start", "off", *ranges]
+    how = ["--set", "full", "--import-source", "yes", "--clock-control", "none"]
+    return [program, *what, *how, "--force-overwrite", "--export", str(prefix), *target]
 
 
 def collect(tool: str, subject: Subject, prefix: Path) -> None:
@@ -161,7 +140,7 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
     said = _run(command(tool, subject, prefix))
     if tool == "ncu":
         if "No kernels were profiled" in said:
-            raise UnsupportedProblem(f"ncu saw no launch of {subject.kernel}:\n{said[-1000:]}")
+            raise UnsupportedProblem(f"ncu saw no launch of {subject.entry}:\n{said[-1000:]}")
         reading = [program, "--import", f"{prefix}.ncu-rep", "--csv", "--print-units", "base", "--page"]
         pages = {page: _run([*reading, page]) for page in ("raw", "source")}
     else:
@@ -198,11 +177,11 @@ def read(prefix: Path) -> Profile:
     except OSError as error:
         raise UnsupportedProblem(f"{prefix} is not a profile by ncu: {error.filename} cannot be read") from None
     subject = Subject.loads(texts[0])
-    counters, where = ncu.parse_raw(texts[1], subject.kernel), json.loads(texts[0])["where"]
+    counters, where = ncu.parse_raw(texts[1], subject.entry), json.loads(texts[0])["where"]
     try:
         p = subject.problem
-        compiled = run.compile(subject.spec(), p.D, p.dtype, p.causal, subject.arch, subject.tile)
-        instructions = disassembly.sass(compiled.cubin)
+        entries = run.compile_entries(subject.spec(), p.D, p.dtype, p.causal, subject.arch, subject.tile)
+        instructions = disassembly.sass(next(c for c in entries if c.entry == subject.entry).cubin)
     except ToolchainMissing:
         return Profile(subject, counters, [], where)
     return Profile(subject, counters, ncu.parse_source(texts[2], instructions), where)

@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from . import dlpack, driver, run
+from . import dlpack, driver, run, trial
+from .arguments import scratch_of
 from .cases import Case, make_inputs
+from .choose import choose_kernel, choose_tile
 from .profiler import Subject
 from .staging import Staged
 
@@ -21,20 +23,36 @@ _WARM, _PROFILED = 3, 10  # launches; ncu takes the first of those that are prof
 def launch(subject: Subject) -> None:
     """Random inputs on GPU 0, warm-up, and the launches to profile, in an NVTX range where nvtx is installed."""
     p, device = subject.problem, ("cuda", 0)
-    q, k, v = make_inputs(Case("profile", p))
-    arrays = {"Q": q, "K": k, "V": v, "O": np.empty_like(q), "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
-    staged = {name: Staged(dlpack.view(array), device) for name, array in arrays.items()}
-    for name in ("Q", "K", "V"):
-        staged[name].send()
-    prepared = run.prepare(subject.spec(), subject.tile, p, staged, device)
+    kernel, staged = subject.spec(), _tensors(subject)
+    if kernel.computes != "forward":  # O and LSE as they are in use
+        forward = choose_kernel(p, "forward", driver.device().arch)
+        first = run.prepare(forward, choose_tile(forward, p, driver.device().arch), p, staged, device)
+        first.launch(first.pointers(staged))
+    prepared = run.prepare(kernel, subject.tile, p, staged, device)
     pointers = prepared.pointers(staged)
     for _ in range(_WARM):
         prepared.launch(pointers)
     prepared.wait()
-    with driver.device(0).profiled(), _range(f"{subject.kernel} {p}"):
+    with driver.device(0).profiled(), _range(f"{subject.entry} {p}"):
         for _ in range(_PROFILED):
             prepared.launch(pointers)
         prepared.wait()
+
+
+def _tensors(subject: Subject) -> dict[str, Staged]:
+    """Whatever the kernel and a forward name, on the GPU: q, k, v and dO random, the others to be written."""
+    kernel, p = subject.spec(), subject.problem
+    q, k, v = make_inputs(Case("profile", p))
+    given = {"Q": q, "K": k, "V": v, "dO": make_inputs(Case("profile", p), seed=1)[0]}
+    made = {"O": q, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
+    for name, (shape, dtype) in trial.outputs_of(kernel, p).items():
+        made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
+    for name, shape in scratch_of(kernel, p).items():
+        made[name] = np.empty(shape, np.float32)
+    staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in (given | made).items()}
+    for name in given:
+        staged[name].send()
+    return staged
 
 
 def _range(name: str) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from . import arch as architectures
 from . import driver, log, nvrtc
-from .arguments import SCRATCH, ArgumentBlock, Launch, Tensor, describe, scratch_of
+from .arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from .choose import choose_kernel, choose_tile
 from .cpu import build
 from .cpu.launch import CpuFunction
@@ -19,7 +19,7 @@ from .errors import SpecError, UnsupportedProblem
 from .nvrtc import Compiled, Resources
 from .registry import entry_owner
 from .spec import Arch, Dim3, Entry, Kernel, Problem, Tile, normalise_causal
-from .tensor_maps import encode_for_host
+from .tensor_maps import Tensor, encode_for_host
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)

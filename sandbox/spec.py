@@ -63,7 +63,8 @@ class Problem:
 
     q, o: (B, H, Sq, D); k, v: (B, Hk, Sk, D); query head h reads key/value head h // (H / Hk).
     `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k and v, and in
-    a backward of do and o, is a multiple of. Raises SpecError naming the value that makes no sense.
+    a backward of do and o, is a multiple of. `mappable`: their strides are such as a tensor map takes, positive, or 0
+    in B or H. Raises SpecError naming the value that makes no sense.
     """
 
     B: int
@@ -76,6 +77,7 @@ class Problem:
     causal: Causal = False
     scale: float = field(default=None)  # type: ignore[assignment]  # None: 1/sqrt(D)
     alignment: int = 16
+    mappable: bool = True
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

@@ -12,8 +12,8 @@ from .errors import UnsupportedProblem
 from .spec import ITEMSIZE, Problem
 
 
-class Strided(Protocol):
-    """What a map needs of a tensor: its address, and its strides in elements."""
+class Tensor(Protocol):
+    """What an argument needs of a tensor: its address, and its strides in elements."""
 
     @property
     def pointer(self) -> int: ...
@@ -89,17 +89,19 @@ def new_map() -> TensorMap:
     return TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def box_of(name: str, p: Problem, tensor: Strided, rows: int) -> Box:
+def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     heads, length = (p.Hk, p.Sk) if name in ("K", "V") else (p.H, p.Sq)
     itemsize = ITEMSIZE[p.dtype]
     size, stride = [p.D, length, heads, p.B], [s * itemsize for s in reversed(tensor.strides[:3])]
     for i, dimension in enumerate(("S", "H", "B")):
-        if not 0 <= stride[i] < 2**40 or (i == 0 and not stride[i] and length > 1):
+        if size[i + 1] == 1 or (
+            not stride[i] and i
+        ):  # every index of a broadcast dimension is 0: the kernel sees to it
+            size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
+        elif 0 not in size and not 0 < stride[i] < 2**40:
             raise UnsupportedProblem(
                 f"{name} has a stride of {stride[i] // itemsize} elements in {dimension}: a tensor map takes positive "
                 f"strides (pass a contiguous copy, or choose another kernel)"
             )
-        if not stride[i] or size[i + 1] == 1:  # every index of a broadcast dimension is 0: the kernel sees to it
-            size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
     numbers = (ctypes.c_uint64 * 4)(*size), (ctypes.c_uint64 * 3)(*stride)
     return Box(tensor.pointer, *numbers, (ctypes.c_uint32 * 4)(_BOX_BYTES // itemsize, rows, 1, 1), itemsize)

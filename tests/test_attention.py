@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import sandbox
-from sandbox import driver, reference
+from sandbox import choose, driver, reference
 from sandbox.dlpack import HOST, Device
+from sandbox.spec import Problem
 
 torch = pytest.importorskip("torch")
 
@@ -167,6 +168,18 @@ def test_the_result_lies_as_q_does(order, device: Device) -> None:
     assert sandbox.attention(*tensors).stride() == tuple(stride // 4 for stride in lying.strides)
     spread = np.broadcast_to(q[:1], q.shape)
     assert sandbox.attention(spread, k, v, backend=device[0]).strides == q.strides
+
+
+def test_steps_back(device: Device) -> None:
+    """Arrays that run backwards, and one key seen many times, are read as they lie, by a kernel that can."""
+    q, k, v = (x.astype(np.float16) for x in arrays(2, 2, 80, 64))
+    for reading in (np.s_[:, :, ::-1], np.s_[::-1], np.s_[:, ::-1]):
+        close(sandbox.attention(q, k[reading], v[reading], backend=device[0]), q, k[reading], v[reading])
+    one = np.broadcast_to(k[:, :, :1], k.shape)
+    close(sandbox.attention(q, one, v, backend=device[0]), q, one, v)
+    hopper = [choose.choose_kernel(Problem(2, 2, 80, 80, 64, dtype="float16", mappable=m), "forward", (9, 0)).name
+              for m in (True, False)]  # fmt: skip
+    assert hopper == ["fwd_wgmma", "fwd_mma"]
 
 
 def test_scale(device: Device) -> None:

@@ -57,6 +57,15 @@ def test_extent() -> None:
     assert dlpack.view(x[:, :0]).extent() == (0, 0)
 
 
+def test_what_a_tensor_map_takes() -> None:
+    """No step back, and no row that is many; where there is one row or head, its stride is nothing."""
+    x = np.zeros((2, 3, 4, 8), np.float16)
+    for taken in (x, x[:, ::2], x.swapaxes(1, 2), np.broadcast_to(x[:1], x.shape), x[:, :, 3:2:-1], x[:, :, :0]):
+        assert dlpack.view(taken).mappable
+    for refused in (x[::-1], x[:, ::-1], x[:, :, ::-1], np.broadcast_to(x[:, :, :1], x.shape)):
+        assert not dlpack.view(refused).mappable
+
+
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_dtypes(name: str) -> None:
     """bfloat16 comes from ml_dtypes in NumPy, and from PyTorch."""

@@ -56,7 +56,7 @@ sampled timing
 sampled_gradients
 peers
 rows
-ncu
+ncu work
 profiler
 profiler_target
 bench
@@ -65,7 +65,8 @@ labs
 plot
 report
 tune_report profile_report profile_plot
-bench_report watch_report ladder
+bench_report watch_report
+ladder
 code_report
 cli
 __init__

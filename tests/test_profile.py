@@ -249,8 +249,8 @@ def kept(tmp_path: Path) -> Path:
 def test_the_model_beside_the_measures(kept: Path) -> None:
     profile = profiler.read(kept)
     tensor = 12 * 1024 * 64 * 2  # bytes of Q, or K, V, O
-    assert profile.least == 4 * tensor + 4 * 12 * 1024
-    assert profile.model.read == {"Q": tensor, "K": 8 * tensor, "V": 8 * tensor}
+    assert profile.work.least.total == 4 * tensor + 4 * 12 * 1024
+    assert profile.work.model.read == {"Q": tensor, "K": 8 * tensor, "V": 8 * tensor}
     assert profile.tflops == pytest.approx(4 * 12 * 1024 * 1024 * 64 / 27e-6 * 1e-12)
     assert profile.tensor_peak == pytest.approx(4096 * 132 * 1.755e-3)
 
@@ -299,7 +299,7 @@ def test_profiling_on_a_gpu(tmp_path: Path) -> None:
     kernel = registry.get("fwd_mma")
     if driver.device().arch < kernel.min_arch:
         pytest.skip("fwd_mma needs a newer GPU")
-    subject = profiler.subject(kernel, Problem(2, 16, 2048, 2048, 64, dtype="float16"), TILE)
+    subject = profiler.subject(kernel.name, Problem(2, 16, 2048, 2048, 64, dtype="float16"), TILE)
     try:
         profiler.collect("ncu", subject, tmp_path / "p")
     except (GpuUnavailable, ToolchainMissing) as error:
@@ -309,11 +309,11 @@ def test_profiling_on_a_gpu(tmp_path: Path) -> None:
     assert c.seconds
     assert 0 < c.seconds < 0.1
     assert c.dram_read
-    least = profile.least - sum(profile.model.written.values())
-    assert 0.75 * least < c.dram_read < sum(profile.model.read.values())
+    least = sum(profile.work.least.read.values())
+    assert 0.75 * least < c.dram_read < sum(profile.work.model.read.values())
     assert c.l2_bytes
     # An H100 merges what neighbouring SMs ask of L2 at the same time: 0.63 and 0.80 of the model have been seen.
-    assert 0.4 * profile.model.total < c.l2_bytes < 1.1 * profile.model.total
+    assert 0.4 * profile.work.model.total < c.l2_bytes < 1.1 * profile.work.model.total
     assert c.stalls
     assert (tmp_path / "p.ncu-rep").is_file()
     if disassembly.available():

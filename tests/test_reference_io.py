@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sandbox.reference import flash, hbm_bytes, paper_block_sizes, visible
+from sandbox.reference import flash, flash2_backward, flash_backward, hbm_bytes, paper_block_sizes, visible
 
 ITEMSIZE = 2
 
@@ -79,6 +79,46 @@ def test_the_model_counts_what_the_loops_touch(algorithm, heads, lengths, tile, 
         assert model.read["K"] == model.read["V"] == B * Hk * group * key_rows * D * ITEMSIZE
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    heads=st.tuples(st.integers(0, 2), st.integers(1, 2)),
+    lengths=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    tile=st.tuples(st.integers(1, 24), st.integers(1, 24)),
+    causal=st.sampled_from([False, True, "top-left"]),
+)
+def test_the_model_counts_what_the_backward_touches(heads, lengths, tile, causal):
+    """dK and dV begin as 0 on chip (Algorithm 2, line 7); the loops load that 0, which is not counted. dQ is fp32."""
+    (B, H), (Sq, Sk), D = heads, lengths, 2
+    q, k, v = np.ones((B, H, Sq, D)), np.ones((B, H, Sk, D)), np.ones((B, H, Sk, D))
+    dout, out, lse = np.ones(q.shape), np.ones(q.shape), np.ones(q.shape[:3])
+    options = {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "causal": causal}
+    given_ = {"Q": q, "K": k, "V": v, "dO": dout, "LSE": lse}
+    loaded, stored = Counter(), Counter()
+    true_load, true_store = flash_backward.load, flash_backward.store
+
+    def load(x, *args):
+        part = true_load(x, *args)
+        name = next((name for name, y in given_.items() if np.shares_memory(x, y)), "delta" if x.ndim == 1 else "made")
+        loaded[name] += part.size
+        return part
+
+    def store(x, row, part):
+        true_store(x, row, part)
+        stored["all"] += part.size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_backward, "load", load)
+        patch.setattr(flash_backward, "store", store)
+        flash2_backward(dout, q, k, v, out, lse, **options)
+    model = hbm_bytes("flash2_backward", B=B, H=H, Hk=H, Sq=Sq, Sk=Sk, D=D, itemsize=ITEMSIZE, **options)
+    widths = {"Q": ITEMSIZE, "K": ITEMSIZE, "V": ITEMSIZE, "dO": ITEMSIZE, "LSE": 4, "delta": 4}
+    assert {name: model.read[name] for name in widths} == {name: n * loaded[name] for name, n in widths.items()}
+    begun = B * H * Sk * D * 2
+    assert model.read["dQ"] == model.written["dQ"] == 4 * (loaded["made"] - begun)
+    assert model.written["dK"] + model.written["dV"] == ITEMSIZE * begun
+    assert stored["all"] == begun + model.written["dQ"] // 4
+
+
 SHAPE = {"B": 1, "H": 1, "Hk": 1, "Sq": 5, "Sk": 6, "D": 8, "itemsize": 2}
 
 
@@ -109,6 +149,19 @@ def test_flash2_by_hand():
     # Top-left, row i sees keys 0 … i: tiles of 4 + 1 rows end at keys 4 and 5, for the last tile has one true row.
     ragged = hbm_bytes("flash2", **SHAPE, BLOCK_M=4, BLOCK_N=1, causal="top-left")
     assert ragged.read == {"Q": 80, "K": 9 * 16, "V": 9 * 16}
+
+
+def test_a_backward_in_two_passes_by_hand():
+    # Key tiles of 4 + 2 keys, each passing over all 5 queries: Q, dO 2 · 80 B, LSE, delta 2 · 20 B.
+    dkv = hbm_bytes("flash2_dkv", **SHAPE, BLOCK_M=2, BLOCK_N=4)
+    assert dkv.read == {"K": 96, "V": 96, "Q": 160, "dO": 160, "LSE": 40, "delta": 40}
+    assert dkv.written == {"dK": 96, "dV": 96}
+    # Bottom-right, key j is seen by queries j - 1 … 4: the tile of keys 4 and 5 begins at query 3, in the tile of 2.
+    causal = hbm_bytes("flash2_dkv", **SHAPE, BLOCK_M=2, BLOCK_N=4, causal=True)
+    assert causal.read == {"K": 96, "V": 96, "Q": (5 + 3) * 16, "dO": (5 + 3) * 16, "LSE": 32, "delta": 32}
+    dq = hbm_bytes("flash2_dq", **SHAPE, BLOCK_M=2, BLOCK_N=4)
+    assert dq.read == {"Q": 80, "dO": 80, "LSE": 20, "delta": 20, "K": 288, "V": 288}  # as the forward walks
+    assert dq.written == {"dQ": 80}
 
 
 def test_heads_and_batches_multiply():

@@ -16,8 +16,6 @@ from sandbox.rows import read_rows
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent.parent / "README.md"
-BEGIN = "<!-- ladder: written by experiments/003_forward_paper/run.py table -->\n"
-END = "<!-- end of ladder -->"
 
 
 def measure() -> None:
@@ -35,7 +33,7 @@ def main() -> None:
     if parser.parse_args().what == "measure":
         measure()
     rows = read_rows(HERE / "results.jsonl")
-    ladder.write_between(README, BEGIN, END, ladder.ladder_markdown(rows, "sdpa-flash"))
+    ladder.write_table(README, "ladder", Path(__file__), ladder.ladder_markdown(rows, "sdpa-flash"))
     plot.draw(rows, HERE / "paper")
 
 

@@ -20,6 +20,7 @@ from steps import KERNEL, LADDER, VARIANTS, WIDTHS, Step, tiles
 
 from sandbox import bench, driver, peers, registry, run
 from sandbox.errors import UnsupportedProblem
+from sandbox.ladder import write_table
 from sandbox.peers import Contender, Ready
 from sandbox.rows import Row, by_problem, read_rows, recorded
 from sandbox.spec import Problem
@@ -27,7 +28,6 @@ from sandbox.timing import Limits
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
-BEGIN, END = "<!-- mma ladder: written by experiments/004_mma_ladder/run.py table -->\n", "<!-- end of mma ladder -->"
 PROBLEMS = [
     Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)
     for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
@@ -164,24 +164,15 @@ def gain_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_between(path: Path, text: str) -> None:
-    """Puts `text` between the markers of `path`."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        sys.exit(f"{path} has no place for the table, between {BEGIN.strip()} and {END}")
-    path.write_text(before + begin + text + end + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["measure", "table"])
     if parser.parse_args().what == "measure":
         measure()
     rows = read_rows(ROWS)
-    write_between(HERE / "README.md", gain_table(rows))
+    write_table(HERE / "README.md", "mma ladder", Path(__file__), gain_table(rows))
     if rows:
-        write_between(HERE.parent.parent / "README.md", ladder_table(rows))
+        write_table(HERE.parent.parent / "README.md", "mma ladder", Path(__file__), ladder_table(rows))
 
 
 if __name__ == "__main__":

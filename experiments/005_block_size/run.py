@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sandbox import arch, environment, labs, registry, tune_report
+from sandbox import arch, environment, jsonl, labs, registry, tune_report
 from sandbox.reference import paper_block_sizes
 from sandbox.spec import Problem, Tile
 from sandbox.tune import Search
@@ -89,10 +89,7 @@ def _spearman(x: list[float], y: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
-    stored = HERE / "results.jsonl"
-    report(
-        measure() if parser.parse_args().what == "measure" else [json.loads(x) for x in stored.read_text().splitlines()]
-    )
+    report(measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl"))
 
 
 if __name__ == "__main__":

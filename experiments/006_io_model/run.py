@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sandbox import profile_report, profiler, registry
+from sandbox import jsonl, profile_report, profiler
 from sandbox.spec import Problem
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +30,7 @@ def measure() -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for problem in PROBLEMS:
-            subject = profiler.subject(registry.get("fwd_mma"), problem, None)
+            subject = profiler.subject("fwd_mma", problem, None)
             profiler.collect("ncu", subject, Path(folder) / "p")
             row = profile_report.as_json(profiler.read(Path(folder) / "p"))
             rows.append({name: value for name, value in row.items() if name not in ("metrics", "lines")})
@@ -58,10 +58,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
-    stored = HERE / "results.jsonl"
-    report(
-        measure() if parser.parse_args().what == "measure" else [json.loads(x) for x in stored.read_text().splitlines()]
-    )
+    report(measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl"))
 
 
 if __name__ == "__main__":

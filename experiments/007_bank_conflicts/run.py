@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sandbox import bench, profile_report, profiler, registry
+from sandbox import bench, jsonl, profile_report, profiler, registry
 from sandbox.errors import GpuUnavailable, ToolchainMissing
 from sandbox.peers import Contender
 from sandbox.spec import Kernel, Problem, Tile, cdiv
@@ -70,7 +70,7 @@ def _contender(name: str, kernel: Kernel) -> Contender:
 
 def _profile(kernel: Kernel, problem: Problem, prefix: Path) -> dict[str, Any] | None:
     own = registry.get("fwd_mma")
-    subject = profiler.subject(own, problem, None, "" if kernel.source == own.source else str(kernel.source))
+    subject = profiler.subject(own.name, problem, None, "" if kernel.source == own.source else str(kernel.source))
     try:
         profiler.collect("ncu", subject, prefix)
     except (GpuUnavailable, ToolchainMissing) as reason:
@@ -101,10 +101,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
-    stored = HERE / "results.jsonl"
-    report(
-        measure() if parser.parse_args().what == "measure" else [json.loads(x) for x in stored.read_text().splitlines()]
-    )
+    report(measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl"))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sandbox
-from sandbox import environment
+from sandbox import environment, jsonl
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = {
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.what == "measure":
         config = dataclasses.replace(config, steps=options.steps or config.steps)
         ok = measure(config, options.backend, options.compile, options.out)
-    rows = [json.loads(line) for line in (options.out / "results.jsonl").read_text().splitlines()]
+    rows = jsonl.read(options.out / "results.jsonl")
     latest = {row["backend"]: row["time"] for row in rows}
     for backend, when in latest.items():
         run = [row for row in rows if (row["backend"], row["time"]) == (backend, when) and "losses" in row]

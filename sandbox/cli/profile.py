@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from .. import driver, profile_plot, profile_report, profiler, registry
+from .. import driver, profile_plot, profile_report, profiler, registry, run
 from ..profiler import Profile, Subject
-from ..spec import Kernel, Problem, Tile
+from ..spec import Problem
 from .group import cli
 from .options import causal_option, dtype_option, json_option, kernel_argument, parsed_tile, tile_option
 from .output import print_json, say, screen
@@ -44,12 +44,13 @@ def profile_(
     Time, tensor cores, bytes beside the IO model, stalls by line. The report itself is kept, to be opened in Nsight;
     its pages are kept as text that --show reads anywhere.
     """
-    spec, prefixes = registry.get(kernel), list(shown)
+    prefixes = list(shown)
+    registry.entry_owner(kernel)  # known
     if not shown:
         problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
         for reference in compare or (tile,):
             version = reference if reference and "=" not in reference else ""
-            subject = _subject(spec, problem, None if version else reference, version, dry_run)
+            subject = _subject(kernel, problem, None if version else reference, version, dry_run)
             place = _prefix(out, subject, len(prefixes) if compare else None)
             if dry_run:
                 click.echo(shlex.join(profiler.command(tool, subject, place)))
@@ -67,14 +68,15 @@ def profile_(
         say(f"kept {', '.join(f'{place}.ncu-rep' for place in prefixes)}", stderr=True)
 
 
-def _subject(spec: Kernel, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:
+def _subject(entry: str, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:
+    wanted = parsed_tile(tile)
     if dry_run and not driver.available():
-        return Subject(spec.name, problem, parsed_tile(tile) or spec.tiles[0], "sm_90a", version)
-    return profiler.subject(spec, problem, Tile.parse(tile) if tile else None, version)
+        return Subject(entry, problem, wanted or registry.entry_owner(entry).tiles[0], run.DEFAULT_ARCH, version)
+    return profiler.subject(entry, problem, wanted, version)
 
 
 def _prefix(out: Path | None, subject: Subject, number: int | None) -> Path:
-    name = f"{subject.kernel}-{subject.problem}".replace(" ", "_").replace("/", "_")
+    name = f"{subject.entry}-{subject.problem}".replace(" ", "_").replace("/", "_")
     base = out or Path(".sandbox") / "profiles" / name
     return base if number is None else base.with_name(f"{base.name}-{'ab'[number]}")
 

@@ -1,4 +1,4 @@
-"""How many bytes the forward algorithms move to and from HBM: what the loops of `flash` load and store, counted.
+"""How many bytes the algorithms move to and from HBM: what the loops of `flash` and `flash_backward` load and store.
 
 Caches are not modelled: a tile that a loop loads twice counts twice, and each query head loads its own keys and
 values even where heads share them.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .semantics import Causal, causal_offset, check_tile, key_end
+from .semantics import Causal, causal_offset, check_tile, key_end, query_start
 
-FP32 = 4  # bytes of one l, m or LSE
+FP32 = 4  # bytes of one l, m, LSE or delta, and of an element of a dQ that is summed up in memory
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,20 @@ def hbm_bytes(
     BLOCK_N: int,
     causal: Causal = False,
 ) -> HbmBytes:
-    """HBM bytes of one forward call by "standard", "flash1" or "flash2".
+    """HBM bytes of one forward call by "standard", "flash1" or "flash2", or of one backward call by "flash2_backward".
 
-    Tensors hold `itemsize` bytes an element, l, m and LSE four. "standard" ignores the tile. Ragged tails count
-    their true rows. Raises ValueError for an unknown algorithm or `causal`, a tile side below 1, or H % Hk ≠ 0.
+    "flash2_dkv" and "flash2_dq" are the two passes of a backward that sums nothing up in memory: key tiles outside for
+    dK and dV, query tiles outside for dQ. Tensors hold `itemsize` bytes an element, l, m, LSE, delta and the dQ of
+    "flash2_backward" four; delta itself is given. "standard" ignores the tile. Ragged tails count their true rows.
+    Raises ValueError for an unknown algorithm or `causal`, a tile side below 1, or H % Hk ≠ 0.
 
-    Source: FlashAttention (Dao et al. 2022), Theorem 2 and its proof, with exact terms in place of Θ.
+    Source: FlashAttention (Dao et al. 2022), Theorem 2 and its proof, with exact terms in place of Θ; the backward:
+    FlashAttention-2 (Dao 2023), Algorithm 2.
     """
-    counts = {"standard": _standard, "flash1": _flash1, "flash2": _flash2}
+    counts = {
+        "standard": _standard, "flash1": _flash1, "flash2": _flash2,
+        "flash2_backward": _flash2_backward, "flash2_dkv": _flash2_dkv, "flash2_dq": _flash2_dq,
+    }  # fmt: skip
     if algorithm not in counts:
         raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, counts))}")
     check_tile(BLOCK_M, BLOCK_N)
@@ -103,8 +109,36 @@ def _flash1(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int,
 
 def _flash2(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
     """Every query tile walks the keys up to its diagonal, in whole tiles: Q is read and O, LSE are written once."""
-    q = Sq * D * itemsize
-    ends = (key_end(m0, BLOCK_M, Sq, Sk, offset) for m0 in range(0, Sq, BLOCK_M))
-    key_rows = sum(min(-(-end // BLOCK_N) * BLOCK_N, Sk) for end in ends)
-    k = key_rows * D * itemsize
+    q, k = Sq * D * itemsize, _keys_walked(Sq, Sk, BLOCK_M, BLOCK_N, offset) * D * itemsize
     return HbmBytes(read={"Q": q, "K": k, "V": k}, written={"O": q, "LSE": Sq * FP32})
+
+
+def _flash2_dq(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
+    """The same walk; dO, LSE and delta are read with Q, dQ is written once."""
+    q, k = Sq * D * itemsize, _keys_walked(Sq, Sk, BLOCK_M, BLOCK_N, offset) * D * itemsize
+    row = Sq * FP32
+    return HbmBytes(read={"Q": q, "dO": q, "LSE": row, "delta": row, "K": k, "V": k}, written={"dQ": q})
+
+
+def _keys_walked(Sq: int, Sk: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> int:
+    ends = (key_end(m0, BLOCK_M, Sq, Sk, offset) for m0 in range(0, Sq, BLOCK_M))
+    return sum(min(-(-end // BLOCK_N) * BLOCK_N, Sk) for end in ends)
+
+
+def _flash2_dkv(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
+    """Every key tile walks the queries from its diagonal on: K, V are read, dK, dV written once; both begin as 0 on
+    chip."""
+    rows, k = _queries_walked(Sq, Sk, BLOCK_M, BLOCK_N, offset), Sk * D * itemsize
+    q, row = rows * D * itemsize, rows * FP32
+    return HbmBytes(read={"K": k, "V": k, "Q": q, "dO": q, "LSE": row, "delta": row}, written={"dK": k, "dV": k})
+
+
+def _flash2_backward(Sq: int, Sk: int, D: int, itemsize: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> HbmBytes:
+    """The same walk, on which dQ is read, added to and written back."""
+    dkv = _flash2_dkv(Sq, Sk, D, itemsize, BLOCK_M, BLOCK_N, offset)
+    sums = _queries_walked(Sq, Sk, BLOCK_M, BLOCK_N, offset) * D * FP32
+    return HbmBytes(read={**dkv.read, "dQ": sums}, written={**dkv.written, "dQ": sums})
+
+
+def _queries_walked(Sq: int, Sk: int, BLOCK_M: int, BLOCK_N: int, offset: int) -> int:
+    return sum(Sq - query_start(n0, BLOCK_M, Sq, offset) for n0 in range(0, Sk, BLOCK_N))
