@@ -94,9 +94,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     itemsize = ITEMSIZE[p.dtype]
     size, stride = [p.D, length, heads, p.B], [s * itemsize for s in reversed(tensor.strides[:3])]
     for i, dimension in enumerate(("S", "H", "B")):
-        if size[i + 1] == 1 or (
-            not stride[i] and i
-        ):  # every index of a broadcast dimension is 0: the kernel sees to it
+        if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel makes every index 0
             size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
         elif 0 not in size and not 0 < stride[i] < 2**40:
             raise UnsupportedProblem(
