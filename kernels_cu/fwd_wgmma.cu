@@ -32,7 +32,7 @@ constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -69,38 +69,36 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of head h, batch entry b, and the key tiles they see
-    int m0, h, b, tiles;
+struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * H, and the key tiles they see
+    int m0, head, tiles;
 
-    // Causal: heads in sections that fill two rounds of the blocks, or another even number, longest pieces first. Two rounds
-    // in opposite directions give every block as much, and few heads at a time stay in L2.
-    __device__ __forceinline__ Piece(unsigned index, unsigned H, unsigned heads, const Score& score) {
-        const unsigned blocks = (score.Sq + BLOCK_M - 1u) / BLOCK_M;
-        unsigned head = index / blocks, block = index % blocks;
-        if (CAUSAL) {
-            const unsigned section = max(2 * gridDim.x / blocks, 1), first = head / section * section;
-            const unsigned size = min(section, heads - first), within = index - first * blocks;
-            head = first + within % size;
-            block = blocks - 1 - within / size;
-        }
-        m0 = block * BLOCK_M;
-        h = head % H;
-        b = head / H;
-        tiles = tiles_before(m0 + BLOCK_M, score);
-    }
+    __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score)
+        : m0(block * BLOCK_M), head(head), tiles(tiles_before(m0 + BLOCK_M, score)) {}
     // How many tiles the rows before `row_end` see anything of.
     static __device__ __forceinline__ int tiles_before(int row_end, const Score& score) {
         return (max(score.key_end(row_end), 0) + BLOCK_N - 1) / BLOCK_N;
     }
 };
 
-// Calls f with each of the block's pieces. Every second round goes backwards.
+// Calls f with each of the block's pieces.
+//
+// Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
+// second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
+// begin each section at another place, and the last section of long rows has up to four rounds.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned H, unsigned heads, const Score& score, F f) {
-    const unsigned total = (score.Sq + BLOCK_M - 1u) / BLOCK_M * heads;
+__device__ __forceinline__ void for_each_piece(unsigned heads, const Score& score, F f) {
+    const unsigned blocks = (score.Sq + BLOCK_M - 1u) / BLOCK_M;
+    const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
 #pragma unroll 1
-    for (unsigned first = 0, place = blockIdx.x; first < total; first += gridDim.x, place = gridDim.x - 1 - place)
-        if (first + place < total) f(Piece(first + place, H, heads, score));
+    for (unsigned head = 0, size; head < heads; head += size) {
+        size = heads - head < last ? heads - head : section;
+        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
+#pragma unroll 1
+        for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
+            if (i >= size * blocks) continue;
+            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score) : Piece(i % blocks, i / blocks, score));
+        }
+    }
 }
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
@@ -166,21 +164,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // the mbarriers are there before anybody uses them
-    const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
     if (warp < 4) {
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            for_each_piece(H, heads, score, [&](const Piece& piece) {
-                const int h = piece.h / group;
+            for_each_piece(heads, score, [&](const Piece& piece) {
+                const int h = piece.head % H / group, b = piece.head / H;
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full, int j) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     Keys::request(base + tile + stage * Keys::BYTES, map, j * BLOCK_N, tensor.stride_h ? h : 0,
-                                  tensor.stride_b ? piece.b : 0, base + full + 8 * stage);
+                                  tensor.stride_b ? b : 0, base + full + 8 * stage);
                 };
 #pragma unroll 1
                 for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
@@ -191,8 +189,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
-            for_each_piece(H, heads, score, [&](const Piece& piece) {
-                const int h = Q.stride_h ? piece.h : 0, b = Q.stride_b ? piece.b : 0;
+            for_each_piece(heads, score, [&](const Piece& piece) {
+                const int h = Q.stride_h ? piece.head % H : 0, b = Q.stride_b ? piece.head / H : 0;
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
@@ -209,22 +207,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
     const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
     const bool sender = threadIdx.x % 128 == 0;
-    const Descriptor Q_smem = Queries::k_major(base + consumer * Queries::BYTES);
     const SmemAddress O_smem = base + (O_APART ? O_AT : 0) + consumer * Queries::BYTES;
     const float exponent = score.scale * 1.4426950408889634f;  // log2(e): e^x = 2^(x log2(e))
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece(H, heads, score, [&](const Piece& piece) {
+    for_each_piece(heads, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const int tiles = m0 < score.Sq ? Piece::tiles_before(m0 + 64, score) : 0;  // that the warpgroup sees of
         const int whole = max(score.key_all(first_row), 0) / BLOCK_N;               // that the warp's rows see whole
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
+        // Of a wide head every step's descriptor would be kept in a register, more than there are.
+        const auto address = [](SmemAddress tile) { return D_PAD > 128 ? uniform(tile) : tile; };
         const auto multiply_QK = [&](int j) {
-            const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(used + j) * Keys::BYTES);
+            const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
+            const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(used + j) * Keys::BYTES));
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < D_PAD / 16; ++step)
@@ -237,9 +237,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(used + j)); };
         const auto release_Q = [&] { if (O_APART && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
         const auto multiply_PV = [&](int j) {
-            const Descriptor V_smem = Keys::mn_major(base + V_AT + stage_of(used + j) * Keys::BYTES);
             await_V(j);
             wgmma_fence();
+            const Descriptor V_smem = Keys::mn_major(address(base + V_AT + stage_of(used + j) * Keys::BYTES));
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; ++step)
                 wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Keys::mn_step(step), true);
@@ -311,7 +311,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (O_APART && sender) send_wait_read();  // the last piece's O
         const bool spoilt = named_barrier_or(own_barrier, 128, CAUSAL && !rows.finite());  // all four warps have used Q
         if (CAUSAL && spoilt) {
-            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b, piece.h, H, m0, warp % 4);
+            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.head / H, piece.head % H, H, m0, warp % 4);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             return;
         }
@@ -322,8 +322,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             inverse[half] = l == 0.0f ? 0.0f : 1.0f / l;  // a row that sees no key
             const int query_row = first_row + 8 * half + g;
             if (q == 0 && query_row < score.Sq)
-                LSE[(static_cast<long long>(piece.b) * H + piece.h) * score.Sq + query_row] =
-                    rows.m[half] * score.scale + logf(l);
+                LSE[static_cast<long long>(piece.head) * score.Sq + query_row] = rows.m[half] * score.scale + logf(l);
         }
 #pragma unroll
         for (int i = 0; i < D_PAD / 2; i += 8) {
@@ -337,7 +336,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         fence_proxy_async();
         named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
         if (sender) {
-            Queries::send(O_map, m0, piece.h, piece.b, O_smem);
+            Queries::send(O_map, m0, piece.head % H, piece.head / H, O_smem);
             if (!O_APART) {
                 send_wait_read();
                 mbarrier_arrive(base + EMPTY_Q + 8 * consumer);

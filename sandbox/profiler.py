@@ -181,7 +181,8 @@ def read(prefix: Path) -> Profile:
     try:
         p = subject.problem
         entries = run.compile_entries(subject.spec(), p.D, p.dtype, p.causal, subject.arch, subject.tile)
-        instructions = disassembly.sass(next(c for c in entries if c.entry == subject.entry).cubin)
+        whole = disassembly.sass(next(c for c in entries if c.entry == subject.entry).cubin)
+        instructions = [i for i in whole if i.function == subject.entry]  # addresses count from each entry's beginning
     except ToolchainMissing:
         return Profile(subject, counters, [], where)
     return Profile(subject, counters, ncu.parse_source(texts[2], instructions), where)

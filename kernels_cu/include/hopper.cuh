@@ -77,19 +77,19 @@ __device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.w
 
 // Where a matrix lies in shared memory, as wgmma reads it; swizzle.cuh makes them.
 struct Descriptor {
-    unsigned long long bits;
+    unsigned low, high;
+    __device__ __forceinline__ unsigned long long bits() const { return static_cast<unsigned long long>(high) << 32 | low; }
 };
-constexpr unsigned long long SWIZZLE_128B = 1ull << 62;
+constexpr unsigned SWIZZLE_128B = 1u << 30;
 
 // Matrices begin at `at`; the two strides, in bytes, mean different things for the two orders (swizzle.cuh).
 __device__ __forceinline__ Descriptor make_descriptor(SmemAddress at, unsigned leading, unsigned stride) {
-    return {at / 16 | static_cast<unsigned long long>(leading / 16) << 16 |
-            static_cast<unsigned long long>(stride / 16) << 32 | SWIZZLE_128B};
+    return {at / 16 | leading / 16 << 16, stride / 16 | SWIZZLE_128B};
 }
 
 // The same matrix, `bytes` further on.
 __device__ __forceinline__ Descriptor operator+(Descriptor descriptor, unsigned bytes) {
-    return {descriptor.bits + bytes / 16};
+    return {descriptor.low + bytes / 16, descriptor.high};
 }
 
 enum class Order { K_MAJOR, MN_MAJOR };  // which index of an operand is contiguous in shared memory
@@ -152,14 +152,14 @@ struct Wgmma;  // with R = N / 2 accumulators a thread
             asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, " X0 ", " X1 \
                          ", accumulate, 1, 1, 0, " X3 ";\n}" \
-                         : OUT : "l"(a.bits), "l"(b.bits), "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
+                         : OUT : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
         } \
         template <int TRANSPOSED> \
         static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, bool accumulate) { \
             asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1 ", " X2 \
                          ", " X3 "}, " X4 ", accumulate, 1, 1, " X6 ";\n}" \
-                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), \
+                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), \
                                  "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
         } \
     };
@@ -201,6 +201,14 @@ __device__ __forceinline__ bool elect() {
     unsigned elected;
     asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.b32 %0, 1, 0, elected;\n}" : "=r"(elected));
     return elected;
+}
+
+// A value that all lanes have, so that the compiler knows it: what follows from it, a descriptor say, is computed once for the
+// warp, in uniform registers, which is where wgmma wants it. Not moved out of loops: those registers are few.
+__device__ __forceinline__ unsigned uniform(unsigned x) {
+    unsigned y;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
 }
 
 // Registers of each thread of a warpgroup from here on: given back, or taken when others have given enough back.

@@ -76,6 +76,13 @@ inline void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accu
 
 // ---- warps and warpgroups
 
+template <class T>
+inline T uniform(T x, SANDBOX_SITE) {
+    if (__any_sync(0xffffffffu, x != __shfl_sync(0xffffffffu, x, 0))) {
+        cpu::sandbox_trap("uniform of a value that differs between the lanes of a warp", site);
+    }
+    return x;
+}
 inline bool elect() { return cpu::sandbox_self->lane == 0; }
 template <int REGISTERS>
 inline void registers_give_back(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
