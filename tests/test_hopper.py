@@ -346,6 +346,7 @@ NOBODY_ARRIVES = (
         (without("wgmma_wait<0>(); wgmma_settled(d);"), "ends before the wgmma"),
         (without("wgmma_wait", "if (threadIdx.x == 5) smem[0] = 1; wgmma_wait"), "changed before the wait"),
         (without("multiply", "if (threadIdx.x < 32) multiply"), "warps 0 and 1 are of one warpgroup"),
+        (GOOD + "uniform(threadIdx.x);", "a value that differs between the lanes"),
         (GOOD + "registers_give_back<20>();", "a multiple of 8 from 24 to 256"),
         (GOOD + "if (threadIdx.x < 64) named_barrier_sync(2, 128);",
          r"threads 0..63 wait at named barrier 2 .*64 of 128 threads"),

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sandbox import environment
+from sandbox import environment, jsonl
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -85,11 +85,10 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=7)
     options = parser.parse_args()
     about = {"backend": options.backend, **environment.describe()}
-    with (HERE / "results.jsonl").open("a") as file:
-        for kernel in KERNELS:
-            for found in measure(kernel, options.backend, options.saves):
-                print(f"{kernel:12} {found['what']:52} {found['waited']:6.2f} s  compiling {found['compiling']:5.2f} s")
-                file.write(json.dumps({**found, **about}) + "\n")
+    for kernel in KERNELS:
+        for found in measure(kernel, options.backend, options.saves):
+            print(f"{kernel:12} {found['what']:52} {found['waited']:6.2f} s  compiling {found['compiling']:5.2f} s")
+            jsonl.append(HERE / "results.jsonl", {**found, **about})
 
 
 if __name__ == "__main__":
