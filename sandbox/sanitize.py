@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import compute_sanitizer, dlpack, registry, tools, trial
+from . import compute_sanitizer, dlpack, driver, registry, tools, trial
 from .arguments import ARGUMENTS, ArgumentBlock, scratch_of
 from .cases import Array, Case, inputs_of
 from .choose import choose_tile, refuses_tile
@@ -75,13 +75,17 @@ def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
     ]
 
 
-def inspect(kernel: Kernel, device: Device, tile: Tile | None = None, timeout: float = 120.0) -> Iterator[Inspection]:
-    """`sanitize`: every tool of the backend on small problems. Raises ToolchainMissing where
+def inspect(
+    kernel: Kernel, device: Device, tile: Tile | None = None, timeout: float = 120.0, problem: Problem | None = None
+) -> Iterator[Inspection]:
+    """`sanitize`: every tool of the backend on `problem`, or on small ones. Raises ToolchainMissing where
     the GPU's is missing, CompileError, UnsupportedProblem."""
     if device != HOST:
         tools.need("compute-sanitizer")
+    if problem:
+        tile = choose_tile(kernel, problem, driver.device(device[1]).arch if device != HOST else None, tile)
     tile = tile or small_tile(kernel)
-    problems = small_problems(kernel, tile)
+    problems = [problem] if problem else small_problems(kernel, tile)
     if not problems:
         raise UnsupportedProblem(f"{kernel.name}: no small problem can be run with tile {tile}")
     for problem in problems:

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from test_registry import in_project
 
 from sandbox import compute_sanitizer, findings, registry, sanitize, tools
+from sandbox.cli import cli
 from sandbox.cpu import compiler
 from sandbox.errors import ToolchainMissing
 from sandbox.place import Place
@@ -220,3 +222,13 @@ def test_a_shipped_kernel_is_clean_on_a_gpu(tool: str) -> None:
         for problem in sanitize.small_problems(kernel, tile):
             found = sanitize.on_gpu(tool, kernel, problem, tile, 120)
             assert found.clean, found.text or found.message
+
+
+@needs_sanitizers
+def test_a_problem_of_ones_own() -> None:
+    call = lambda *options: CliRunner().invoke(cli, ["sanitize", "fwd_minimal", "--backend", "cpu", *options])  # noqa: E731
+    rows = json.loads(call("--shape", "1,1,40,16", "--causal", "--json").stdout)
+    assert [row["tool"] for row in rows] == list(sanitize.HOST_TOOLS)
+    assert {row["problem"] for row in rows} == {"B1 H1 S40 D16 float16 causal"}
+    assert all(row["clean"] for row in rows)
+    assert call("--causal").exit_code == 2

@@ -9,26 +9,44 @@ import click
 
 from .. import check as checking
 from .. import registry, sanitize
+from ..spec import Problem
 from .group import cli
-from .options import backend_option, json_option, parsed_tile, tile_option
+from .options import (
+    backend_option,
+    causal_option,
+    dtype_option,
+    given_without,
+    json_option,
+    parsed_tile,
+    tile_option,
+)
 from .output import exit_status, followed, print_json, say
 
 
 @cli.command("sanitize")
 @click.argument("kernel")
+@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. By default two small problems.")
+@dtype_option
+@causal_option
 @tile_option
 @backend_option
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that one tool may take.")
 @json_option
-def sanitize_(kernel: str, tile: str | None, backend: str | None, timeout: float, as_json: bool) -> None:
+def sanitize_(
+    kernel: str, shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
+    timeout: float, as_json: bool,
+) -> None:  # fmt: skip
     """What a kernel does and may not do, by line of its .cu.
 
     Out of bounds, races, reads of what nobody wrote, missing waits and barriers, results that depend on order. On a GPU
     under compute-sanitizer; on the CPU backend under the host compiler's sanitizers, which see more of shared
     memory.
     """
+    if not shape:
+        given_without("--shape", "dtype", "causal")
+    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False) if shape else None
     device = checking.pick_device(backend)
-    tried = sanitize.inspect(registry.get(kernel), device, parsed_tile(tile), timeout)
+    tried = sanitize.inspect(registry.get(kernel), device, parsed_tile(tile), timeout, problem)
     results = list(followed(tried, lambda r: f"{r.tool} on {r.problem}"))
     if as_json:
         print_json(results)
