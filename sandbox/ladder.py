@@ -35,7 +35,7 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
         label = f"`{name}`" if kernel else _PEERS.get(name, name)
         label += f" (the {timed} shortest)" if timed < problems else ""
         lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
-    r = rows[0]
+    r = rows[-1]
     grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
     ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
     where = f"{r['device']}, CUDA {r['cuda']}"
