@@ -43,15 +43,32 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.backend)
+    return _wanted(ctx, _backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.backend))
+
+
+def _gradients_eagerly(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    """As `_gradients`, past the dispatcher, unless the gradients may be differentiated: the operator refuses that."""
+    if torch.is_grad_enabled():
+        return _gradients(ctx, dout, dlse)
+    q, k, v, out, lse = ctx.saved_tensors
+    return _wanted(ctx, _run_backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.backend))
+
+
+def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
     return (*(gradient if needed else None for gradient, needed in wanted), None, None, None, None, None)
 
 
 class _Attention(torch.autograd.Function):
-    forward = staticmethod(_run)
-    setup_context = staticmethod(_remember)
-    backward = staticmethod(_gradients)
+    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _run(*inputs)
+        _remember(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradients_eagerly)
 
 
 # An operator's arguments are of few types: causal is "" where nothing is masked, kernel a name, tile a text.
@@ -70,8 +87,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return _empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("sandbox::attention_backward", mutates_args=())
-def _backward(
+def _run_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: str, scale: float | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -79,6 +95,9 @@ def _backward(
     return attention_backward(
         dout, q, k, v, out, lse, causal=causal or False, scale=scale, backend=backend, deterministic=deterministic
     )
+
+
+_backward = torch.library.custom_op("sandbox::attention_backward", _run_backward, mutates_args=())
 
 
 @_backward.register_fake
