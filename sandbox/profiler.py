@@ -2,7 +2,8 @@
 
 The tools start `profiler_target`, which warms up and brackets the launch of interest; clocks are left as they are,
 since what one wants to know is the speed that one has. A profile is files that share a prefix: the report, its pages as
-CSV text, and PREFIX.json, what was profiled; the text can be read anywhere, without the tools and without a GPU.
+CSV text, PREFIX.json, what was profiled, and PREFIX.cubin, whose instructions the pages count (another compiler's would
+be others). It can be read anywhere, without the tools and without a GPU.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
             raise UnsupportedProblem(f"ncu saw no launch of {subject.entry}:\n{said[-1000:]}")
         reading = [program, "--import", f"{prefix}.ncu-rep", "--csv", "--print-units", "base", "--page"]
         pages = {page: _run([*reading, page]) for page in ("raw", "source")}
+        Path(f"{prefix}.cubin").write_bytes(_cubin(subject))
     else:
         options = ["--report", "cuda_gpu_kern_sum", "--format", "csv", "--force-export=true"]
         pages = {"kernels": _run([program, "stats", *options, f"{prefix}.nsys-rep"])}
@@ -168,7 +170,7 @@ def _run(arguments: Sequence[str]) -> str:
 
 
 def read(prefix: Path) -> Profile:
-    """A profile that ncu has written. Source lines need nvdisasm and the sources as they were; without, there are none.
+    """A profile that ncu has written. Source lines need nvdisasm; without it there are none.
 
     Raises UnsupportedProblem when its files are not there.
     """
@@ -179,10 +181,15 @@ def read(prefix: Path) -> Profile:
     subject = Subject.loads(texts[0])
     counters, where = ncu.parse_raw(texts[1], subject.entry), json.loads(texts[0])["where"]
     try:
-        p = subject.problem
-        entries = run.compile_entries(subject.spec(), p.D, p.dtype, p.causal, subject.arch, subject.tile)
-        whole = disassembly.sass(next(c for c in entries if c.entry == subject.entry).cubin)
+        kept = Path(f"{prefix}.cubin")
+        whole = disassembly.sass(kept.read_bytes() if kept.exists() else _cubin(subject))
         instructions = [i for i in whole if i.function == subject.entry]  # addresses count from each entry's beginning
     except ToolchainMissing:
         return Profile(subject, counters, [], where)
     return Profile(subject, counters, ncu.parse_source(texts[2], instructions), where)
+
+
+def _cubin(subject: Subject) -> bytes:
+    p = subject.problem
+    entries = run.compile_entries(subject.spec(), p.D, p.dtype, p.causal, subject.arch, subject.tile)
+    return next(compiled.cubin for compiled in entries if compiled.entry == subject.entry)

@@ -194,6 +194,7 @@ def test_a_run_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(profiler.tools, "find", lambda name: program if name == "ncu" else find(name))
     monkeypatch.setattr(environment, "describe", lambda: {"device": "a GPU"})
     profiler.collect("ncu", SUBJECT, tmp_path / "kept" / "p")
+    monkeypatch.setattr(run, "compile_entries", lambda *given: pytest.fail("what is kept is what ran"))
     profile = profiler.read(tmp_path / "kept" / "p")
     assert profile.subject == SUBJECT
     assert profile.counters.dram_read == 4.8e6
