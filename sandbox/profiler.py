@@ -172,13 +172,16 @@ def _run(arguments: Sequence[str]) -> str:
 def read(prefix: Path) -> Profile:
     """A profile that ncu has written. Source lines need nvdisasm; without it there are none.
 
-    Raises UnsupportedProblem when its files are not there.
+    Raises UnsupportedProblem when its files are not there, or another version of this package wrote them.
     """
     try:
         texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
     except OSError as error:
         raise UnsupportedProblem(f"{prefix} is not a profile by ncu: {error.filename} cannot be read") from None
-    subject = Subject.loads(texts[0])
+    try:
+        subject = Subject.loads(texts[0])
+    except (KeyError, TypeError):
+        raise UnsupportedProblem(f"{prefix}.json is of another version of this package: profile again") from None
     counters, where = ncu.parse_raw(texts[1], subject.entry), json.loads(texts[0])["where"]
     try:
         kept = Path(f"{prefix}.cubin")

@@ -199,6 +199,10 @@ def test_a_run_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert profile.subject == SUBJECT
     assert profile.counters.dram_read == 4.8e6
     assert profile.where == {"device": "a GPU"}
+    written = tmp_path / "kept" / "p.json"
+    written.write_text(written.read_text().replace('"entry"', '"other"'))
+    with pytest.raises(UnsupportedProblem, match=r"p\.json is of another version of this package: profile again"):
+        profiler.read(tmp_path / "kept" / "p")
     with pytest.raises(UnsupportedProblem, match=r"kept/q is not a profile by ncu: .*kept/q\.json cannot be read"):
         profiler.read(tmp_path / "kept" / "q")
 

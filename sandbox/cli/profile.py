@@ -44,8 +44,8 @@ def profile_(
     Time, tensor cores, bytes beside the IO model, stalls by line. The report itself is kept, to be opened in Nsight;
     its pages are kept as text that --show reads anywhere.
     """
+    registry.entry_owner(kernel)  # raises UnknownKernel
     prefixes = list(shown)
-    registry.entry_owner(kernel)  # known
     if not shown:
         problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
         for reference in compare or (tile,):

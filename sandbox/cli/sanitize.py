@@ -17,6 +17,7 @@ from .options import (
     dtype_option,
     given_without,
     json_option,
+    kernel_argument,
     parsed_tile,
     tile_option,
 )
@@ -24,7 +25,7 @@ from .output import exit_status, followed, print_json, say
 
 
 @cli.command("sanitize")
-@click.argument("kernel")
+@kernel_argument
 @click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. By default two small problems.")
 @dtype_option
 @causal_option
