@@ -29,7 +29,7 @@ LANGUAGES = ("sass", "ptx")
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled kernel in one of LANGUAGES. `label` tells versions apart: a tile, a revision."""
+    """A compiled kernel, or an entry of it, in one of LANGUAGES. `label` tells versions apart: a tile, a revision."""
 
     label: str
     kernel: str
@@ -56,16 +56,24 @@ class Code:
 
 
 def translate(
-    kernel: Kernel, language: str, problem: Problem, arch: str | None = None, tile: Tile | None = None, label: str = ""
-) -> Code:
-    """Compile `kernel` and read its code. Raises what `sandbox.compile` raises; ToolchainMissing without nvdisasm."""
+    kernel: Kernel, language: str, problem: Problem, arch: str | None = None, tile: Tile | None = None,
+    label: str = "", entry: str = "",
+) -> Code:  # fmt: skip
+    """Compile `kernel` and read the code of one of its entries, by default the first.
+
+    Raises what `sandbox.compile` raises; ToolchainMissing without nvdisasm.
+    """
     target = arch or run.DEFAULT_ARCH
     chosen = choose_tile(kernel, problem, architectures.parse(target), tile)
-    compiled = run.compile(kernel, problem.D, problem.dtype, problem.causal, target, chosen)
-    instructions = disassembly.sass(compiled.cubin) if language == "sass" else disassembly.ptx(compiled.ptx)
+    name = kernel.entry(entry or kernel.name).name
+    entries = run.compile_entries(kernel, problem.D, problem.dtype, problem.causal, target, chosen)
+    compiled = next(c for c in entries if c.entry == name)
+    others = {e.name for e in kernel.entries if e.name != name}
+    whole = disassembly.sass(compiled.cubin) if language == "sass" else disassembly.ptx(compiled.ptx)
+    instructions = tuple(i for i in whole if i.function not in others)
     seen = str(problem).partition(f" S{problem.Sq} ")[2]
     label = label or str(chosen)
-    return Code(label, kernel.name, language, target, seen, str(chosen), compiled.resources, instructions)
+    return Code(label, name, language, target, seen, str(chosen), compiled.resources, instructions)
 
 
 def version(kernel: Kernel, reference: str) -> Kernel:

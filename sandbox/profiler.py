@@ -99,8 +99,7 @@ class Profile:
     def work(self) -> Work:
         """What the launch has to do, at least and by the IO model."""
         s = self.subject
-        entry = next(entry for entry in registry.entry_owner(s.entry).entries if entry.name == s.entry)
-        return work_of(entry, s.problem, s.tile)
+        return work_of(registry.entry_owner(s.entry).entry(s.entry), s.problem, s.tile)
 
 
 def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") -> Subject:
@@ -113,6 +112,7 @@ def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") 
         version = str(Path(version).resolve())  # the profiler's process, and a later reader, may be elsewhere
     gpu = driver.device()
     old = code.version(kernel, version) if version else kernel
+    old.entry(entry)  # raises UnknownKernel
     chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name)
     return Subject(entry, problem, chosen, run.arch_name(old, gpu.arch), version)
 

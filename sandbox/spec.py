@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .errors import SpecError
+from .errors import SpecError, UnknownKernel
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
 Causal = Literal[False, "bottom-right", "top-left"]
@@ -278,6 +278,13 @@ class Kernel(Entry):
     def entries(self) -> tuple[Entry, ...]:
         """Every entry point, in the order of the launches."""
         return (self, *self.then)
+
+    def entry(self, name: str) -> Entry:
+        """The entry point of that name. Raises UnknownKernel, since a version of old may lack it."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise UnknownKernel(f"{self.name} has no entry {name}: it has {', '.join(e.name for e in self.entries)}")
 
     def refuses(self, problem: Problem, arch: Arch | None = None) -> str | None:
         """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""

@@ -228,6 +228,19 @@ def test_sass_command() -> None:
     assert len(call("sass", *SMALL, "--summary").stdout.splitlines()) < 30
 
 
+@needs_nvdisasm
+def test_an_entry_of_several() -> None:
+    """Each by its name: neither its code nor its registers are the other's."""
+    read = lambda name: json.loads(call("sass", name, "--head-dim", "64", "--json").stdout)  # noqa: E731
+    main, converting = read("bwd_mma"), read("bwd_mma_dq")
+    assert {i["function"] for i in main["instructions"]} == {"bwd_mma"}
+    assert {i["function"] for i in converting["instructions"]} == {"bwd_mma_dq"}
+    assert main["resources"]["registers"] > 4 * converting["resources"]["registers"]
+    assert not any(name.startswith("HMMA") for name in converting["counts"])
+    with pytest.raises(UnknownKernel, match="fwd_mma has no entry fwd_mma_dq: it has fwd_mma"):
+        registry.get("fwd_mma").entry("fwd_mma_dq")
+
+
 def test_ptx_command_and_a_diff_of_tiles() -> None:
     options = ("ptx", *SMALL, "--tile", "BLOCK_M=32,BLOCK_N=32", "--diff", "BLOCK_M=32,BLOCK_N=16")
     shown = call(*options)

@@ -15,8 +15,7 @@ FORWARD = 4 * 2 * 8 * 8 * 16  # operations
 
 
 def work(name: str, tile: Tile = TILE) -> Work:
-    (entry,) = [entry for entry in registry.entry_owner(name).entries if entry.name == name]
-    return work_of(entry, P, tile)
+    return work_of(registry.entry_owner(name).entry(name), P, tile)
 
 
 def test_a_forward() -> None:

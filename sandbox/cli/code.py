@@ -36,15 +36,16 @@ def _command(language: str, doc: str) -> None:
         summary: bool, as_json: bool,
     ) -> None:  # fmt: skip
         problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
-        wanted, spec = parsed_tile(tile), registry.get(kernel)
-        after = code.translate(spec, language, problem, arch, wanted)
+        wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
+        after = code.translate(spec, language, problem, arch, wanted, entry=kernel)
         if reference is None:
             _show_code(after, summary, as_json)
         elif "=" in reference:
-            _show_changes(code.translate(spec, language, problem, arch, Tile.parse(reference)), after, as_json)
+            before = code.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
+            _show_changes(before, after, as_json)
         else:
             old = code.version(spec, reference)
-            _show_changes(code.translate(old, language, problem, arch, wanted, reference), after, as_json)
+            _show_changes(code.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
 
 
 def _show_code(shown: code.Code, summary: bool, as_json: bool) -> None:
@@ -69,5 +70,8 @@ def _show_changes(before: code.Code, after: code.Code, as_json: bool) -> None:
     screen().print(code_report.changes_table(before, after))
 
 
-_command("sass", "Machine code below its source lines, counted by class; no GPU.")
-_command("ptx", "PTX below its source lines, counted by class; no GPU.")
+_command(
+    "sass",
+    "Machine code of a kernel, or of an entry such as bwd_mma_dq, below its source lines, counted by class; no GPU.",
+)
+_command("ptx", "PTX of a kernel, or of an entry such as bwd_mma_dq, below its source lines, counted by class; no GPU.")
