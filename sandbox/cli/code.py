@@ -70,8 +70,6 @@ def _show_changes(before: code.Code, after: code.Code, as_json: bool) -> None:
     screen().print(code_report.changes_table(before, after))
 
 
-_command(
-    "sass",
-    "Machine code of a kernel, or of an entry such as bwd_mma_dq, below its source lines, counted by class; no GPU.",
-)
-_command("ptx", "PTX of a kernel, or of an entry such as bwd_mma_dq, below its source lines, counted by class; no GPU.")
+_ENTRIES = "\n\nKERNEL may also be an entry that a kernel launches later, such as bwd_mma_dq."
+_command("sass", f"Machine code below its source lines, counted by class; no GPU.{_ENTRIES}")
+_command("ptx", f"PTX below its source lines, counted by class; no GPU.{_ENTRIES}")
