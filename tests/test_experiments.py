@@ -16,6 +16,8 @@ from sandbox.dlpack import Device
 pytest.importorskip("matplotlib")
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent
+# From the thread in which PyTorch differentiates, at its first matrix product on a GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 
 
 def load(experiment: str, module: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -42,7 +44,6 @@ def parity(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return lambda: run.main([*options, device[0], *cases, "--out", str(tmp_path)])
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no")  # in PyTorch's own thread
 def test_parity(parity, device: Device, tmp_path: Path) -> None:
     """Every kernel within its bound; a row for each, and a picture that can be drawn again."""
     assert parity() == 0
