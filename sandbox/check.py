@@ -84,7 +84,7 @@ def verify(
     truth = truth_of(kernel.computes, case)
     problem = dataclasses.replace(case.problem, **layout(map(view, truth.given.values())))
     head = (kernel.name, case.name, str(problem), device[0])
-    arch = driver.device(device[1]).arch if device != HOST else None
+    arch = run.arch_of(device)
     try:
         chosen = choose_tile(kernel, problem, arch, tile)
         done = trial.launch(kernel, chosen, problem, truth.given, device, repeats=repeats)

@@ -65,9 +65,8 @@ def translate(
     """
     target = arch or run.DEFAULT_ARCH
     chosen = choose_tile(kernel, problem, architectures.parse(target), tile)
-    name = kernel.entry(entry or kernel.name).name
-    entries = run.compile_entries(kernel, problem.D, problem.dtype, problem.causal, target, chosen)
-    compiled = next(c for c in entries if c.entry == name)
+    name = entry or kernel.name
+    compiled = run.compile_entry(kernel, name, problem.D, problem.dtype, problem.causal, target, chosen)
     others = {e.name for e in kernel.entries if e.name != name}
     whole = disassembly.sass(compiled.cubin) if language == "sass" else disassembly.ptx(compiled.ptx)
     instructions = tuple(i for i in whole if i.function not in others)

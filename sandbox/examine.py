@@ -32,7 +32,7 @@ from .errors import (
 from .examination import Cost, Examination, Job, quick_cases
 from .findings import Finding
 from .nvrtc import Compiled, Resources
-from .spec import Arch, Kernel, Problem, Tile
+from .spec import Kernel, Problem, Tile
 from .truth import truth_of
 from .worker import At
 
@@ -115,7 +115,7 @@ def _compile(
 
     Raises CompileError.
     """
-    arch, notes = _arch(job.device), []
+    arch, notes = run.arch_of(job.device), []
     variants: dict[tuple, tuple[Problem, Tile]] = {}
     for p in (case.problem for case in cases):
         if not kernel.refuses(p, arch):
@@ -182,10 +182,6 @@ def _all(futures: Iterable[Future[T]]) -> list[T]:
     for future in started:
         future.exception()
     return [future.result() for future in started]
-
-
-def _arch(device: Device) -> Arch | None:
-    return None if device == HOST else driver.device(device[1]).arch
 
 
 def _device_name(device: Device) -> str:

@@ -194,5 +194,4 @@ def read(prefix: Path) -> Profile:
 
 def _cubin(subject: Subject) -> bytes:
     p = subject.problem
-    entries = run.compile_entries(subject.spec(), p.D, p.dtype, p.causal, subject.arch, subject.tile)
-    return next(compiled.cubin for compiled in entries if compiled.entry == subject.entry)
+    return run.compile_entry(subject.spec(), subject.entry, p.D, p.dtype, p.causal, subject.arch, subject.tile).cubin

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from . import dlpack, driver, run, trial
-from .arguments import scratch_of
 from .cases import Case, make_inputs
 from .choose import choose_kernel, choose_tile
 from .profiler import Subject
@@ -45,10 +44,8 @@ def _tensors(subject: Subject) -> dict[str, Staged]:
     q, k, v = make_inputs(Case("profile", p))
     given = {"Q": q, "K": k, "V": v, "dO": make_inputs(Case("profile", p), seed=1)[0]}
     made = {"O": q, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
-    for name, (shape, dtype) in trial.outputs_of(kernel, p).items():
+    for name, (shape, dtype) in trial.made_for(kernel, p).items():
         made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
-    for name, shape in scratch_of(kernel, p).items():
-        made[name] = np.empty(shape, np.float32)
     staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in (given | made).items()}
     for name in given:
         staged[name].send()

@@ -61,7 +61,7 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     """
     steps: list[_Step] = []
     if kernel.computes == "backward":
-        arch = driver.device(device[1]).arch if device != HOST else None
+        arch = arch_of(device)
         delta = choose_kernel(problem, "delta", arch)
         delta_tile = choose_tile(delta, problem, arch)
         steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
@@ -162,6 +162,11 @@ def forget() -> None:
     _load.cache_clear()
 
 
+def arch_of(device: Device) -> Arch | None:
+    """A GPU's compute capability; None for the CPU backend."""
+    return None if device == HOST else driver.device(device[1]).arch
+
+
 def arch_name(kernel: Kernel, arch: Arch) -> str:
     """The target to compile `kernel` for on a GPU of that compute capability, as "sm_90a"."""
     return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
@@ -182,9 +187,17 @@ def compile(
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
-    entry = kernel if isinstance(kernel, str) else kernel.name
     owner = entry_owner(kernel) if isinstance(kernel, str) else kernel
-    return next(c for c in compile_entries(owner, D, dtype, causal, arch, tile) if c.entry == entry)
+    return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, D, dtype, causal, arch, tile)
+
+
+def compile_entry(
+    kernel: Kernel, entry: str, D: int, dtype: str, causal: bool | str, arch: str | None = None,
+    tile: Tile | str | None = None,
+) -> Compiled:  # fmt: skip
+    """`compile` of one entry of any kernel, not of the registry alone. Raises UnknownKernel when it has none such."""
+    name = kernel.entry(entry).name
+    return next(c for c in compile_entries(kernel, D, dtype, causal, arch, tile) if c.entry == name)
 
 
 def compile_entries(

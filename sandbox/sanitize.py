@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from . import compute_sanitizer, dlpack, driver, registry, tools, trial
-from .arguments import ARGUMENTS, ArgumentBlock, scratch_of
+from . import compute_sanitizer, dlpack, registry, run, tools, trial
+from .arguments import ARGUMENTS, ArgumentBlock
 from .cases import Array, Case, inputs_of
 from .choose import choose_tile, refuses_tile
 from .cpu import sanitize as host
@@ -83,7 +83,7 @@ def inspect(
     if device != HOST:
         tools.need("compute-sanitizer")
     if problem:
-        tile = choose_tile(kernel, problem, driver.device(device[1]).arch if device != HOST else None, tile)
+        tile = choose_tile(kernel, problem, run.arch_of(device), tile)
     tile = tile or small_tile(kernel)
     problems = [problem] if problem else small_problems(kernel, tile)
     if not problems:
@@ -116,9 +116,8 @@ def launch_on_host(
     chosen = choose_tile(kernel, problem, None, tile)
     given = inputs_of(kernel.computes, Case("sanitize", problem))
     arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
-    made = trial.outputs_of(kernel, problem)
-    made |= {name: (shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
-    arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made.items()}
+    made = trial.made_for(kernel, problem).items()
+    arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
         views = {name: dlpack.view(array) for name, array in arrays.items()}
         arguments = ArgumentBlock(entry, problem, chosen, views)

@@ -71,6 +71,12 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
     return {name: (shape, problem.dtype if len(shape) == 4 else "float32") for name, shape in shapes.items()}
 
 
+def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """`outputs_of`, and the scratch that a launch needs beside them."""
+    scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    return {**outputs_of(kernel, problem), **scratch}
+
+
 def _bordered(shape: tuple[int, ...], dtype: str) -> Array:
     """Memory for an output; of a tensor with a border, a row before and one after each head's."""
     B, H, S, *D = shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ def ratios(rows: Sequence[Row], contender: str) -> dict[Problem, tuple[float, fl
 
 def mean(values: Sequence[float]) -> float:
     """The geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+    return statistics.geometric_mean(values) if values else math.nan
 
 
 def grid() -> None:

@@ -30,19 +30,8 @@ def measure() -> None:
 
 
 def bench(*arguments: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "sandbox",
-        "bench",
-        "--backward",
-        "--against",
-        "sdpa-flash",
-        *arguments,
-        "--out",
-        str(HERE / "results.jsonl"),
-    ]
-    subprocess.run(command, check=True)
+    options = ["--backward", "--against", "sdpa-flash", "--out", str(HERE / "results.jsonl")]
+    subprocess.run([sys.executable, "-m", "sandbox", "bench", *options, *arguments], check=True)
 
 
 def main() -> None:
