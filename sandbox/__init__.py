@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .attention import attention
-from .call import attention_backward, attention_forward, reload
-from .errors import (
+from .api.attention import attention
+from .api.passes import attention_backward, attention_forward, reload
+from .core.errors import (
     CacheError,
     CompileError,
     DriverError,
@@ -22,14 +22,20 @@ from .errors import (
     UnknownKernel,
     UnsupportedProblem,
 )
-from .spec import Kernel, Problem, Tile
+from .core.kernel import Kernel
+from .core.problem import Problem
+from .core.tile import Tile
 
 if TYPE_CHECKING:
     from . import reference
-    from .registry import kernels
-    from .run import compile
+    from .core.registry import kernels
+    from .engine.pipeline import compile
 
-_LATER = {"compile": ".run", "kernels": ".registry", "reference": ".reference"}  # name -> the module that has it
+_LATER = {
+    "compile": ".engine.pipeline",
+    "kernels": ".core.registry",
+    "reference": ".reference",
+}  # name -> the module that has it
 
 __all__ = [
     "CacheError",

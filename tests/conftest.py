@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sandbox import dlpack, driver, nvrtc
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
-from sandbox.dlpack import HOST, Device
-from sandbox.staging import Staged
+from sandbox.engine.staging import Staged
+from sandbox.launch import dlpack, driver
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.toolchain import nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sandbox import ladder, plot, registry
-from sandbox.rows import read_rows
+from sandbox.bench import ladder, plot
+from sandbox.bench.rows import read_rows
+from sandbox.core import registry
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent.parent / "README.md"

@@ -20,7 +20,7 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 #define INF __int_as_float(0x7f800000)  // NVRTC has no INFINITY
 
 // A (B, H, S, D) tensor with unit stride in D; strides in elements, 64-bit: one tensor may hold more than 2^31.
-// Mirrored by View in sandbox/arguments.py.
+// Mirrored by View in sandbox/launch/arguments.py.
 template <typename T>
 struct View {
     T* data;
@@ -30,7 +30,7 @@ struct View {
         return data + b * stride_b + h * stride_h + s * stride_s;
     }
 };
-static_assert(sizeof(View<float>) == 32, "View differs from sandbox/arguments.py");
+static_assert(sizeof(View<float>) == 32, "View differs from sandbox/launch/arguments.py");
 
 // Rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][HEAD_DIM] as fp32, by all THREADS threads of the block, neighbours
 // on neighbouring columns. Rows from S on become zeros, so that no lane has to be masked while computing.

@@ -2,7 +2,7 @@
 // kernel, forward and backward, sees scores through `sees` and `score`, and walks the tiles that the ranges bound.
 #pragma once
 
-// Passed by value to every kernel. Mirrored by Score in sandbox/arguments.py.
+// Passed by value to every kernel. Mirrored by Score in sandbox/launch/arguments.py.
 struct Score {
     int Sq, Sk;
     int diagonal;  // causal: query i sees keys j <= i + diagonal (Sk - Sq: bottom-right, 0: top-left)
@@ -46,4 +46,4 @@ struct Score {
     // Query rows from here on see all of the keys before `key_end`, at most Sk.
     __device__ __forceinline__ int query_all(int key_end) const { return CAUSAL ? max(0, key_end - 1 - diagonal) : 0; }
 };
-static_assert(sizeof(Score) == 16, "Score differs from sandbox/arguments.py");
+static_assert(sizeof(Score) == 16, "Score differs from sandbox/launch/arguments.py");

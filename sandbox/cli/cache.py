@@ -6,7 +6,7 @@ import time
 
 import click
 
-from .. import cache as disk_cache
+from ..toolchain import cache as disk_cache
 from .group import cli
 from .options import json_option
 from .output import print_json

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import click
 
-from .. import code, code_report, registry
-from ..spec import Problem, Tile
+from ..code import listing
+from ..code import report as code_report
+from ..core import registry
+from ..core.problem import Problem
+from ..core.tile import Tile
 from .group import cli
 from .options import (
     causal_option,
@@ -37,20 +40,20 @@ def _command(language: str, doc: str) -> None:
     ) -> None:  # fmt: skip
         problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
-        after = code.translate(spec, language, problem, arch, wanted, entry=kernel)
+        after = listing.translate(spec, language, problem, arch, wanted, entry=kernel)
         if reference is None:
             _show_code(after, summary, as_json)
         elif "=" in reference:
-            before = code.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
+            before = listing.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
             _show_changes(before, after, as_json)
         else:
-            old = code.version(spec, reference)
-            _show_changes(code.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
+            old = listing.version(spec, reference)
+            _show_changes(listing.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
 
 
-def _show_code(shown: code.Code, summary: bool, as_json: bool) -> None:
+def _show_code(shown: listing.Code, summary: bool, as_json: bool) -> None:
     if as_json:
-        print_json(code.as_json(shown))
+        print_json(listing.as_json(shown))
         return
     if not summary:
         say(code_report.listing(shown))
@@ -60,9 +63,9 @@ def _show_code(shown: code.Code, summary: bool, as_json: bool) -> None:
         say(text)
 
 
-def _show_changes(before: code.Code, after: code.Code, as_json: bool) -> None:
+def _show_changes(before: listing.Code, after: listing.Code, as_json: bool) -> None:
     if as_json:
-        print_json(code.changes_as_json(before, after))
+        print_json(listing.changes_as_json(before, after))
         return
     for text in code_report.changed_line_texts(before, after):
         say(text)

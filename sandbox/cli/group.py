@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..errors import HistoryError, SandboxError, SpecError, UnknownKernel, UnsupportedProblem
+from ..core.errors import HistoryError, SandboxError, SpecError, UnknownKernel, UnsupportedProblem
 from .output import say
 
 _USAGE = (UnsupportedProblem, SpecError, UnknownKernel, HistoryError)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import click
+from rich.table import Table
+from rich.text import Text
 
-from .. import arch as architectures
-from .. import choose, registry, report
-from ..check import pick_device
-from ..dlpack import HOST
-from ..driver import device
-from ..spec import Arch, Problem
+from ..core import registry
+from ..core.kernel import Arch, Kernel
+from ..core.problem import Problem
+from ..engine import choose
+from ..launch.dlpack import HOST
+from ..launch.driver import device
+from ..toolchain import arch as architectures
+from ..verify.check import pick_device
+from ..verify.report import table
 from .group import cli
 from .options import causal_option, dtype_option, given_without, json_option
 from .output import print_json, screen
@@ -35,7 +41,7 @@ def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, a
             fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source")
             print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
         else:
-            screen().print(report.ladder_table(kernels))
+            screen().print(_ladder_table(kernels))
         return
     problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
     target = _arch(arch)
@@ -43,7 +49,7 @@ def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, a
     if as_json:
         print_json([_row(offer) for offer in found])
     else:
-        screen().print(report.offers_table(found))
+        screen().print(_offers_table(found))
     sys.exit(0 if any(offer.tile for offer in found) else 2)
 
 
@@ -57,3 +63,27 @@ def _arch(name: str | None) -> Arch | None:
         here = pick_device(None)
         return None if here == HOST else device(here[1]).arch
     return None if name == "cpu" else architectures.parse(name)
+
+
+def _ladder_table(kernels: Iterable[Kernel]) -> Table:
+    """What `list` prints."""
+    shown = table("kernel", "rung", "dtypes", "D", "arch", "idea")
+    for k in kernels:
+        arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a: that very one
+        shown.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
+    return shown
+
+
+def _offers_table(offers: Iterable[choose.Offer]) -> Table:
+    """What `list --problem` prints: what would be chosen, what else would do, and why the rest would not."""
+    shown = table("kernel", "computes", "", "tile, or why not")
+    chosen = set()
+    for offer in offers:
+        name, computes = offer.kernel.name, offer.kernel.computes
+        if offer.tile is None:
+            shown.add_row(name, computes, Text("refuses", "yellow"), offer.reason.removeprefix(f"{name}: "))
+        else:
+            state = "takes it" if computes in chosen else Text("chosen", "green")
+            shown.add_row(name, computes, state, str(offer.tile))
+            chosen.add(computes)
+    return shown

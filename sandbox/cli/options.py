@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
-from .. import registry
-from ..spec import ITEMSIZE, Kernel, Tile
+from ..core import registry
+from ..core.kernel import Kernel
+from ..core.problem import ITEMSIZE
+from ..core.tile import Tile
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import click
 
-from .. import driver, profile_plot, profile_report, profiler, registry, run
-from ..profiler import Profile, Subject
-from ..spec import Problem
+from ..core import registry
+from ..core.problem import Problem
+from ..engine import pipeline
+from ..launch import driver
+from ..profile import plot as profile_plot
+from ..profile import profiler
+from ..profile import report as profile_report
+from ..profile.profiler import Profile, Subject
 from .group import cli
 from .options import causal_option, dtype_option, json_option, kernel_argument, parsed_tile, tile_option
 from .output import print_json, say, screen
@@ -71,7 +76,7 @@ def profile_(
 def _subject(entry: str, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:
     wanted = parsed_tile(tile)
     if dry_run and not driver.available():
-        return Subject(entry, problem, wanted or registry.entry_owner(entry).tiles[0], run.DEFAULT_ARCH, version)
+        return Subject(entry, problem, wanted or registry.entry_owner(entry).tiles[0], pipeline.DEFAULT_ARCH, version)
     return profiler.subject(entry, problem, wanted, version)
 
 

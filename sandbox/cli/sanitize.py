@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import click
 
-from .. import check as checking
-from .. import registry, sanitize
-from ..spec import Problem
+from ..core import registry
+from ..core.problem import Problem
+from ..verify import check as checking
+from ..verify import sanitize
 from .group import cli
 from .options import (
     backend_option,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from .. import check as checking
-from .. import error_map, report
-from ..cases import Case
-from ..spec import Problem
+from ..core.problem import Problem
+from ..verify import check as checking
+from ..verify import error_map, report
+from ..verify.cases import Case
 from .group import cli
 from .options import (
     backend_option,

@@ -8,11 +8,14 @@ from contextlib import closing
 
 import click
 
-from .. import check as checking
-from .. import registry, watch, watch_report
-from ..examination import Job
-from ..history import History, read_texts
-from ..spec import Kernel, Problem
+from ..core import registry
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..verify import check as checking
+from ..watch import screen as watch_report
+from ..watch import session
+from ..watch.examination import Job
+from ..watch.history import History, read_texts
 from .group import cli
 from .options import backend_option, causal_option, dtype_option, json_option, parsed_tile, tile_option
 from .output import plain, print_json, say, screen
@@ -63,7 +66,7 @@ def watch_(
 def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
     """Show every version; whether the last was good."""
     console, ok = screen(), False
-    with closing(watch.watch(kernel, job, once=once)) as iterations, console.status("") as status:
+    with closing(session.watch(kernel, job, once=once)) as iterations, console.status("") as status:
         status.stop()
         for now in iterations:
             if now is None:

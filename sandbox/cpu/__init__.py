@@ -1,4 +1,6 @@
 """The CPU backend: the same `.cu` file, compiled by the host C++ compiler, every CUDA thread a fiber.
 
-`compiler` finds a host compiler, `build` makes libraries, `launch` runs them, `sanitize` runs them under a sanitizer.
+`compiler` finds a host compiler, `build` makes libraries, `launch` runs them, `instrumented` does under a sanitizer.
 """
+
+__all__ = ["build", "compiler", "instrumented", "launch"]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .. import cache, log, sources
-from ..errors import ToolchainMissing
-from ..nvrtc import INCLUDE_DIR
+from ..core import log
+from ..core.errors import ToolchainMissing
+from ..toolchain import cache, sources
+from ..toolchain.nvrtc import INCLUDE_DIR
 from . import compiler as host
 from .compiler import HostCompiler
 

@@ -9,9 +9,9 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from ..arguments import ArgumentBlock, Launch
-from ..errors import LaunchError, SpecError
-from ..spec import Dim3
+from ..core.errors import LaunchError, SpecError
+from ..core.kernel import Dim3
+from ..launch.arguments import ArgumentBlock, Launch
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
 MAX_THREADS = 1024  # of a block, on every architecture

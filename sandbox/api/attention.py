@@ -1,0 +1,38 @@
+"""Attention as people call it: on anybody's arrays, differentiable where their library can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.kernel import Kernel
+from ..core.tile import Tile
+from ..launch.dlpack import library_of
+from .passes import attention_forward
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T, masked) v, exactly as `attention_forward`; returns out, or (out, lse) with `return_lse`.
+
+    Differentiable once for PyTorch tensors, and an operator to torch.compile. `kernel` and `tile` are the forward's;
+    the backward takes the highest rung, a deterministic one under torch.use_deterministic_algorithms(True). lse is a
+    constant to autograd: what is computed from it has no gradient.
+    """
+    if library_of(q).records(q, k, v):
+        from . import torch_op
+
+        out, lse = torch_op.attention(q, k, v, causal, scale, kernel, tile, backend)
+    else:
+        out, lse = attention_forward(q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,128 @@
+"""The public door: attention, forward and backward, on anybody's arrays.
+
+The first call with arrays of some shapes, strides, dtype and device checks everything, picks a kernel, compiles it and
+keeps a plan; later calls of the same kind look the plan up and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+from ..core.kernel import Kernel
+from ..core.tile import Tile
+from ..launch.dlpack import library_of
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+_plans: dict[tuple, Plan] = {}
+_MOST_PLANS = 4096
+_NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address
+
+
+def attention_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """Exact attention, FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
+
+    q: (B, H, Sq, D); k, v: (B, Hk, Sk, D), Hk dividing H; float32, float16 or bfloat16; any strides with a unit stride
+    in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
+    causal: False; True, or "bottom-right", query i sees keys j <= i + Sk - Sq; "top-left", j <= i.
+    scale: 1/sqrt(D) by default. kernel: a name, by default the highest rung that takes the problem. tile: a Tile,
+    {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by default where the arrays are.
+
+    Returns out, of q's shape, dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp of the
+    scaled scores. A row that sees no key has out 0 and lse -inf. On a GPU the work is queued on the caller's current
+    stream; arrays that lie on the other side than `backend` are copied there and back.
+
+    Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
+    ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
+    """
+    library, arrays = library_of(q), (q, k, v)
+    try:
+        addresses: tuple[int, ...] = (library.pointer(q), library.pointer(k), library.pointer(v))
+        key = (
+            library.signature(q), library.signature(k), library.signature(v),
+            (addresses[0] | addresses[1] | addresses[2]) % 16, causal, scale, kernel, tile, backend,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except _NO_KEY:
+        key, plan = None, None
+    if plan is None:
+        plan, addresses = _make_plan("forward_plan", key, arrays, (causal, scale, kernel, tile, backend))
+    return plan(arrays, addresses)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> tuple[Any, Any, Any]:
+    """The gradients of sum(dout * out), FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 2).
+
+    q, k, v and the options as in `attention_forward`; out (B, H, Sq, D) and lse (B, H, Sq) as it returned them; dout
+    (B, H, Sq, D), of q's dtype. Where D has not unit stride (an expanded dout), or lse is not contiguous, a copy is
+    made, which the log ("sandbox") says. deterministic: only kernels whose results are the same bits at each call.
+
+    Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
+    share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. Memory beyond inputs
+    and results: delta, (B, H, Sq) float32, and for a kernel that sums dq by atomics one float32 (B, H, Sq, D).
+
+    Raises what `attention_forward` does.
+    """
+    library, arrays = library_of(dout), (dout, q, k, v, out, lse)
+    options = (causal, scale, kernel, tile, backend, deterministic)
+    try:
+        addresses = tuple(map(library.pointer, arrays))
+        key = (*map(library.signature, arrays), reduce(or_, addresses) % 16, *options)
+        plan = _plans.get(key)
+    except _NO_KEY:
+        key, plan = None, None
+    if plan is None:
+        plan, addresses = _make_plan("backward_plan", key, arrays, options)
+    return plan(arrays, addresses)
+
+
+def _make_plan(
+    maker: str, key: tuple | None, arrays: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[Plan, tuple[int, ...]]:
+    """A plan for arrays of this kind, kept under `key` if there is one, and their addresses."""
+    from . import plan as plans  # all that compiles and launches is imported here
+
+    plan = getattr(plans, maker)(arrays, plans.Options(*options))
+    if key is not None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan, tuple(map(library_of(arrays[0]).pointer, arrays))
+
+
+def reload() -> None:
+    """Forget plans, loaded kernels and specs, so that edited files count from the next call on."""
+    from ..core import registry
+    from ..engine import pipeline
+
+    _plans.clear()
+    pipeline.forget()
+    registry.forget()

@@ -1,0 +1,310 @@
+"""NumPy, CuPy, PyTorch and any other DLPack array <-> a checked view: address, shape, strides, dtype, device.
+
+Nothing is copied. Each array library has one adapter; the three known ones read the array's own attributes, which says
+the same as its DLPack capsule ten times faster, and anything else with `__dlpack__` is read from the capsule. No
+library is imported here that the caller has not imported already.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import UnsupportedProblem
+from ..core.problem import ITEMSIZE
+from .capsule import tensor_in
+
+Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
+HOST: Device = ("cpu", 0)
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """One array, seen from outside its library. `strides` in elements; `owner` keeps the memory alive."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: Device
+    owner: Any
+
+    @property
+    def alignment(self) -> int:
+        """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
+        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return math.gcd(16, self.pointer, *steps)
+
+    @property
+    def mappable(self) -> bool:
+        """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
+        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
+
+    def extent(self) -> tuple[int, int]:
+        """(lowest, one past the highest) element that the view reaches, counted from its first element."""
+        if 0 in self.shape:
+            return 0, 0
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + 1
+
+
+def layout(views: Iterable[ArrayView]) -> dict[str, Any]:
+    """What kernels ask of how tensors lie: the fields `alignment` and `mappable` of a Problem."""
+    tensors = [view for view in views if len(view.shape) == 4]
+    return {"alignment": min(x.alignment for x in tensors), "mappable": all(x.mappable for x in tensors)}
+
+
+class Library:
+    """What this project needs of an array library. `name` is the word for messages.
+
+    `allocator` and `stream` return calls without arguments, so that a plan made once can run them often.
+    """
+
+    name: str
+
+    def signature(self, array: Any) -> Hashable:
+        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
+        raise NotImplementedError
+
+    def pointer(self, array: Any) -> int:
+        """Address of the first element."""
+        raise NotImplementedError
+
+    def view(self, array: Any) -> ArrayView:
+        """The array as an ArrayView. Raises UnsupportedProblem naming a dtype or device that is not served."""
+        raise NotImplementedError
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """A call that makes a new array of this library on `like`'s device; `strides` are dense, in any order."""
+        raise NotImplementedError
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
+        return int  # int() is 0, the default stream
+
+    def contiguous(self, array: Any) -> Any:
+        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
+        raise UnsupportedProblem(f"a {type(array).__name__} of these strides cannot be copied: pass a contiguous array")
+
+    def records(self, *arrays: Any) -> bool:
+        """Whether the library notes what is done to one of these arrays: to differentiate it, or to compile it."""
+        return False
+
+
+def _dtype(name: str, library: str) -> str:
+    if name not in ITEMSIZE:
+        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
+    return name
+
+
+class _NumPy(Library):
+    name = "NumPy"
+
+    def signature(self, array: np.ndarray) -> Hashable:
+        return array.shape, array.strides, array.dtype
+
+    def pointer(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def view(self, array: np.ndarray) -> ArrayView:
+        if not array.dtype.isnative:
+            raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
+        dtype = _dtype(array.dtype.name, self.name)
+        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        lying, axes = _permuted(shape, strides)
+        kind = numpy_dtype(dtype)
+        return lambda: np.empty(lying, kind).transpose(axes)
+
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
+
+class _CuPy(Library):
+    name = "CuPy"
+
+    def signature(self, array: Any) -> Hashable:
+        return array.shape, array.strides, array.dtype, array.device.id
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr
+
+    def view(self, array: Any) -> ArrayView:
+        dtype = _dtype(array.dtype.name, self.name)
+        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        import cupy
+
+        lying, axes = _permuted(shape, strides)
+        device, kind = like.device, numpy_dtype(dtype)
+
+        def allocate() -> Any:
+            with device:
+                return cupy.empty(lying, kind).transpose(axes)
+
+        return allocate
+
+    def contiguous(self, array: Any) -> Any:
+        import cupy
+
+        with array.device:
+            return cupy.ascontiguousarray(array)
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        import cupy
+
+        return lambda: cupy.cuda.get_current_stream(ordinal).ptr
+
+
+class _PyTorch(Library):
+    name = "PyTorch"
+
+    def signature(self, array: Any) -> Hashable:
+        return array.shape, array.stride(), array.dtype, array.device
+
+    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]  # no Python frame: five calls a launch
+
+    def view(self, array: Any) -> ArrayView:
+        dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
+        kind = array.device.type
+        if kind not in ("cpu", "cuda"):
+            raise UnsupportedProblem(f'device "{array.device}" is not supported: move the tensor to cpu or cuda')
+        if array.layout is not sys.modules["torch"].strided:
+            raise UnsupportedProblem(f"layout {array.layout} is not supported: pass a strided tensor (.to_dense())")
+        if array.is_neg() or array.is_conj():
+            raise UnsupportedProblem("a lazily negated tensor is not supported: pass it through .resolve_neg()")
+        device = (kind, array.device.index or 0)
+        return ArrayView(array.data_ptr(), tuple(array.shape), array.stride(), dtype, device, array)
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        torch = sys.modules["torch"]
+        return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
+
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
+        return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
+
+    def records(self, *arrays: Any) -> bool:
+        torch = sys.modules["torch"]
+        followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
+        return followed or torch.compiler.is_compiling()
+
+
+class _Capsule(Library):
+    """Any other array with `__dlpack__`, read from its capsule; results are handed to its own `from_dlpack`."""
+
+    name = "DLPack"
+
+    def signature(self, array: Any) -> Hashable:
+        view = self.view(array)
+        return view.shape, view.strides, view.dtype, view.device
+
+    def pointer(self, array: Any) -> int:
+        return self.view(array).pointer
+
+    def view(self, array: Any) -> ArrayView:
+        device = _DEVICES.get(int(array.__dlpack_device__()[0]))
+        if device is None:
+            raise UnsupportedProblem(f"DLPack device type {array.__dlpack_device__()} is neither a CPU nor a CUDA GPU")
+        # On a GPU, 1 asks the producer to make its work visible to the legacy default stream, on which we launch.
+        capsule = array.__dlpack__(stream=1) if device == "cuda" else array.__dlpack__()
+        tensor = tensor_in(capsule)
+        code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
+        name = _DTYPES.get((code, bits), f"code {code}, {bits} bit")
+        dtype = _dtype(name if lanes == 1 else f"{name} x {lanes}", self.name)
+        shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+        stored = tensor.strides  # absent when contiguous
+        strides = tuple(stored[i] for i in range(tensor.ndim)) if stored else dense_strides(shape)
+        pointer = (tensor.data or 0) + tensor.byte_offset
+        return ArrayView(pointer, shape, strides, dtype, (device, tensor.device.device_id), (array, capsule))
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
+        if self.view(like).device != HOST or namespace is None:
+            raise UnsupportedProblem(
+                f"results cannot be made as {type(like).__name__}: pass NumPy, CuPy or PyTorch arrays, "
+                "for instance torch.from_dlpack(array)"
+            )
+        new = _KNOWN["numpy"].allocator(like, shape, strides, dtype)
+        return lambda: namespace.from_dlpack(new())
+
+
+_KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
+_CAPSULE = _Capsule()
+_by_type: dict[type, Library] = {}
+_DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}  # (DLDataTypeCode, bits)
+_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
+
+
+def library_of(array: Any) -> Library:
+    """The adapter for `array`. Raises UnsupportedProblem when it is no array at all."""
+    kind = type(array)
+    library = _by_type.get(kind)
+    if library is None:
+        # A subclass, such as torch.nn.Parameter, is of its base's library.
+        modules = [base.__module__.partition(".")[0] for base in kind.__mro__]
+        library = next((_KNOWN[module] for module in modules if module in _KNOWN), None)
+        if library is None and hasattr(kind, "__dlpack__"):
+            library = _CAPSULE
+        if library is None or not hasattr(kind, "__dlpack__"):
+            raise UnsupportedProblem(
+                f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
+            )
+        _by_type[kind] = library
+    return library
+
+
+def view(array: Any) -> ArrayView:
+    """Any array as an ArrayView, without a copy."""
+    return library_of(array).view(array)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """`"bfloat16"` and so on as a NumPy dtype."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def _element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    if any(stride % itemsize for stride in strides):
+        raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
+    return tuple(stride // itemsize for stride in strides)
+
+
+def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides without gaps for `shape`, the dimensions nested as strides `like` nest them (as in C order without).
+
+    The last dimension stays innermost; a broadcast one, of stride 0, goes outermost.
+    """
+    outer = list(range(len(shape) - 1))
+    if like is not None:
+        outer.sort(key=lambda i: -like[i] if like[i] else -sys.maxsize)
+    strides, step = [1] * len(shape), max(shape[-1], 1)
+    for i in reversed(outer):
+        strides[i] = step
+        step *= max(shape[i], 1)
+    return tuple(strides)
+
+
+def _permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
+    order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
+    return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))

@@ -1,0 +1,233 @@
+"""Problems and inputs to try kernels on: real ones for `run`, a sweep for `check`, inputs that point at a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import SpecError
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..launch.dlpack import numpy_dtype
+from ..reference import attention
+
+Array = NDArray[Any]
+Inputs = tuple[Array, Array, Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem with the kind of inputs and the memory layout to try it with."""
+
+    name: str
+    problem: Problem
+    inputs: str = "normal"
+    layout: str = "bhsd"
+
+
+def named_cases(small: bool) -> list[Case]:
+    """Real problems, fp32, fp16 and bf16 among them. `small`: with fewer heads, for the CPU backend."""
+    heads = (lambda H: max(1, H // 6)) if small else (lambda H: H)
+    gpt2 = Problem(1, heads(12), 1024, 1024, 64, dtype="float16")  # GPT-2 small, one sequence of its full context
+    causal = dataclasses.replace(gpt2, causal="bottom-right")
+    cross = Problem(2, heads(8), 1000, 77, 40)  # ragged: image positions attend to 77 text tokens
+    grouped = Problem(2, heads(12), 512, 512, 128, Hk=heads(12) // 2, dtype="bfloat16", causal="bottom-right")
+    return [
+        Case("gpt2", gpt2),
+        Case("causal", causal),
+        Case("cross", cross),
+        Case("groups", grouped, layout="bshd"),
+    ]
+
+
+_LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
+_LONG = ((1023, 1024), (1024, 203))  # one head: many tiles, for the CPU backend too
+_WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
+
+
+def sweep_cases(kernel: Kernel) -> Iterator[Case]:
+    """Every length pair x mask x dtype that `kernel` takes, with head widths, groups and layouts taken in turn, and
+    every pointed input. A hundred-odd cases, each small enough for the CPU backend."""
+    tile = kernel.tiles[0]
+    M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+    lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1), *_LONG)
+    masks = (False, "bottom-right", "top-left")
+    layouts, groups = itertools.cycle(LAYOUTS), itertools.cycle((1, 2, 1, 4, 1))
+    for dtype in kernel.dtypes:
+        widths = itertools.cycle(D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None)
+        for (Sq, Sk), causal in itertools.product(lengths, masks):
+            B, group = (1, 1) if (Sq, Sk) in _LONG else (2, next(groups))
+            problem = Problem(B, group, Sq, Sk, next(widths), Hk=1, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+            layout = next(layouts)
+            yield Case(f"{problem} {layout}", problem, layout=layout)
+        for inputs in INPUTS:
+            problem = Problem(1, 2, 77, 97, 64, dtype=dtype, causal="bottom-right")
+            if kernel.refuses(problem) is None:
+                yield Case(f"{problem} {inputs}", problem, inputs)
+
+
+# ---- inputs: each isolates one fault
+
+
+def _normal(q: Array, k: Array, v: Array) -> None:
+    """Standard normal: nothing special."""
+
+
+def _ones_v(q: Array, k: Array, v: Array) -> None:
+    """V = 1: O must be 1, so that a fault is one of normalisation."""
+    v[:] = 1
+
+
+def _zero_k(q: Array, k: Array, v: Array) -> None:
+    """K = 0: O is the mean of the visible V."""
+    k[:] = 0
+
+
+def _ramp_v(q: Array, k: Array, v: Array) -> None:
+    """V[:, d] = d: O[:, d] = d, so that a fault is in the order of columns."""
+    v[:] = np.arange(v.shape[3])
+
+
+def _identity(q: Array, k: Array, v: Array) -> None:
+    """Q and K multiples of the identity: row i looks at key i, so that a fault is one of orientation."""
+    for x in (q, k):
+        x[:] = 0
+        rows = np.arange(x.shape[2])
+        x[:, :, rows, rows % x.shape[3]] = 4
+
+
+def _integers(q: Array, k: Array, v: Array) -> None:
+    """Small integers: every product and sum of scores is exact."""
+    for x in (q, k, v):
+        np.clip(np.rint(x), -2, 2, out=x)
+
+
+def _offset(q: Array, k: Array, v: Array) -> None:
+    """+0.5: no result near 0, so that relative errors are honest."""
+    for x in (q, k, v):
+        np.add(x, 0.5, out=x)
+
+
+def _large(q: Array, k: Array, v: Array) -> None:
+    """q x 5, k and v x 3: scores up to a hundred; exp must be of differences only."""
+    q *= 5
+    k *= 3
+    v *= 3
+
+
+def _rising(q: Array, k: Array, v: Array) -> None:
+    """Scores that grow with the key: every tile raises the row maximum and rescales O."""
+    q[:] = 1
+    k[:] = np.linspace(-4, 4, k.shape[2])[:, None]
+
+
+def _nan(q: Array, k: Array, v: Array) -> None:
+    """NaN in one row of each: it must reach the rows that see it and no others."""
+    q[:, :, 3] = np.nan
+    k[:, :, 60, 5] = np.nan
+    v[:, :, 80] = np.nan
+
+
+def _inf(q: Array, k: Array, v: Array) -> None:
+    """inf in one key and in one value, as NaN above."""
+    k[:, :, 50, 0] = np.inf
+    v[:, :, 90] = -np.inf
+
+
+INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
+    "normal": _normal,
+    "ones_v": _ones_v,
+    "zero_k": _zero_k,
+    "ramp_v": _ramp_v,
+    "identity": _identity,
+    "integers": _integers,
+    "offset": _offset,
+    "large": _large,
+    "rising": _rising,
+    "nan": _nan,
+    "inf": _inf,
+}
+
+
+# ---- layouts: how a (B, H, S, D) tensor lies in memory
+
+
+def _bhsd(x: Array) -> Array:
+    return x
+
+
+def _bshd(x: Array) -> Array:
+    """A transposed view of a (B, S, H, D) tensor."""
+    return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def _offset_view(x: Array) -> Array:
+    """Cut out of the middle of something larger, surrounded by NaN; rows begin at multiples of 16 bytes if D allows."""
+    B, H, S, D = x.shape
+    around = np.full((B, H + 1, S + 3, D + 16), np.nan, x.dtype)
+    view = around[:, 1:, 2 : 2 + S, 8 : 8 + D]
+    view[:] = x
+    return view
+
+
+def _unaligned(x: Array) -> Array:
+    """As offset, with rows that begin anywhere."""
+    B, H, S, D = x.shape
+    view = np.full((B, H, S + 1, D + 5), np.nan, x.dtype)[:, :, 1:, 3 : 3 + D]
+    view[:] = x
+    return view
+
+
+def _broadcast(x: Array) -> Array:
+    """One batch entry seen B times: stride 0."""
+    return np.broadcast_to(x[:1], x.shape)
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "bhsd": _bhsd,
+    "bshd": _bshd,
+    "offset": _offset_view,
+    "unaligned": _unaligned,
+    "broadcast": _broadcast,
+}
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """q, k, v of a case as NumPy arrays of its dtype and layout. The same seed gives the same numbers."""
+    if case.inputs not in INPUTS or case.layout not in LAYOUTS:
+        raise SpecError(
+            f"inputs={case.inputs!r}, layout={case.layout!r}: choose from {', '.join(INPUTS)}; {', '.join(LAYOUTS)}"
+        )
+    p = case.problem
+    rng = np.random.default_rng(seed)
+    shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.D))
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    INPUTS[case.inputs](q, k, v)
+    lay_out = LAYOUTS[case.layout]
+    return tuple(lay_out(x.astype(numpy_dtype(p.dtype))) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def inputs_of(computes: str, case: Case) -> dict[str, Array]:
+    """What kernels of a kind are given on a case, by the names in their `args`: q, k, v, and what only backwards need.
+
+    That is a standard normal dO, with NaN or inf in one row in the cases of that name, and the reference's O and LSE,
+    rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
+    """
+    inputs = make_inputs(case)
+    given = dict(zip(("Q", "K", "V"), inputs, strict=True))
+    if computes == "forward":
+        return given
+    p, lay_out = case.problem, LAYOUTS[case.layout]
+    dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.D), np.float32)
+    if case.inputs in ("nan", "inf"):
+        dout[:, :, 7] = float(case.inputs)
+    with np.errstate(over="ignore"):
+        out, lse = attention(*inputs, causal=p.causal, scale=p.scale)
+        dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))
+        return {**given, "dO": dO, "O": O, "LSE": lse.astype(np.float32)}

@@ -1,0 +1,117 @@
+"""One kernel on given inputs, on either backend: outputs poisoned, launched, timed, fetched."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.kernel import COMPUTATIONS, Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import pipeline
+from ..engine.staging import Staged
+from ..launch import dlpack, driver
+from ..launch.arguments import scratch_of
+from ..launch.dlpack import HOST, Device
+
+Array = NDArray[Any]
+
+
+_SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
+    **dict.fromkeys(("O", "dQ"), lambda p: (p.B, p.H, p.Sq, p.D)),
+    **dict.fromkeys(("dK", "dV"), lambda p: (p.B, p.Hk, p.Sk, p.D)),
+    **dict.fromkeys(("LSE", "delta"), lambda p: (p.B, p.H, p.Sq)),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came out: `outputs` by name as NumPy arrays, those that something was written beside, seconds a launch."""
+
+    prepared: pipeline.Prepared
+    outputs: dict[str, Array]
+    trespassed: tuple[str, ...]
+    seconds: float
+
+
+def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Array], device: Device, *,
+           repeats: int = 1) -> Trial:  # fmt: skip
+    """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
+
+    Every byte of the outputs, of a row before and after each head's, and of scratch is NaN before the launch.
+    `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
+    CPU backend.
+    """
+    bordered = {name: _bordered(*what) for name, what in outputs_of(kernel, problem).items()}
+    outputs = {name: array[:, :, 1:-1] if array.ndim == 4 else array for name, array in bordered.items()}
+    scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
+    if device == HOST:
+        prepared = pipeline.prepare(kernel, tile, problem, views, device)
+        seconds = _wall_clock(prepared, prepared.pointers(views), repeats)
+    else:
+        staged = {name: Staged(view, device) for name, view in views.items()}
+        for twin in staged.values():
+            twin.send()
+        prepared = pipeline.prepare(kernel, tile, problem, staged, device)
+        seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
+        for name in outputs:
+            staged[name].fetch()
+    borders = {name: array[:, :, [0, -1]] for name, array in bordered.items() if array.ndim == 4}
+    trespassed = tuple(name for name, border in borders.items() if (border.view(np.uint8) != 0xFF).any())
+    return Trial(prepared, outputs, trespassed, seconds)
+
+
+def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32."""
+    shapes = {name: _SHAPES[name](problem) for name in COMPUTATIONS[kernel.computes].writes}
+    return {name: (shape, problem.dtype if len(shape) == 4 else "float32") for name, shape in shapes.items()}
+
+
+def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """`outputs_of`, and the scratch that a launch needs beside them."""
+    scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    return {**outputs_of(kernel, problem), **scratch}
+
+
+def _bordered(shape: tuple[int, ...], dtype: str) -> Array:
+    """Memory for an output; of a tensor with a border, a row before and one after each head's."""
+    B, H, S, *D = shape
+    return _filled((B, H, S + 2, *D) if D else shape, dtype)
+
+
+def _filled(shape: tuple[int, ...], dtype: str) -> Array:
+    """Every byte 0xFF: NaN."""
+    array = np.empty(shape, dlpack.numpy_dtype(dtype))
+    array.view(np.uint8)[...] = 0xFF
+    return array
+
+
+def _wall_clock(prepared: pipeline.Prepared, pointers: tuple[int, ...], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        prepared.launch(pointers)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _gpu_time(prepared: pipeline.Prepared, pointers: tuple[int, ...], repeats: int) -> float:
+    prepared.launch(pointers)
+    prepared.wait()  # a fault of the kernel is raised here, with its name
+    times = []
+    with driver.device(prepared.device[1]).current():
+        for _ in range(repeats):
+            before, after = driver.Event(), driver.Event()
+            before.record()
+            prepared.launch(pointers)
+            after.record()
+            after.synchronize()
+            times.append(after.seconds_since(before))
+    return statistics.median(times)

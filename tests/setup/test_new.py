@@ -1,0 +1,132 @@
+"""New kernels and experiments, the verbosity knob, completion, and that every command speaks JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from project import ROOT, in_project
+
+from sandbox.cli import cli
+from sandbox.core import registry
+from sandbox.core.errors import SpecError
+from sandbox.setup import new
+
+# ---- new
+
+
+def test_a_new_kernel_works_as_it_is(project_copy: Path) -> None:
+    done = in_project(project_copy, "sandbox", "new", "kernel", "fwd_mine", "--from", "fwd_minimal", "--json")
+    files = [Path(name) for name in json.loads(done.stdout)["files"]]
+    assert files == [project_copy / "kernels_cu/fwd_mine.cu", project_copy / "kernels_cu/fwd_mine.py"]
+    assert "fwd_minimal" not in "".join(file.read_text() for file in files)
+    done = in_project(project_copy, "sandbox", "run", "fwd_mine", "--shape", "1,1,70,16", "--backend", "cpu", "--json")
+    (row,) = json.loads(done.stdout)
+    assert (row["kernel"], row["ok"]) == ("fwd_mine", True)
+
+    before = files[0].read_text()
+    again = in_project(project_copy, "sandbox", "new", "kernel", "fwd_mine")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"{files[0]} and {files[1]} is there already: choose another name" in again.stderr
+    assert files[0].read_text() == before
+
+
+@pytest.mark.parametrize("name", ["Fwd", "1st", "a-b", "", "../x", "fwd.x"])
+def test_names_that_make_no_file(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="must be lower-case letters, digits and _"):
+        new.kernel(name)
+    with pytest.raises(SpecError, match="must be lower-case letters, digits and _"):
+        new.experiment(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_a_kernel_has() -> None:
+    with pytest.raises(SpecError, match=r"fwd_mma\.cu and .*fwd_mma\.py is there already"):
+        new.kernel("fwd_mma")
+    assert registry.get("fwd_mma").source.read_text()
+
+
+def test_new_experiments_are_numbered(tmp_path: Path) -> None:
+    root = tmp_path / "experiments"
+    (first,) = {file.parent for file in new.experiment("swizzle", root)}
+    assert first == root / "001_swizzle"
+    (root / "041_other").mkdir()
+    files = new.experiment("tails", root)
+    assert [file.relative_to(root).as_posix() for file in files] == ["042_tails/README.md", "042_tails/run.py"]
+    assert files[0].read_text().startswith("# 042: ")
+    assert "python experiments/042_tails/run.py" in files[1].read_text()
+    compile(files[1].read_text(), str(files[1]), "exec")
+    with pytest.raises(SpecError, match=r"001_swizzle is there already: choose another name"):
+        new.experiment("swizzle", root)
+
+
+# ---- SANDBOX_DEBUG
+
+
+def said(level: str, tmp_path: Path) -> list[str]:
+    command = (sys.executable, "-m", "sandbox", "run", "fwd_minimal", "--shape", "1,1,40,16", "--backend", "cpu")
+    environment = {**os.environ, "SANDBOX_DEBUG": level, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stderr.splitlines()
+
+
+def test_each_level_says_more(tmp_path: Path) -> None:
+    assert said("0", tmp_path) == []
+    lines = {level: said(level, tmp_path) for level in "1234"}
+    tile = "sandbox: fwd_minimal on B1 H1 S40 D16 float16: tile BLOCK_M=64,BLOCK_N=32, the spec's best that is legal"
+    compiled = "sandbox: fwd_minimal.so: "
+    launch = "sandbox: fwd_minimal: grid (1, 1, 1), block (64, 1, 1), 12288 bytes of shared memory"
+    score = "sandbox:   score = Sq 40, Sk 40, diagonal 0, scale 0.25"
+    expected = {"1": (1, 0, 0, 0), "2": (1, 1, 0, 0), "3": (1, 1, 1, 0), "4": (1, 1, 1, 1)}
+    for level, shown in lines.items():
+        counts = tuple(sum(line.startswith(what) for line in shown) for what in (tile, compiled, launch, score))
+        assert counts == expected[level]
+    kept = {path.suffix: path for path in (tmp_path / ".sandbox/kept").iterdir()}
+    assert set(kept) == {".cu", ".ptx", ".cubin"}
+    assert kept[".cu"].read_text() == registry.get("fwd_minimal").source.read_text()
+    assert len(said("9", tmp_path)) == len(lines["4"])
+
+
+# ---- every command
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+@pytest.mark.parametrize(("path", "command"), [*commands(cli)], ids=[" ".join(path) for path, _ in commands(cli)])
+def test_every_command_speaks_json_and_explains_itself(path: tuple[str, ...], command: click.Command) -> None:
+    assert "--json" in {option for parameter in command.params for option in parameter.opts}
+    assert command.help
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("sandbox ru", {"run"}), ("sandbox sass fwd_mi", {"fwd_minimal"}), ("sandbox run fwd_mma fwd_b", {"fwd_block2d"}),
+     ("sandbox new kernel mine --from fwd_mm", {"fwd_mma"}), ("sandbox sass fwd_mma --dtype b", {"bfloat16"})],
+)  # fmt: skip
+def test_completion(words: str, completed: set[str]) -> None:
+    environment = {**os.environ, "_SANDBOX_COMPLETE": "bash_complete", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split()) - 1)
+    done = subprocess.run(
+        (sys.executable, "-m", "sandbox"),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == completed
