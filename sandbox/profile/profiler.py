@@ -1,6 +1,6 @@
 """Profile one launch with Nsight Compute or Nsight Systems, and read the report back.
 
-The tools start `profiler_target`, which warms up and brackets the launch of interest; clocks are left as they are,
+The tools start `target`, which warms up and brackets the launch of interest; clocks are left as they are,
 since what one wants to know is the speed that one has. A profile is files that share a prefix: the report, its pages as
 CSV text, PREFIX.json, what was profiled, and PREFIX.cubin, whose instructions the pages count (another compiler's would
 be others). It can be read anywhere, without the tools and without a GPU.
