@@ -61,8 +61,8 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     """(command, its options) of every `python -m sandbox …` in a page; of "sass|ptx" both."""
     found = []
     for line in re.findall(r"python -m sandbox ([a-z][^\n`#]*)", text):
-        names, _, rest = line.replace("[", " ").replace("]", " ").partition(" ")
-        options = re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", rest.partition("   ")[0])
+        names, _, rest = line.partition("   ")[0].replace("[", " ").replace("]", " ").partition(" ")
+        options = re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", rest)
         found += [(name, options) for name in names.split("|")]
     return found
 
