@@ -48,7 +48,7 @@ _FP32_FLOPS = 256  # of 128 lanes
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: an entry point of a kernel, or of another `version` of it (see `code.version`), on a problem
+    """What is profiled: an entry point of a kernel, or of another `version` of it (see `listing.version`), on a problem
     with a tile."""
 
     entry: str
