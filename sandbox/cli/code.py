@@ -12,7 +12,7 @@ from ..core import registry
 from ..core.problem import Problem, normalise_causal
 from ..core.tile import Tile
 from ..verify.check import pick_device
-from ..watch.examination import quick_cases
+from ..watch.job import quick_cases
 from .group import cli
 from .options import (
     causal_option,

@@ -14,8 +14,8 @@ from ..core.problem import Problem
 from ..verify import check as checking
 from ..watch import screen as watch_report
 from ..watch import session
-from ..watch.examination import Job
 from ..watch.history import History, read_texts
+from ..watch.job import Job
 from .group import cli
 from .options import (
     backend_option,

@@ -32,7 +32,7 @@ from ..launch import driver
 from ..toolchain import arch as architectures
 from ..toolchain import disassembly, tools
 from . import ncu
-from .expected import Work, work_of
+from .work import Work, work_of
 
 TOOLS = ("ncu", "nsys")
 _COUNTERS = (

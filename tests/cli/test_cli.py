@@ -29,7 +29,7 @@ from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify import cases, check, report
 from sandbox.verify.cases import Case
 from sandbox.verify.truth import Answer, Truth, truth_of
-from sandbox.watch.examination import quick_cases
+from sandbox.watch.job import quick_cases
 
 
 def call(*arguments: str, **environment: str) -> Result:
