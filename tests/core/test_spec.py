@@ -321,15 +321,22 @@ FULL = {
 @pytest.mark.parametrize("name", sorted(FULL.keys() - {"bias_dtype"}))
 def test_each_option_is_part_of_a_problem(name: str) -> None:
     p = dataclasses.replace(P, **{name: FULL[name]})
-    assert p != P and not p.plain and str(p) != str(P) and str(p).startswith("B2 H4/2 S7x9 D64")
+    assert p != P
+    assert not p.plain
+    assert str(p) != str(P)
+    assert str(p).startswith("B2 H4/2 S7x9 D64")
     assert set(p.as_json()) - set(P.as_json()) == {name}
     again = Problem.from_json(json.loads(json.dumps(p.as_json())))
-    assert again == p and hash(again) == hash(p) and again.as_json() == p.as_json() and str(again) == str(p)
+    assert again == p
+    assert hash(again) == hash(p)
+    assert again.as_json() == p.as_json()
+    assert str(again) == str(p)
     assert pickle.loads(pickle.dumps(p)) == p
 
 
 def test_a_plain_problem_is_stored_as_ever() -> None:
-    assert P.plain and str(P) == "B2 H4/2 S7x9 D64 float16 causal"
+    assert P.plain
+    assert str(P) == "B2 H4/2 S7x9 D64 float16 causal"
     assert P.as_json() == {
         "B": 2, "H": 4, "Sq": 7, "Sk": 9, "D": 64, "Hk": 2, "dtype": "float16", "causal": "bottom-right",
         "scale": 0.125, "alignment": 16, "mappable": True,
@@ -399,4 +406,5 @@ def test_pairs_in_a_window_by_brute_force(window, causal, Sq: int, Sk: int) -> N
 
     assert p.visible_pairs == sum(sees(i, j) for i in range(Sq) for j in range(Sk))
     if window != (None, None):
-        assert p.flops == 4 * p.visible_pairs * 8 and p.flops_of("backward") * 2 == p.flops * 5
+        assert p.flops == 4 * p.visible_pairs * 8
+        assert p.flops_of("backward") * 2 == p.flops * 5
