@@ -24,6 +24,7 @@ from .core.errors import (
 )
 from .core.kernel import Kernel
 from .core.problem import Problem
+from .core.score import Score
 from .core.tile import Tile
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "LaunchError",
     "Problem",
     "SandboxError",
+    "Score",
     "SpecError",
     "Tile",
     "ToolchainMissing",
