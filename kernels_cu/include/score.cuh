@@ -60,7 +60,27 @@ using bias_t = dtype;
 #endif
 
 #if SCORE_SNIPPET
-#include <score_snippet.cuh>  // struct Snippet: generated from the user's lines
+// A tensor that the user's expressions read as name(i, j), with RANK indices; strides in elements.
+template <class T, int RANK>
+struct SnippetTensor {
+    const T* data;
+    long long strides[RANK ? RANK : 1];
+    template <class... I>
+    __device__ __forceinline__ auto operator()(I... indices) const {
+        static_assert(sizeof...(I) == RANK, "a tensor is read with as many indices as it has dimensions");
+        const long long at[] = {static_cast<long long>(indices)..., 0};
+        long long offset = 0;
+        for (int axis = 0; axis < RANK; ++axis) offset += at[axis] * strides[axis];
+        return read(data[offset]);
+    }
+
+  private:
+    static __device__ __forceinline__ int read(int x) { return x; }
+    static __device__ __forceinline__ bool read(bool x) { return x; }
+    template <class Float>
+    static __device__ __forceinline__ Real read(Float x) { return static_cast<float>(x); }
+};
+#include <score_snippet.cuh>  // struct Snippet: generated from the user's lines (sandbox/core/snippet.py)
 #else
 struct Snippet {
     static constexpr bool SCORES = false, HIDES = false;
@@ -81,6 +101,7 @@ struct Score {
 #if KEY_LENGTHS
     int bottom_right;  // whether `diagonal` moves with the number of keys
     const int* key_lengths;  // (B,)
+    long long key_lengths_stride;
 #endif
 #if ALIBI
     const float* slopes;  // (B, H), strides in elements
@@ -163,7 +184,7 @@ struct Head {
     __device__ __forceinline__ Head(const Score& score, int b, int h)
         : score(score), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal), unit(score.scale) {
 #if KEY_LENGTHS
-        Sk = min(max(score.key_lengths[b], 0), score.Sk);
+        Sk = min(max(score.key_lengths[b * score.key_lengths_stride], 0), score.Sk);
         if (score.bottom_right) diagonal = Sk - Sq;
 #endif
 #if SOFTCAP
@@ -220,7 +241,7 @@ struct Head {
         seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + key_col * score.mask.stride_j];
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.sees(b, h, query_row, key_col, score.Sq, Sk);
+        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, score.Sq, Sk);
 #endif
         return seen;
     }
@@ -274,7 +295,7 @@ struct Head {
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
-            x = score.snippet.score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), score.Sk - 1), Sq, Sk);
+            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), score.Sk - 1), Sq, Sk);
 #endif
         return x;
     }
