@@ -181,16 +181,22 @@ struct Head {
     int b, h;
 #endif
 
+    // Of raw scores, for any head: raw * unit = x.
+    static __device__ __forceinline__ float unit_of(const Score& score) {
+        if (Snippet::SCORES) return 1.0f;
+#if SOFTCAP
+        return score.softcap;
+#else
+        return score.scale;
+#endif
+    }
+
     __device__ __forceinline__ Head(const Score& score, int b, int h)
-        : score(score), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal), unit(score.scale) {
+        : score(score), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal), unit(unit_of(score)) {
 #if KEY_LENGTHS
         Sk = min(max(score.key_lengths[b * score.key_lengths_stride], 0), score.Sk);
         if (score.bottom_right) diagonal = Sk - Sq;
 #endif
-#if SOFTCAP
-        unit = score.softcap;
-#endif
-        if (Snippet::SCORES) unit = 1.0f;
         if (!LINEAR) per_unit = 1.0f / unit;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
