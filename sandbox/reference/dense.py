@@ -154,7 +154,7 @@ def backward_magnitudes(
                 delta += abs(np.asarray(dlse, np.float64)[b, h, rows])
             dx = np.where(S.seen, P * (dO @ V.T + delta[:, None]), 0)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
-            sums.add(b, h, rows, S.seen, P, dx, abs(S.steep) * dx, Q, K, dO)
+            sums.add(b, h, rows, S.seen, P, abs(S.steep) * dx, abs(S.steep_bias) * dx, Q, K, dO)
             sums.dsink[h] += abs(head.dsink(lse[b, h, rows], delta) * (1 + abs(head.sink) + abs(LSE[:, 0]))).sum()
     return sums.gradients(np.abs)  # a negative scale is a size too
 
@@ -229,7 +229,7 @@ def _backward(
             if dlse is not None:
                 delta = delta - dlse[b, h, rows].astype(dtype)
             dx = rounded(np.where(S.seen, P * (dP - delta[:, None]), 0))
-            dS = dx if isinstance(S.steep, float) else rounded(np.where(S.seen, dx * S.steep, 0))
-            sums.add(b, h, rows, S.seen, P, dx, dS, Q, K, dO)
+            dS, dbias = (dx if isinstance(s, float) else rounded(np.where(S.seen, dx * s, 0)) for s in S[2:4])
+            sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += head.dsink(LSE, delta).sum()
     return sums.gradients(rounded)

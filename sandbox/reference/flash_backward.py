@@ -86,13 +86,13 @@ def _backward_head(
         for m0 in range(begin // BLOCK_M * BLOCK_M, end, BLOCK_M):  # line 8
             Q_smem, dO_smem = load(Q, m0, BLOCK_M, dtype), load(dO, m0, BLOCK_M, dtype)  # line 9
             LSE_rmem, delta_rmem = load(LSE, m0, BLOCK_M, dtype), load(delta, m0, BLOCK_M, dtype)
-            S, seen, steep, _ = head.scores(Q_smem, K_smem, m0, n0)  # line 10
+            S, seen, steep, steep_bias, _ = head.scores(Q_smem, K_smem, m0, n0)  # line 10
             P = np.where(seen, np.exp(S - or_zero(LSE_rmem)[:, None]), 0)  # line 11
             dV_rmem += dot_seen(P.T, dO_smem, seen.T)  # line 12
             dP = dO_smem @ V_smem.T  # line 13
-            dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: of the score, which is the bias's own
+            dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: of the score
             if dbias is not None:
-                dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = dx
+                dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = np.where(seen, dx * steep_bias, 0)
             dS = np.where(seen, dx * steep, 0)  # of the scaled dot product
             dQ_rmem = load(dQ, m0, BLOCK_M, dtype)  # line 15
             store(dQ, m0, dQ_rmem + scale * dot_seen(dS, K_smem, seen))

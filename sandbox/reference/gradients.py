@@ -41,9 +41,9 @@ class Sums:
         self.dsink = np.zeros(H, dtype)
 
     def add(
-        self, b: int, h: int, rows: slice, seen: Mask, P: Array, dx: Array, dS: Array, Q: Array, K: Array, dO: Array
+        self, b: int, h: int, rows: slice, seen: Mask, P: Array, dS: Array, dx: Array, Q: Array, K: Array, dO: Array
     ) -> None:
-        """Of query rows: P; dx, the gradient of their scores; dS, that of their scaled dot products."""
+        """Of query rows: P; the gradients dS of their scaled dot products and dx of the bias."""
         hk = self._meaning.shape.key_head(h)
         self._dq[b, h, rows] = self._meaning.scale * dot_seen(dS, K, seen)
         self._dk[b, hk] += self._meaning.scale * dot_seen(dS.T, Q, seen.T)

@@ -47,12 +47,13 @@ class Options(TypedDict, total=False):
 
 
 class Scores(NamedTuple):
-    """Of a tile, (M, N) each: x, −inf where it is not seen; what is seen; the derivative of x with respect to the
-    scaled dot product; and the sizes of all that x is summed up from, were no two terms to cancel."""
+    """Of a tile, (M, N) each: x, −inf where it is not seen; what is seen; the derivatives of x with respect to the
+    scaled dot product and to the bias; and the sizes of all that x is summed up from, were no two terms to cancel."""
 
     x: Array
     seen: Mask
     steep: Array | float
+    steep_bias: Array | float
     size: Array | float
 
 
@@ -116,6 +117,7 @@ class Head:
         i, j = np.arange(m0, m0 + len(Q))[:, None], np.arange(n0, n0 + len(K))[None, :]
         seen = self.seen(m0, len(Q), n0, len(K))
         steep: Array | float = 1.0
+        own: Array | float = 1.0  # the derivative of the last step alone
         x: Array = of.scale * (Q @ K.T)
         size: Array | float = abs(of.scale) * (abs(Q) @ abs(K).T) if sized else 0.0
         if of.softcap:
@@ -130,9 +132,10 @@ class Head:
             x, size = x + term, size + abs(term)
         if of.user is not None:
             value, own, condition = of.user.evaluate(x.astype(np.float64), self._b, self._h, i, j, self._Sq, self.Sk)
-            x, steep, seen = value.astype(dtype), (steep * own).astype(dtype), seen & condition
+            own = own.astype(dtype)
+            x, steep, seen = value.astype(dtype), steep * own, seen & condition
             size = abs(own) * size + abs(x)
-        return Scores(np.where(seen, x, -np.inf), seen, steep, size)
+        return Scores(np.where(seen, x, -np.inf), seen, steep, own, size)
 
     def keys(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
         """[begin, end) of the keys that some row of the query tile [m0, m0 + BLOCK_M) may see by its place."""
