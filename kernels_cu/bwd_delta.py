@@ -18,5 +18,5 @@ kernel = Kernel(
         if t.WARPS <= 32 and t.BLOCK_M % (4 * t.WARPS) == 0
         else f"tile {t}: a block has at most 32 warps, and BLOCK_M must be a multiple of their 4 rows each"
     ),
-    args=("dO", "O", "delta", "score"),
+    args=("dO", "O", "dLSE", "delta", "score"),
 )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from ..core import log
 from ..core.errors import SpecError, UnsupportedProblem
@@ -21,7 +22,7 @@ from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
-from ..toolchain import nvrtc
+from ..toolchain import nvrtc, snippets
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
 
@@ -142,23 +143,30 @@ class Loaded:
 
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does."""
-    return _load(kernel, tuple(kernel.defines(problem, tile).items()), device)
+    return _load(kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device)
 
 
 @lru_cache(maxsize=512)
-def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], device: Device) -> Loaded:
+def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
     names = [entry.name for entry in kernel.entries]
     if device == HOST:
-        built = build.library(kernel.source, names, dict(defines))
+        built = build.library(kernel.source, names, dict(defines), folders)
         return Loaded(tuple(CpuFunction(built.path, name) for name in names), (), built.seconds, built.cached)
     gpu = driver.device(device[1])
-    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines))
+    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
     functions = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
     return Loaded(functions, compiled, compiled[0].seconds, compiled[0].cached)
 
 
-def _compiled(kernel: Kernel, arch: str, defines: Mapping[str, object]) -> tuple[Compiled, ...]:
-    return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines) for entry in kernel.entries)
+def _compiled(
+    kernel: Kernel, arch: str, defines: Mapping[str, object], folders: Sequence[Path] = ()
+) -> tuple[Compiled, ...]:
+    return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines, folders=folders) for entry in kernel.entries)
+
+
+def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches. Needs no GPU."""
+    return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
 
 
 def forget() -> None:
@@ -212,7 +220,7 @@ def compile_entries(
         arch = arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
     chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
-    return _compiled(kernel, arch, kernel.defines(problem, chosen))
+    return compile_problem(kernel, problem, chosen, arch)
 
 
 def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, arch: Arch) -> architectures.Occupancy:

@@ -24,8 +24,10 @@ Array = NDArray[Any]
 
 
 _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
-    **dict.fromkeys(("O", "dQ"), lambda p: (p.B, p.H, p.Sq, p.D)),
-    **dict.fromkeys(("dK", "dV"), lambda p: (p.B, p.Hk, p.Sk, p.D)),
+    "O": lambda p: (p.B, p.H, p.Sq, p.Dv),
+    "dQ": lambda p: (p.B, p.H, p.Sq, p.D),
+    "dK": lambda p: (p.B, p.Hk, p.Sk, p.D),
+    "dV": lambda p: (p.B, p.Hk, p.Sk, p.Dv),
     **dict.fromkeys(("LSE", "delta"), lambda p: (p.B, p.H, p.Sq)),
 }
 
