@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import UnsupportedProblem
-from ..core.problem import ITEMSIZE
+from ..core.score import SIZES
 from .capsule import tensor_in
 
 Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
@@ -39,13 +39,13 @@ class ArrayView:
     @property
     def alignment(self) -> int:
         """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
-        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return math.gcd(16, self.pointer, *steps)
 
     @property
     def mappable(self) -> bool:
         """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
-        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
 
     def extent(self) -> tuple[int, int]:
@@ -100,8 +100,8 @@ class Library:
 
 
 def _dtype(name: str, library: str) -> str:
-    if name not in ITEMSIZE:
-        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
+    if name not in SIZES:
+        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(SIZES)}")
     return name
 
 
@@ -118,7 +118,7 @@ class _NumPy(Library):
         if not array.dtype.isnative:
             raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        strides = _element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
@@ -141,7 +141,7 @@ class _CuPy(Library):
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        strides = _element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
@@ -247,7 +247,13 @@ class _Capsule(Library):
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {}
-_DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}  # (DLDataTypeCode, bits)
+_DTYPES = {
+    (2, 32): "float32",
+    (2, 16): "float16",
+    (4, 16): "bfloat16",
+    (0, 32): "int32",
+    (6, 8): "bool",
+}  # (DLDataTypeCode, bits)
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
 
