@@ -7,7 +7,7 @@ from .flash_backward import flash2_backward
 from .gradients import Gradients
 from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
 from .rounding import round_to, ulp
-from .score import Expressions, Meaning, Options
+from .score import Expressions, Meaning, Options, Part
 from .semantics import Shape, visible
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "HbmBytes",
     "Meaning",
     "Options",
+    "Part",
     "Shape",
     "attention",
     "attention_backward",

@@ -33,6 +33,15 @@ class Expressions(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """q, k and v as a part of more: their batch entry 0, head 0 and row 0 are b, h and row, of Sq query rows."""
+
+    b: int
+    h: int
+    row: int
+    Sq: int
+
+
 class Options(TypedDict, total=False):
     """What a score may be beyond scale and causal; NumPy arrays of any float dtype."""
 
@@ -44,6 +53,7 @@ class Options(TypedDict, total=False):
     sink: Array | None  # (H,)
     key_lengths: Array | None  # (B,): so many keys of each batch entry count
     score: Expressions | None
+    part: Part | None  # what all others but `score` have of it is this part alone
 
 
 class Scores(NamedTuple):
@@ -64,9 +74,11 @@ class Meaning:
         self, shape: Shape, causal: Causal, scale: float | None, *, window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0, alibi: Array | None = None, bias: Array | None = None, mask: Array | None = None,
         sink: Array | None = None, key_lengths: Array | None = None, score: Expressions | None = None,
+        part: Part | None = None,
     ):  # fmt: skip
         full = (shape.B, shape.H, shape.Sq, shape.Sk)
         self.shape, self.scale, self.softcap, self.user = shape, softmax_scale(scale, shape.D), float(softcap), score
+        self.part = part or Part(0, 0, 0, shape.Sq)
         self.aligned_right = causal != "top-left"
         self.left, self.right = causal_bounds(causal, window)
         self.bias_shape = None if bias is None else np.shape(bias)
@@ -90,13 +102,16 @@ class Meaning:
 
 
 class Head:
-    """Scores of one head: `Sk` keys that count, `sink` or −inf, and what follows from a dot product's place."""
+    """Scores of one head: `Sk` keys that count, `sink` or −inf, and what follows from a dot product's place.
+
+    Rows count from the first of q; `shift` is what leads from there to the row's own place among the keys.
+    """
 
     def __init__(self, meaning: Meaning, b: int, h: int):
         shape = meaning.shape
         self._meaning, self._b, self._h, self._Sq = meaning, b, h, shape.Sq
         self.Sk = shape.Sk if meaning.lengths is None else int(np.clip(meaning.lengths[b], 0, shape.Sk))
-        self.shift = self.Sk - shape.Sq if meaning.aligned_right else 0
+        self.shift = meaning.part.row + (self.Sk - meaning.part.Sq if meaning.aligned_right else 0)
         self.sink = -np.inf if meaning.sink is None else float(meaning.sink[h])
 
     def seen(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
@@ -131,7 +146,9 @@ class Head:
             term = of.bias[self._b, self._h, m0 : m0 + len(Q), n0 : n0 + len(K)].astype(dtype)
             x, size = x + term, size + abs(term)
         if of.user is not None:
-            value, own, condition = of.user.evaluate(x.astype(np.float64), self._b, self._h, i, j, self._Sq, self.Sk)
+            b, h, row, Sq = of.part
+            place = (b + self._b, h + self._h, row + i, j, Sq, self.Sk)
+            value, own, condition = of.user.evaluate(x.astype(np.float64), *place)
             own = own.astype(dtype)
             x, steep, seen = value.astype(dtype), steep * own, seen & condition
             size = abs(own) * size + abs(x)

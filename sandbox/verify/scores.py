@@ -14,7 +14,7 @@ from ..core.problem import Problem
 from ..core.score import Score, TensorLike
 from ..launch.dlpack import numpy_dtype
 from ..launch.host import host_array
-from ..reference import Meaning, Shape
+from ..reference import Meaning, Part, Shape
 
 Array = NDArray[Any]
 
@@ -121,6 +121,27 @@ def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
+def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int) -> dict[str, Any]:
+    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads."""
+
+    def cut(name: str, *at: int | slice) -> Array:
+        x = given[name]
+        return host_array(x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))])
+
+    part: dict[str, Array] = {}
+    for name in ("bias", "mask"):
+        if name in given:
+            rows = slice(start, stop) if given[name].shape[2] > 1 else slice(0, 1)
+            part[name] = cut(name, b, h, rows, slice(None))[None, None]
+    if "slopes" in given:
+        part["slopes"] = cut("slopes", *(b, h)[-given["slopes"].ndim :]).reshape(1)
+    for name, i in (("sink", h), ("key_lengths", b)):
+        if name in given:
+            part[name] = host_array(given[name])[i : i + 1]
+    part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.")}
+    return {**reference_options(p, part), "part": Part(b, h, start, p.Sq)}
+
+
 def seen(p: Problem, given: Mapping[str, Array]) -> Array:
     """Which keys each row sees, (B, H, Sq, Sk)."""
     meaning = Meaning(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, given))
@@ -133,10 +154,10 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
 def hide_nan(p: Problem, given: dict[str, Array]) -> None:
     """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
     visible = seen(p, given)
-    by_key_head = visible.reshape(p.B, p.Hk, -1, p.Sk).any(2)  # (B, Hk, Sk)
+    by_key_head = np.asarray(visible.reshape(p.B, p.Hk, -1, p.Sk).any(2))  # (B, Hk, Sk)
     for name in ("K", "V"):
         given[name] = np.where(by_key_head[..., None], given[name], np.array(np.nan, given[name].dtype))
     if p.bias:
         along = tuple(axis for axis, n in enumerate(p.bias) if n == 1)
-        read = visible.any(axis=along, keepdims=True)
+        read = np.asarray(visible.any(axis=along, keepdims=True))
         given["bias"] = np.where(read, given["bias"], np.array(np.nan, given["bias"].dtype))
