@@ -4,14 +4,16 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, and two stages of K and V, in 16-bit elements; rows padded to a multiple of 16 columns."""
-    return 2 * cdiv(p.D, 16) * 16 * (t.BLOCK_M + 4 * t.BLOCK_N)
+    """Q, which O replaces, and two stages of K and V, in 16-bit elements; rows padded to a multiple of 16 columns."""
+    K, V = cdiv(p.D, 16) * 16, cdiv(p.Dv, 16) * 16
+    return 2 * (max(K, V) * t.BLOCK_M + 2 * (K + V) * t.BLOCK_N)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 8:
+            return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not 1e-20 < p.scale < 1e6:
@@ -21,7 +23,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What an MMA step, the register file and an SM's shared memory ask of a tile."""
-    rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(p.D, 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
+    rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),

@@ -23,6 +23,7 @@ from .core.errors import (
     UnsupportedProblem,
 )
 from .core.problem import Problem
+from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
     from .core.registry import kernels
     from .core.tile import Tile
     from .engine.pipeline import compile
+
+
+def _evaluate(score: Score, *arguments: Any) -> tuple[Any, Any, Any]:
+    from .cpu.expressions import evaluate
+
+    return evaluate(score, *arguments)
+
+
+Score.on_host = _evaluate
 
 _LATER = {
     "Kernel": ".core.kernel",
@@ -48,6 +58,7 @@ __all__ = [
     "LaunchError",
     "Problem",
     "SandboxError",
+    "Score",
     "SpecError",
     "Tile",
     "ToolchainMissing",

@@ -3,6 +3,7 @@
 from .core.integers import cdiv
 from .core.kernel import COMPUTATIONS, Arch, Computation, Dim3, Entry, Kernel
 from .core.problem import ITEMSIZE, Causal, Problem, normalise_causal
+from .core.score import Score
 from .core.tile import Tile
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Entry",
     "Kernel",
     "Problem",
+    "Score",
     "Tile",
     "cdiv",
     "normalise_causal",

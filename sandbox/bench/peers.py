@@ -163,7 +163,7 @@ def _eager(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
     import torch
 
     _check_memory("eager", problem, 2 * problem.itemsize, q)
-    if problem.diagonal < 0:
+    if problem.causal and problem.diagonal < 0:
         raise UnsupportedProblem(f"eager: with Sq={problem.Sq} > Sk={problem.Sk} a row sees no key, and softmax is NaN")
     group = problem.H // problem.Hk
     hidden = None
@@ -185,7 +185,7 @@ def _flex(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if problem.diagonal < 0:
+    if problem.causal and problem.diagonal < 0:
         raise UnsupportedProblem(f"flex: with Sq={problem.Sq} > Sk={problem.Sk} a row sees no key")
     torch._dynamo.reset()  # else the ninth problem would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
 from .timing import Timing
 
-_PROBLEM = ("B", "H", "Hk", "Sq", "Sk", "D", "dtype", "causal", "scale")  # the fields that a row holds
+_FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Row:
             "tile": self.tile,
             "arch": self.arch,
             "computes": self.computes,
-            **{name: getattr(self.problem, name) for name in _PROBLEM},
+            **{name: x for name, x in self.problem.as_json().items() if name in _FIELDS},
             "ok": self.ok,
             "message": self.message,
             "ms": t and t.median * 1e3,
@@ -97,7 +97,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def problem_of(row: Mapping[str, Any]) -> Problem:
     """The problem that a row is about."""
-    return Problem(**{name: row[name] for name in _PROBLEM})
+    return Problem.from_json({name: row[name] for name in _FIELDS if name in row})
 
 
 def by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[Problem, dict[str, Mapping[str, Any]]]:

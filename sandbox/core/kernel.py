@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .errors import SpecError, UnknownKernel
+from .options import macros
 from .problem import ITEMSIZE, Problem
 from .tile import Tile
 
@@ -117,8 +118,9 @@ class Kernel(Entry):
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             return f"{self.name}: needs compute capability {need} or later, this is {have}"
-        if self.max_D < problem.D:
-            return f"{self.name}: D={problem.D} is too large: head widths up to {self.max_D} are built"
+        for name, width in (("D", problem.D), ("Dv", problem.Dv)):
+            if self.max_D < width:
+                return f"{self.name}: {name}={width} is too large: head widths up to {self.max_D} are built"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"
         return None
@@ -131,7 +133,7 @@ class Kernel(Entry):
         return f"{self.name}: {reason}" if reason else None
 
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
-        """The macros that carry geometry, dtype and mask from the spec to the `.cu`, alike for all its entries.
+        """The macros that carry geometry, dtype and what a score is to the `.cu`, alike for all its entries.
 
         SMEM_BYTES is the first entry's shared memory; that of a later one, NAME_dq, is SMEM_BYTES_DQ.
         """
@@ -142,4 +144,5 @@ class Kernel(Entry):
             **{f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in smem.items()},
             "CAUSAL": int(bool(problem.causal)),
             f"DTYPE_{problem.dtype}": 1,
+            **macros(problem),
         }

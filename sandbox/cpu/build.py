@@ -59,16 +59,19 @@ class Built:
     cached: bool
 
 
-def library(source: Path, entries: Sequence[str], defines: Mapping[str, object]) -> Built:
-    """The shared library of one kernel, with all its entry points. Raises CompileError, ToolchainMissing."""
+def library(source: Path, entries: Sequence[str], defines: Mapping[str, object], folders: Sequence[Path] = ()) -> Built:
+    """The shared library of one kernel, with all its entry points; headers may lie in `folders`, too. Raises
+    CompileError, ToolchainMissing."""
     compiler = host.find()
     runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
     # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
     link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
-    return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines), link)
+    return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link)
 
 
-def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer) -> tuple[Built, Built]:
+def program(
+    source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer, folders: Sequence[Path] = ()
+) -> tuple[Built, Built]:
     """A program that runs one launch, read from a file, under a sanitizer (see main.cpp), and the kernel for it.
 
     Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else.
@@ -89,7 +92,7 @@ def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: 
     )
     runner.path.chmod(0o700)
     return runner, _kernel(
-        compiler, source, (entry,), (*_kernel_options(compiler, source, defines), "-O1", *instrumented)
+        compiler, source, (entry,), (*_kernel_options(compiler, source, defines, folders), "-O1", *instrumented)
     )
 
 
@@ -130,14 +133,16 @@ def _runtime_text() -> str:
     return f'{portable}#include "{HERE / "runtime.cpp"}"\n'
 
 
-def _kernel_options(compiler: HostCompiler, source: Path, defines: Mapping[str, object]) -> tuple[str, ...]:
+def _kernel_options(
+    compiler: HostCompiler, source: Path, defines: Mapping[str, object], folders: Sequence[Path] = ()
+) -> tuple[str, ...]:
     return (
         *_OPTIONS,
         "-UNDEBUG",  # which zig defines; a kernel's assert is to be checked, as under NVRTC
         # `extern thread_local` arrays are plain memory: no call to an initialiser on each use
         *(("-fno-extern-tls-init",) if compiler.is_gcc else ()),
         *(f"-D{name}={value}" for name, value in defines.items()),
-        *(f"-I{folder}" for folder in include_dirs(source)),
+        *(f"-I{folder}" for folder in (*include_dirs(source), *folders)),
     )
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from ..core import log
 from ..core.errors import SpecError, UnsupportedProblem
@@ -17,11 +18,11 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver
-from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
-from ..toolchain import nvrtc
+from ..toolchain import nvrtc, snippets
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
 
@@ -60,6 +61,9 @@ class Prepared:
 def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Prepared:
     """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may lack.
 
+    A backward also computes the gradients of bias and sink, where `tensors` has "dbias" or "dsink"; with "dLSE" it is
+    that of LSE too.
+
     An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
@@ -88,6 +92,8 @@ def _steps(
 ) -> Iterator[_Step]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
+        if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
+            continue
         grid = entry.grid(problem, tile)
         for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
             if size > limit:
@@ -142,23 +148,30 @@ class Loaded:
 
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does."""
-    return _load(kernel, tuple(kernel.defines(problem, tile).items()), device)
+    return _load(kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device)
 
 
 @lru_cache(maxsize=512)
-def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], device: Device) -> Loaded:
+def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
     names = [entry.name for entry in kernel.entries]
     if device == HOST:
-        built = build.library(kernel.source, names, dict(defines))
+        built = build.library(kernel.source, names, dict(defines), folders)
         return Loaded(tuple(CpuFunction(built.path, name) for name in names), (), built.seconds, built.cached)
     gpu = driver.device(device[1])
-    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines))
+    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
     functions = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
     return Loaded(functions, compiled, compiled[0].seconds, compiled[0].cached)
 
 
-def _compiled(kernel: Kernel, arch: str, defines: Mapping[str, object]) -> tuple[Compiled, ...]:
-    return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines) for entry in kernel.entries)
+def _compiled(
+    kernel: Kernel, arch: str, defines: Mapping[str, object], folders: Sequence[Path] = ()
+) -> tuple[Compiled, ...]:
+    return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines, folders=folders) for entry in kernel.entries)
+
+
+def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches. Needs no GPU."""
+    return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
 
 
 def forget() -> None:
@@ -217,7 +230,7 @@ def compile_entries(
         arch = arch_here(kernel)
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
     chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
-    return _compiled(kernel, arch, kernel.defines(problem, chosen))
+    return compile_problem(kernel, problem, chosen, arch)
 
 
 def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, arch: Arch) -> architectures.Occupancy:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from ..core.errors import SpecError
+from ..core.errors import SpecError, UnsupportedProblem
 from ..core.integers import cdiv
 from ..core.kernel import COMPUTATIONS, Entry, Kernel
+from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
 from ..core.tile import Tile
 from .tensor_maps import Encode, MapSlot, Tensor, TensorMap, box_of, encode_for_host, new_map
@@ -26,17 +28,6 @@ class View(ctypes.Structure):
         ("stride_b", ctypes.c_int64),
         ("stride_h", ctypes.c_int64),
         ("stride_s", ctypes.c_int64),
-    )
-
-
-class Score(ctypes.Structure):
-    """`Score` of include/score.cuh: all that turns a dot product into a score."""
-
-    _fields_ = (
-        ("Sq", ctypes.c_int32),
-        ("Sk", ctypes.c_int32),
-        ("diagonal", ctypes.c_int32),
-        ("scale", ctypes.c_float),
     )
 
 
@@ -56,6 +47,7 @@ class Row(NamedTuple):
     value: Callable[[Problem], object] | None = None  # None: of a tensor, filled in at launch
     tensor: str = ""  # whose address it follows
     rows: Callable[[Tile], int] | None = None  # of a tensor map's box
+    optional: bool = False  # a null pointer where there is no such tensor
 
 
 def _view(name: str) -> Row:  # any strides, unit stride in D
@@ -70,18 +62,27 @@ def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many row
     return Row(TensorMap, tensor=name, rows=rows)
 
 
+def _bias_size(axis: int, problem: Problem) -> ctypes.c_int32:
+    return ctypes.c_int32(problem.bias[axis])
+
+
 _WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
-    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum")},
+    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
-    "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale)),
+    "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
+    "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
+    **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B * p.H)),
 }
+
+
+NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not launched where nobody gave it
 
 
 class Scratch(NamedTuple):
@@ -133,9 +134,16 @@ class ArgumentBlock:
             raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/launch/arguments.py")
         slots: dict[str, list[Any]] = {}
         self.values: list[Any] = []
-        for row in (ARGUMENTS[name] for name in entry.args):
-            if row.value is not None:
-                self.values.append(row.value(problem))
+        for name in entry.args:
+            row = ARGUMENTS[name]
+            if row.value is not None or (row.optional and row.tensor not in tensors):
+                self.values.append(row.value(problem) if row.value is not None else row.ctype())
+                continue
+            if name == "score":
+                value, within = score_argument(problem, tensors)
+                self.values.append(value)
+                for tensor_name, slot in within.items():
+                    slots.setdefault(tensor_name, []).append(slot)
                 continue
             tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
             slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer
@@ -154,6 +162,33 @@ class ArgumentBlock:
         self.slots = [own[0] if len(own) == 1 else _Slots(own) for own in slots.values()]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
+
+
+def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
+    """`Score` of include/score.cuh, and where in it the addresses of tensors lie, by their names."""
+    value = score_structure(problem)()
+    left, right = problem.bounds
+    numbers = {
+        "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale, "left": left or 0,
+        "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
+    }  # fmt: skip
+    for field in value._fields_:
+        if field[0] in numbers:
+            setattr(value, field[0], numbers[field[0]])
+    slots = {}
+    for wanted in score_tensors(problem):
+        tensor, sizes = tensors[wanted.name], wanted.shape
+        strides = (0,) * (len(sizes) - len(tensor.strides)) + tuple(tensor.strides)
+        if len(wanted.strides) < len(sizes) and sizes[-1] > 1 and strides[-1] != 1:
+            raise UnsupportedProblem(
+                f"{wanted.name} has stride {strides[-1]} in its last dimension: it must be 1 (pass a contiguous copy)"
+            )
+        for name, size, stride in zip(wanted.strides, sizes, strides, strict=False):
+            setattr(value, name, stride if size > 1 else 0)
+        slot = ctypes.c_void_p.from_buffer(value, getattr(type(value), wanted.pointer).offset)
+        slot.value = tensor.pointer
+        slots[wanted.name] = slot
+    return value, slots
 
 
 def describe(value: Any) -> str:

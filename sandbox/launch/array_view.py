@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import UnsupportedProblem
-from ..core.problem import ITEMSIZE
+from ..core.score import SIZES
 
 Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
 HOST: Device = ("cpu", 0)
@@ -39,13 +39,13 @@ class ArrayView:
     @property
     def alignment(self) -> int:
         """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
-        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return math.gcd(16, self.pointer, *steps)
 
     @property
     def mappable(self) -> bool:
         """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
-        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
 
     def extent(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..core.errors import UnsupportedProblem
 from ..core.problem import ITEMSIZE
+from ..core.score import SIZES
 from .array_view import HOST, ArrayView, Device, dense_strides, layout
 from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
 
@@ -73,7 +74,7 @@ class Library:
 
 
 def _dtype(name: str, library: str) -> str:
-    if name not in ITEMSIZE:
+    if name not in SIZES:
         raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
     return name
 
@@ -91,7 +92,7 @@ class _NumPy(Library):
         if not array.dtype.isnative:
             raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        strides = _element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
@@ -114,7 +115,7 @@ class _CuPy(Library):
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        strides = _element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
@@ -259,7 +260,9 @@ class _Capsule(Library):
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
-_DTYPES = {(2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16"}  # (DLDataTypeCode, bits)
+_DTYPES = {  # (DLDataTypeCode, bits)
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (6, 8): "bool"
+}  # fmt: skip
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
 

@@ -92,7 +92,8 @@ def new_map() -> TensorMap:
 def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     heads, length = (p.Hk, p.Sk) if name in ("K", "V") else (p.H, p.Sq)
     itemsize = ITEMSIZE[p.dtype]
-    size, stride = [p.D, length, heads, p.B], [s * itemsize for s in reversed(tensor.strides[:3])]
+    width = p.Dv if name in ("V", "O") else p.D
+    size, stride = [width, length, heads, p.B], [s * itemsize for s in reversed(tensor.strides[:3])]
     for i, dimension in enumerate(("S", "H", "B")):
         if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel makes every index 0
             size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES

@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,14 @@ class Subject:
 
     def dumps(self) -> str:
         """As JSON text."""
-        return json.dumps(asdict(self) | {"tile": dict(self.tile)})
+        return json.dumps(vars(self) | {"problem": self.problem.as_json(), "tile": dict(self.tile)})
 
     @classmethod
     def loads(cls, text: str) -> Subject:
         """From JSON text."""
         read = json.loads(text)
         fields = {field.name: read[field.name] for field in dataclasses.fields(cls)}
-        return cls(**fields | {"problem": Problem(**read["problem"]), "tile": Tile(**read["tile"])})
+        return cls(**fields | {"problem": Problem.from_json(read["problem"]), "tile": Tile(**read["tile"])})
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,12 @@ class Compiled:
 
 
 def compile(
-    source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = ()
-) -> Compiled:
+    source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = (),
+    folders: Sequence[Path] = (),
+) -> Compiled:  # fmt: skip
     """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`. Its other entries then come cached.
 
-    Headers in a folder `include` beside it go before the project's own.
+    Headers in a folder `include` beside it go before the project's own, and `folders` are searched too.
 
     `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
     Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
@@ -83,7 +84,7 @@ def compile(
     source = source.resolve()
     if not source.is_file():
         raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
-    folders = tuple(dict.fromkeys((source.parent / "include", INCLUDE_DIR, *include_dirs())))
+    folders = tuple(dict.fromkeys((source.parent / "include", INCLUDE_DIR, *folders, *include_dirs())))
     flags = (
         f"--gpu-architecture={arch}",
         "--std=c++17",

@@ -89,7 +89,7 @@ class Search:
         self.winner: Candidate | None = None
         self.own: Candidate | None = None
         self._setting = environment.describe()
-        self._key = {"digest": tuned.digest(kernel), "gpu": lab.gpu, "problem": asdict(problem)}
+        self._key = {"digest": tuned.digest(kernel), "gpu": lab.gpu, "problem": problem.as_json()}
         self._known: dict[tuple[str, int, bool], dict[str, Any]] = {}  # (tile, samples asked for, final) -> row
 
     def __iter__(self) -> Iterator[Candidate]:

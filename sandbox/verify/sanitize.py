@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -170,7 +170,7 @@ _CHILD = "import sys; from sandbox.verify.sanitize import launch; launch(sys.arg
 def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
     """One of compute-sanitizer's tools."""
     head = (kernel.name, str(problem), str(tile), tool)
-    what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": asdict(problem)})
+    what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": problem.as_json()})
     try:
         command, folders = (sys.executable, "-c", _CHILD, what), (registry.FOLDER, registry.FOLDER / "include")
         findings, text = compute_sanitizer.run(tool, command, timeout, registry.FOLDER.parent, folders)
@@ -182,6 +182,6 @@ def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: flo
 def launch(what: str) -> None:
     """In the child: NumPy arrays, copied to plain allocations of exact size, so that every byte is accounted for."""
     asked = json.loads(what)
-    kernel, problem, tile = registry.get(asked["kernel"]), Problem(**asked["problem"]), Tile(**asked["tile"])
+    kernel, problem, tile = registry.get(asked["kernel"]), Problem.from_json(asked["problem"]), Tile(**asked["tile"])
     inputs = inputs_of(kernel.computes, Case("sanitize", problem))
     trial.launch(kernel, tile, problem, inputs, ("cuda", 0))

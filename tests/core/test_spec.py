@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 import re
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from sandbox.core.errors import SpecError
-from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Tile, cdiv, normalise_causal
+from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
 
 P = Problem(2, 4, 7, 9, 64, Hk=2, dtype="float16", causal="bottom-right")
 
@@ -306,3 +307,104 @@ def test_a_kernel_of_several_entries() -> None:
     assert [entry.name for entry in kernel.entries] == ["fwd_x", "fwd_x_dq"]
     defines = kernel.defines(P, kernel.tiles[0])
     assert (defines["SMEM_BYTES"], defines["SMEM_BYTES_DQ"]) == (4 * 64 * 64, 4 * 32)
+
+
+# ---- what a score is beyond scale and causal
+
+FULL = {
+    "Dv": 32, "window": (5, None), "softcap": 30.0, "alibi": (4,), "bias": (1, 4, 7, 9), "bias_dtype": "float32",
+    "mask": (2, 1, 1, 9), "sink": True, "key_lengths": True,
+    "score": Score("x - slope(h) * (i - j)", mask="j <= i", tensors={"slope": np.zeros(4, np.float32)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FULL.keys() - {"bias_dtype"}))
+def test_each_option_is_part_of_a_problem(name: str) -> None:
+    p = dataclasses.replace(P, **{name: FULL[name]})
+    assert p != P
+    assert not p.plain
+    assert str(p) != str(P)
+    assert str(p).startswith("B2 H4/2 S7x9 D64")
+    assert set(p.as_json()) - set(P.as_json()) == {name}
+    again = Problem.from_json(json.loads(json.dumps(p.as_json())))
+    assert again == p
+    assert hash(again) == hash(p)
+    assert again.as_json() == p.as_json()
+    assert str(again) == str(p)
+    assert pickle.loads(pickle.dumps(p)) == p
+
+
+def test_a_plain_problem_is_stored_as_ever() -> None:
+    assert P.plain
+    assert str(P) == "B2 H4/2 S7x9 D64 float16 causal"
+    assert P.as_json() == {
+        "B": 2, "H": 4, "Sq": 7, "Sk": 9, "D": 64, "Hk": 2, "dtype": "float16", "causal": "bottom-right",
+        "scale": 0.125, "alignment": 16, "mappable": True,
+    }  # fmt: skip
+
+
+def test_all_of_them_together() -> None:
+    p = dataclasses.replace(P, **FULL)
+    assert Problem.from_json(json.loads(json.dumps(p.as_json()))) == p
+    assert str(p) == (
+        "B2 H4/2 S7x9 D64/32 float16 causal window=5,none softcap=30 alibi=4 bias=1,4,7,9:float32 mask=2,1,1,9 sink "
+        "key_lengths score=[x - slope(h) * (i - j); sees j <= i]"
+    )
+    options = {**FULL, "bias": "1,H,Sq,Sk", "mask": "B,1,1,S", "alibi": True}
+    del options["Dv"]
+    assert Problem.from_shape("2,4/2,7,9,64/32", dtype="float16", causal=True, **options) == p
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 5}, "window=5 must be (left, right)"),
+        ({"window": (1, -1)}, "window=(1, -1) must be (left, right): keys to either side, each an integer >= 0"),
+        ({"softcap": -1.0}, "softcap=-1.0 must be positive"),
+        ({"softcap": float("inf")}, "softcap=inf must be finite"),
+        ({"alibi": (2,)}, "alibi=(2,) must be the shape of one slope a head, (4,) or (2, 4)"),
+        ({"bias": (7, 9)}, "bias=(7, 9) must be four numbers, each 1 or that of (B, H, Sq, Sk) = (2, 4, 7, 9)"),
+        ({"mask": (1, 1, 1, 7)}, "mask=(1, 1, 1, 7) must be four numbers"),
+        ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' must be that of a bias: q's dtype"),
+        ({"bias_dtype": "float32"}, "bias_dtype='float32' must be that of a bias"),
+        ({"sink": 1.0}, "sink=1.0 must be True or False"),
+        ({"score": "x"}, "score='x' must be a sandbox.Score"),
+        ({"Dv": -1}, "Dv=-1 must be an integer >= 0"),
+    ],
+)
+def test_an_option_that_makes_no_sense(values: dict, message: str) -> None:
+    with refuses(message):
+        dataclasses.replace(P, **values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"score": ""}, "Score: score='' must be an expression"),
+        ({"mask": None}, "Score: mask=None must be an expression"),
+        ({"tensors": {"x": np.zeros(1)}}, "Score: a tensor cannot be called 'x'"),
+        ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
+        ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
+        ({"tensors": {"a": 1.0}}, "Score: a float is no tensor"),
+    ],
+)
+def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
+    with refuses(message):
+        Score(**fields)
+
+
+@pytest.mark.parametrize("window", [(None, None), (0, 0), (2, None), (None, 3), (1, 4)])
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
+@pytest.mark.parametrize(("Sq", "Sk"), [(5, 9), (9, 5), (4, 4), (0, 3), (3, 0)])
+def test_pairs_in_a_window_by_brute_force(window, causal, Sq: int, Sk: int) -> None:
+    p = Problem(1, 1, Sq, Sk, 8, causal=causal, window=window)
+    shift, (left, right) = 0 if causal == "top-left" else Sk - Sq, window
+
+    def sees(i: int, j: int) -> bool:
+        own = i + shift
+        return (not causal or j <= own) and (left is None or own - left <= j) and (right is None or j <= own + right)
+
+    assert p.visible_pairs == sum(sees(i, j) for i in range(Sq) for j in range(Sk))
+    if window != (None, None):
+        assert p.flops == 4 * p.visible_pairs * 8
+        assert p.flops_of("backward") * 2 == p.flops * 5

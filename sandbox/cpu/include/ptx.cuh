@@ -79,6 +79,10 @@ inline unsigned pack(float low, float high) {
 
 inline float2 unpack(unsigned packed) { return {cpu::element(packed, 0), cpu::element(packed, 1)}; }
 inline float ex2(float x) { return exp2f(x); }
+inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the hardware errs: to 11 bits
+    const float y = tanhf(x), coarse = y * 8193.0f;
+    return coarse - (coarse - y);
+}
 
 inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
