@@ -7,17 +7,18 @@ SMEM = 232448  # bytes that a block may have
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, stages of K and V, O where there is room, and the mbarriers; rows padded to multiples of 128 bytes."""
-    row = 128 * cdiv(p.D, 64)
-    fed = row * (t.BLOCK_M + 2 * t.STAGES * t.BLOCK_N) + 1024
-    return fed + row * t.BLOCK_M if fed + row * t.BLOCK_M <= SMEM else fed
+    row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
+    fed = row * t.BLOCK_M + (row + row_v) * t.STAGES * t.BLOCK_N + 1024
+    return fed + row_v * t.BLOCK_M if fed + row_v * t.BLOCK_M <= SMEM else fed
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 8:
+            return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not p.mappable:
@@ -32,7 +33,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
-    registers = cdiv(p.D, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
+    registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
     most = 128 if consumers == 3 else 200
     rules = (
         (
@@ -42,7 +43,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_N % 16 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16 up to 256"),
         (
             registers <= most,
-            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at D={p.D}: at most {most}",
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -52,9 +53,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 def rank(p: Problem, t: Tile) -> bool:
     """First what was fastest on an H100 (experiments/008_hopper): two consumers fit short rows better."""
     short = p.Sq < (4096 if p.causal else 2048)
-    if p.D <= 64:
+    if max(p.D, p.Dv) <= 64:
         best = (192, 128)
-    elif p.D <= 128:
+    elif max(p.D, p.Dv) <= 128:
         best = (128, 128) if short else (192, 80)
     else:
         best = (128, 64) if short else (128, 80)
@@ -77,8 +78,10 @@ kernel = Kernel(
     arch_suffix="a",
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
     ),
