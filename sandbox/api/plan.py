@@ -72,8 +72,11 @@ def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
             log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, strides)
         return _copying_plan(library, [names.index(name) for name in copied], options)
     results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
-    more = {"delta": _rows(problem), **({"dbias": _lying_as(views["bias"])} if "bias" in views else {})}
-    results |= {name: more[name] for name in options.asked.results}
+    if "dbias" in options.asked.results:
+        bias = views["bias"]
+        results["dbias"] = bias.shape, dense_strides(bias.shape), bias.dtype
+    if "dsink" in options.asked.results:
+        results["dsink"] = (problem.H,), (1,), "float32"
     return _plan("backward", problem, library, views, arrays[1], results, options)
 
 

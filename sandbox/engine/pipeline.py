@@ -88,9 +88,7 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
 _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes
 
 
-def _chosen_steps(
-    computes: str, problem: Problem, tensors: Mapping[str, Tensor], device: Device
-) -> Iterator[_Step]:
+def _chosen_steps(computes: str, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Iterator[_Step]:
     """Of the kernel and the tile that are chosen for it."""
     arch = arch_of(device)
     kernel = choose_kernel(problem, computes, arch)
