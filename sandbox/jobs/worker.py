@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,23 @@ _REASONS = {
 }
 _LIBC = ctypes.CDLL(None)
 
-At = Callable[[str, float], None]  # says what is about to be done, and how many seconds it may take
+At = Callable[[str, float | None], None]  # what is about to be done, and how many seconds it may take (None: any)
 Prepare = Callable[[], object]
 Work = Callable[[Any, At], tuple[Any, bool]]  # a job -> its result, and whether this process is fit for another
+
+
+_spawner: ThreadPoolExecutor
+
+
+def _new_spawner() -> None:
+    """The one thread that starts workers, and lives as long as this process: Linux ends a worker (`_die_with`) together
+    with the thread that started it, and whoever happens to ask for one may be a thread of a passing pool."""
+    global _spawner  # noqa: PLW0603
+    _spawner = ThreadPoolExecutor(1, "sandbox-spawner")
+
+
+_new_spawner()
+os.register_at_fork(after_in_child=_new_spawner)  # a fork has none of its parent's threads
 
 
 class WorkerDied(SandboxError, RuntimeError):
@@ -61,7 +76,8 @@ class Worker:
 
     def do(self, job: Any) -> tuple[Any, str]:
         """(the job's result, what was printed meanwhile). Raises WorkerDied, when a fresh worker is on its way."""
-        stage, limit = "starting", _START_SECONDS
+        stage: str = "starting"
+        limit: float | None = _START_SECONDS
         before = self._log.stat().st_size
         try:
             self._connection.send(job)
@@ -97,7 +113,7 @@ class Worker:
         self._connection, theirs = self._context.Pipe()
         arguments = (theirs, *self._arguments, str(self._log), os.getpid())
         self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        _spawner.submit(self._process.start).result()
         theirs.close()  # so that the worker's end is the only one, and its death is seen here
 
     def _end(self) -> None:
@@ -145,7 +161,7 @@ def _serve(
     if prepare:
         prepare()
 
-    def at(stage: str, limit: float) -> None:
+    def at(stage: str, limit: float | None) -> None:
         connection.send(("at", stage, limit))
 
     while True:
@@ -163,7 +179,8 @@ def _serve(
 
 
 def _die_with(owner: int) -> None:
-    """However the owner ends, also by SIGKILL, and whatever is running here (Linux)."""
+    """However the owner ends, also by SIGKILL, and whatever is running here (Linux): with the thread that started this
+    process, which is the owner's spawner."""
     set_death_signal = 1
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(set_death_signal, signal.SIGKILL)

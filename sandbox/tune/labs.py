@@ -80,8 +80,9 @@ class GpuLab:
         """As `tune.Lab` says."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
-            lost = isinstance(found, WorkerDied)
-            yield job[2], [Measured(False, f"{kernel.name} {tile}: {found}") for tile in job[2]] if lost else found
+            if isinstance(found, WorkerDied):
+                found = [Measured(False, f"{kernel.name} {tile}: {found}", lost=True) for tile in job[2]]
+            yield job[2], found
 
 
 class CpuLab(GpuLab):

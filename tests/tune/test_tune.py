@@ -179,6 +179,19 @@ def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
     assert len(fresh.asked) == 22
 
 
+def test_what_was_lost_is_tried_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's death is no measurement: the next search asks for that tile once more."""
+    whole = FakeLab._time
+    monkeypatch.setattr(
+        FakeLab, "_time", lambda lab, tile: Measured(False, "died", lost=True) if tile == BEST else whole(lab, tile)
+    )
+    search = finished(FakeLab())
+    assert search.candidates[BEST].state == "fails"
+    assert search.winner.tile != BEST  # type: ignore[union-attr]
+    monkeypatch.setattr(FakeLab, "_time", whole)
+    assert finished(FakeLab()).winner.tile == BEST  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
 def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, own_wins: bool) -> None:
     search = finished(FakeLab(noise, gain=0.2))  # the spec's own is two steps away: 1.4 times the best's time
