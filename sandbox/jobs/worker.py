@@ -54,11 +54,11 @@ os.register_at_fork(after_in_child=_new_spawner)  # a fork has none of its paren
 
 class WorkerDied(SandboxError, RuntimeError):
     """The worker ended, or was ended, because of a job, which may have raised. `stage` is what it was doing, `hung`
-    whether it took too long."""
+    whether it took too long, `printed` what it wrote meanwhile."""
 
-    def __init__(self, message: str, *, stage: str, hung: bool):
+    def __init__(self, message: str, *, stage: str, hung: bool, printed: str = ""):
         super().__init__(message)
-        self.stage, self.hung = stage, hung
+        self.stage, self.hung, self.printed = stage, hung, printed
 
 
 class Worker:
@@ -83,14 +83,16 @@ class Worker:
             self._connection.send(job)
             while True:
                 if not self._connection.poll(limit):
+                    printed = self._printed(before)
                     self._restart()
-                    raise WorkerDied(f"did not finish within {limit:g} s", stage=stage, hung=True)
+                    raise WorkerDied(f"did not finish within {limit:g} s", stage=stage, hung=True, printed=printed)
                 kind, *values = self._connection.recv()
                 if kind == "at":
                     stage, limit = values
                 elif kind == "raised":
+                    printed = self._printed(before)
                     self._restart()
-                    raise WorkerDied(values[0], stage=stage, hung=False)
+                    raise WorkerDied(values[0], stage=stage, hung=False, printed=printed)
                 else:
                     result, fit = values
                     printed = self._printed(before)
@@ -98,9 +100,9 @@ class Worker:
                         self._restart()
                     return result, printed
         except (EOFError, OSError):
-            reason = "it was ended" if self._closed else self._reason()
+            reason, printed = ("it was ended", "") if self._closed else (self._reason(), self._printed(before))
             self._restart()
-            raise WorkerDied(reason, stage=stage, hung=False) from None
+            raise WorkerDied(reason, stage=stage, hung=False, printed=printed) from None
 
     def close(self) -> None:
         """End the process, and whatever it has started; a job that another thread waits for is lost."""

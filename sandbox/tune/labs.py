@@ -80,9 +80,8 @@ class GpuLab:
         """As `tune.Lab` says."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
-            if isinstance(found, WorkerDied):
-                found = [Measured(False, f"{kernel.name} {tile}: {found}", lost=True) for tile in job[2]]
-            yield job[2], found
+            lost = isinstance(found, WorkerDied)
+            yield job[2], [Measured(False, f"{kernel.name} {t}: {found}", lost=True) for t in job[2]] if lost else found
 
 
 class CpuLab(GpuLab):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ..reference import errors, max_error
 from ..toolchain import nvrtc
 from ..toolchain.nvrtc import Resources
 from . import trial
-from .cases import Case, named_cases, sweep_cases
+from .cases import Case, sweep_cases
 from .error_map import ErrorMap, locate
 from .trial import Array
 from .truth import Answer, truth_of
@@ -65,20 +66,31 @@ def pick_device(backend: str | None) -> Device:
     return HOST
 
 
+class Judge(Protocol):
+    """`verify`, here or in a process of its own (`Apart`)."""
+
+    def __call__(
+        self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
+        report: bool = False,
+    ) -> Result: ...  # fmt: skip
+
+
 def run_cases(
-    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, cases: Iterable[Case] | None = None
+    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, judge: Judge
 ) -> Iterator[Result]:
-    """`run`: every kernel on the named problems (or `cases`), timed, with what NVRTC reports."""
-    for case in named_cases(small=device == HOST) if cases is None else cases:
+    """`run`: every kernel on every case, timed, with what NVRTC reports."""
+    for case in cases:
         for kernel in kernels:
-            yield verify(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+            yield judge(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
 
 
-def sweep(kernels: Iterable[Kernel], device: Device, tile: Tile | None = None) -> Iterator[Result]:
+def sweep(
+    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, judge: Judge | None = None
+) -> Iterator[Result]:
     """`check`: every kernel over its sweep."""
     for kernel in kernels:
         for case in sweep_cases(kernel):
-            yield verify(kernel, case, device, tile)
+            yield (judge or verify)(kernel, case, device, tile)
 
 
 def verify(

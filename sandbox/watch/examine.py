@@ -15,7 +15,6 @@ from typing import TypeVar
 from ..core import registry
 from ..core.errors import (
     CompileError,
-    DriverError,
     SandboxError,
     SpecError,
     ToolchainMissing,
@@ -36,6 +35,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import disassembly, nvrtc
 from ..toolchain.nvrtc import Compiled, Resources
 from ..verify import check, sanitize
+from ..verify.apart import fit
 from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
@@ -79,7 +79,7 @@ def examine(job: Job, at: At) -> tuple[Examination, bool]:
         found = Examination("run", str(error))
     except Exception as error:  # a spec may do anything
         found = Examination("spec", f"{type(error).__name__}: {error}")
-    return replace(found, seconds=time.perf_counter() - started), _fit(job.device)
+    return replace(found, seconds=time.perf_counter() - started), fit(job.device)
 
 
 def _examine(job: Job, at: At) -> Examination:
@@ -192,15 +192,3 @@ def _all(futures: Iterable[Future[T]]) -> list[T]:
 
 def _device_name(device: Device) -> str:
     return "cpu" if device == HOST else driver.device(device[1]).name
-
-
-def _fit(device: Device) -> bool:
-    """An illegal address or a trap stays with the context for ever."""
-    try:
-        if device != HOST:
-            driver.device(device[1]).synchronize()
-    except DriverError:
-        return False
-    except SandboxError:  # no GPU at all
-        return True
-    return True

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from project import in_project, new_kernel
+from project import INTERRUPTIBLE, in_project, new_kernel
 from rich.console import Console
 
 from sandbox.cli import cli
+from sandbox.code import costs
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify import cases, check, report
+from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case
 from sandbox.verify.truth import Answer, Truth, truth_of
 
@@ -178,7 +180,7 @@ def test_check(short_sweep: int) -> None:
     rows = parsed("check", "fwd_minimal", "--backend", "cpu")
     assert [row["ok"] for row in rows] == [True] * short_sweep
     shown = call("check", "fwd_minimal", "--backend", "cpu")
-    assert (shown.exit_code, shown.stdout) == (0, f"{short_sweep} ok, 0 wrong, 0 not taken, on cpu\n")
+    assert (shown.exit_code, shown.stdout) == (0, f"fwd_minimal: {short_sweep} ok, 0 wrong, 0 not taken, on cpu\n")
 
 
 def test_cache(own_cache: Path) -> None:
@@ -345,12 +347,69 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     assert "Traceback" not in done.stdout + done.stderr
 
 
+STORE = "O.row(b, h, query_row)[d] = "
+FAR = "O.row(b, h, query_row + (1ll << 40))[d] = "
+RETURN = "if (query_row >= score.Sq) return;"
+
+
+def edit(project: Path, name: str, old: str, new: str) -> None:
+    source = project / f"kernels_cu/{name}.cu"
+    text = source.read_text()
+    assert old in text
+    source.write_text(text.replace(old, new))
+
+
+def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
+    """A store far past the end ends the process: not ours, and not before the others have their results."""
+    new_kernel(project_copy, "fwd_far")
+    edit(project_copy, "fwd_far", STORE, FAR)
+    options = ("--shape", "1,1,70,32", "--backend", "cpu")
+    done = in_project(project_copy, "sandbox", "run", "fwd_minimal", "fwd_far", "fwd_block2d", *options, "--json")
+    assert done.returncode == 1
+    assert [(row["kernel"], row["ok"]) for row in json.loads(done.stdout)] == [
+        ("fwd_minimal", True),
+        ("fwd_far", False),
+        ("fwd_block2d", True),
+    ]
+    done = in_project(project_copy, "sandbox", "check", "fwd_far", "--backend", "cpu")
+    assert done.returncode == 1
+    assert "FAIL fwd_far on " in done.stdout
+    assert "its process ended: it accessed memory that is not there (SIGSEGV), while running it" in done.stdout
+    assert done.stdout.count("SIGSEGV") == 1  # said once
+    assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
+
+
+def test_rows_are_printed_when_they_are_there(project_copy: Path) -> None:
+    """Also into a pipe, and while another kernel never ends: Ctrl-C does."""
+    new_kernel(project_copy, "fwd_endless")
+    edit(project_copy, "fwd_endless", RETURN, f"while (*static_cast<volatile int*>(&group)) {{}}\n    {RETURN}")
+    command = [*INTERRUPTIBLE, sys.executable, "-m", "sandbox", "run", "fwd_minimal", "fwd_endless"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    process = subprocess.Popen([*command, "--shape", "1,1,7,32", "--backend", "cpu"], cwd=project_copy,
+                               stdout=subprocess.PIPE, text=True, env=environment)  # fmt: skip
+    assert process.stdout.readline().startswith("kernel")
+    assert process.stdout.readline().startswith("fwd_minimal")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 1
+
+
+def test_what_kernels_print_is_no_part_of_the_results(project_copy: Path) -> None:
+    new_kernel(project_copy, "fwd_prints")
+    edit(project_copy, "fwd_prints", RETURN, RETURN + ' printf("row %d\\n", query_row);')
+    run = ("sandbox", "run", "fwd_prints", "--shape", "1,1,2,32", "--backend", "cpu", "--json")
+    done = in_project(project_copy, *run)
+    assert [row["ok"] for row in json.loads(done.stdout)] == [True]
+    assert done.stderr == "row 0\nrow 1\n"
+
+
 def test_a_wrong_check(monkeypatch: pytest.MonkeyPatch, short_sweep: int) -> None:
     def strict(computes: str, case: Case) -> Truth:
         truth = truth_of(computes, case)
         return Truth(truth.given, {**truth.answers, "O": Answer(truth.answers["O"].values, 1e-30)})
 
     monkeypatch.setattr(check, "truth_of", strict)
+    monkeypatch.setattr(Apart, "verify", staticmethod(check.verify))  # in this process
     shown = call("check", "fwd_minimal", "--backend", "cpu")
     assert shown.exit_code == 1
     assert "WRONG fwd_minimal on " in shown.stdout
@@ -384,7 +443,7 @@ cli.main()
 
 def test_control_c() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPS, "check", "--backend", "cpu"],
+        [*INTERRUPTIBLE, sys.executable, "-c", SLEEPS, "check", "--backend", "cpu"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -465,9 +524,9 @@ def test_results_fold_at_80_columns() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_costs(width: int) -> None:
-    cost = report.Cost("bwd_block2d", "D128 bfloat16 causal", "BLOCK_M=128,BLOCK_N=128", "sm_100a", True,
+    cost = costs.Cost("bwd_block2d", "D128 bfloat16 causal", "BLOCK_M=128,BLOCK_N=128", "sm_100a", True,
                        SPILLED, 98304, Occupancy(2, 0.125, "shared memory"), 0.5, False)  # fmt: skip
-    shown = "\n".join(lines(report.compiled_table([cost], width), width))
+    shown = "\n".join(lines(costs.compiled_table([cost], width), width))
     assert max(map(len, shown.splitlines())) <= width
     words = "bwd_block2d D128 bfloat16 causal sm_100a 96 KiB 12% 500 ms BLOCK_M=128"
     assert set(words.split()) <= set(shown.replace(",", " ").split())
