@@ -26,7 +26,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import cache, disassembly
 from ..toolchain.disassembly import Instruction
 from ..toolchain.nvrtc import Resources
-from ..watch.history import History
+from ..watch.history import History, as_bytes
 
 LANGUAGES = ("sass", "ptx")
 
@@ -99,7 +99,7 @@ def _in_history(kernel: Kernel, number: int) -> Kernel:
     def write(folder: Path) -> None:
         for path, text in texts.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
+            (folder / path).write_bytes(as_bytes(text))
 
     return _unpacked(kernel, cache.make_key(texts=texts), write, f"version {number} in the history")
 
