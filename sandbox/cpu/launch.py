@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import threading
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class CpuFunction:
             raise SpecError(f"{self.entry}: {smem_bytes} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
-        lock = threading.Lock()
+        lock = _ForkedLock()
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
             if not math.prod(grid):
@@ -72,6 +73,27 @@ class CpuFunction:
                 raise LaunchError(f"{self.entry} on the CPU backend: {message.value.decode(errors='replace')}")
 
         return launch
+
+
+class _ForkedLock:
+    """A lock that a forked child finds free: the thread that held it is not there to give it back."""
+
+    def __init__(self) -> None:
+        self.renew()
+        _locks.add(self)
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+_locks: weakref.WeakSet[_ForkedLock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock.renew() for lock in _locks])
 
 
 def workers() -> int:
