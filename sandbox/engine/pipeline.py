@@ -21,7 +21,7 @@ from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
-from ..toolchain import nvrtc
+from ..toolchain import cache, nvrtc
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
 
@@ -149,12 +149,14 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
 def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], device: Device) -> Loaded:
     names = [entry.name for entry in kernel.entries]
     if device == HOST:
-        built = build.library(kernel.source, names, dict(defines))
-        return Loaded(tuple(CpuFunction(built.path, name) for name in names), (), built.seconds, built.cached)
+        with cache.in_use():  # the loader is given a path
+            built = build.library(kernel.source, names, dict(defines))
+            functions = tuple(CpuFunction(built.path, name) for name in names)
+        return Loaded(functions, (), built.seconds, built.cached)
     gpu = driver.device(device[1])
     compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines))
-    functions = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
-    return Loaded(functions, compiled, compiled[0].seconds, compiled[0].cached)
+    on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
+    return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached)
 
 
 def _compiled(kernel: Kernel, arch: str, defines: Mapping[str, object]) -> tuple[Compiled, ...]:
