@@ -33,7 +33,6 @@ from ..core.errors import CacheError
 _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
 _LIMIT_MIB = 4096
 _TRIMMED_EVERY = 16  # entries that a process puts, from its first on: looking at some thousands takes 0.1 s
-_LOCK = "lock"
 _STAGING = ".new-"  # prefix of folders on their way in or out
 _OURS = re.compile(r"(revision-)?[0-9a-f]{40}|headers-[0-9a-f]{16}")  # entries, old sources, headers that NVRTC unpacks
 
@@ -86,15 +85,17 @@ def in_use() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(how: int) -> Iterator[None]:
-    """Raises BlockingIOError when `how` is not to wait and somebody holds the lock."""
-    path = directory() / _LOCK
+    """The folder itself. Raises BlockingIOError when `how` is not to wait and somebody has it."""
+    path = directory()
     try:
-        file = path.open("ab")
+        folder = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise CacheError(f"cache directory {path.parent} cannot be written ({error.strerror}): {_REMEDY}") from error
-    with file:  # which also gives the lock back
-        fcntl.flock(file, how)
+        raise CacheError(f"cache directory {path} cannot be read ({error.strerror}): {_REMEDY}") from error
+    try:
+        fcntl.flock(folder, how)
         yield
+    finally:
+        os.close(folder)  # which also gives it back
 
 
 def limit() -> int:
