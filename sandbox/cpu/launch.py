@@ -13,10 +13,13 @@ from pathlib import Path
 from ..core.errors import LaunchError, SpecError
 from ..core.kernel import Dim3
 from ..launch.arguments import ArgumentBlock, Launch
+from ..toolchain.nvrtc import Parameter
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
 MAX_THREADS = 1024  # of a block, on every architecture
 _ERROR_BYTES = 4096
+_MOST_PARAMETERS = 4096 // 4  # of 4 KiB in all
+_KINDS = ("pointer", "integer", "float", "struct")  # as cuda_cpu.h numbers them
 
 
 class _Launch(ctypes.Structure):
@@ -45,6 +48,9 @@ class CpuFunction:
         self._run = loaded.sandbox_launch
         self._entry = ctypes.cast(getattr(loaded, f"sandbox_entry_{entry}"), ctypes.c_void_p)
         self._smem = ctypes.cast(loaded.sandbox_dynamic_smem_address, ctypes.c_void_p)
+        each = (ctypes.c_uint * _MOST_PARAMETERS)()
+        count = getattr(loaded, f"sandbox_parameters_{entry}")(each)
+        self.parameters = tuple(Parameter((_KINDS[packed & 3],), packed >> 2) for packed in each[:count])
 
     def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
         """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
@@ -93,7 +99,7 @@ class _ForkedLock:
 
 
 _locks: weakref.WeakSet[_ForkedLock] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock.renew() for lock in _locks])
+os.register_at_fork(after_in_child=lambda: [*map(_ForkedLock.renew, _locks)])
 
 
 def workers() -> int:

@@ -16,7 +16,7 @@ from ..core.registry import entry_owner
 from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
-from ..launch import driver
+from ..launch import driver, parameters
 from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
@@ -141,7 +141,8 @@ class Loaded:
 
 
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
-    """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does."""
+    """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
+    SpecError where the spec's `args` are not the parameters that the compiler found."""
     return _load(kernel, tuple(kernel.defines(problem, tile).items()), device)
 
 
@@ -152,9 +153,13 @@ def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], device: Device) 
         with cache.in_use():  # the loader is given a path
             built = build.library(kernel.source, names, dict(defines))
             functions = tuple(CpuFunction(built.path, name) for name in names)
+        for entry, function in zip(kernel.entries, functions, strict=True):
+            parameters.hold(entry, function.parameters, kernel.source)
         return Loaded(functions, (), built.seconds, built.cached)
     gpu = driver.device(device[1])
     compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines))
+    for entry, made in zip(kernel.entries, compiled, strict=True):
+        parameters.hold(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source)
     on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
     return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached)
 

@@ -85,7 +85,7 @@ def inspect(
     kernel: Kernel, device: Device, tile: Tile | None = None, timeout: float = 120.0, problem: Problem | None = None
 ) -> Iterator[Inspection]:
     """`sanitize`: every tool of the backend on `problem`, or on small ones. Raises ToolchainMissing where
-    the GPU's is missing, CompileError, UnsupportedProblem."""
+    the GPU's is missing, CompileError, SpecError, UnsupportedProblem."""
     if device != HOST:
         tools.need("compute-sanitizer")
     if problem:
@@ -95,6 +95,7 @@ def inspect(
     if not problems:
         raise UnsupportedProblem(f"{kernel.name}: no small problem can be run with tile {tile}")
     for problem in problems:
+        pipeline.load(kernel, tile, problem, device)  # raises SpecError before a wrong argument is a wrong address
         for tool in HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS:
             yield (on_host if device == HOST else on_gpu)(tool, kernel, problem, tile, timeout)
 

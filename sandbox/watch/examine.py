@@ -24,7 +24,6 @@ from ..core.errors import (
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..cpu import build
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
 from ..engine.choose import choose_tile
@@ -134,8 +133,7 @@ def _compile(
     except ToolchainMissing as missing:
         for_gpu, notes = [], [str(missing).splitlines()[0]]
     cubins = [pool.submit(pipeline.compile_entries, kernel, p.D, p.dtype, p.causal, target, t) for p, t in for_gpu]
-    names = [entry.name for entry in kernel.entries]
-    on_host = [] if arch else [pool.submit(build.library, kernel.source, names, dict(d)) for d in variants]
+    on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants.values()]
     compiled = _all(cubins)
     _all(on_host)
     if not compiled:
