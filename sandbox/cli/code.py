@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import click
 
 from ..code import listing
@@ -40,15 +42,18 @@ def _command(language: str, doc: str) -> None:
     ) -> None:  # fmt: skip
         problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
-        after = listing.translate(spec, language, problem, arch, wanted, entry=kernel)
+        read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)
         if reference is None:
-            _show_code(after, summary, as_json)
+            _show_code(read(spec, tile=wanted, entry=kernel), summary, as_json)
         elif "=" in reference:
-            before = listing.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
-            _show_changes(before, after, as_json)
+            before = read(spec, tile=Tile.parse(reference), entry=kernel)
+            _show_changes(before, read(spec, tile=wanted, entry=kernel), as_json)
         else:
             old = listing.version(spec, reference)
-            _show_changes(listing.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
+            entry = old.name + kernel.removeprefix(spec.name)
+            before = read(old, tile=wanted, label=reference, entry=entry)
+            now = spec.source.name if reference.endswith(".cu") else "now"  # in the other's terms
+            _show_changes(before, read(spec, tile=wanted, label=now, entry=kernel), as_json)
 
 
 def _show_code(shown: listing.Code, summary: bool, as_json: bool) -> None:
