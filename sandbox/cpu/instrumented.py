@@ -114,16 +114,20 @@ def _split(content: bytes, like: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]
 
 
 def _symbolized(text: str) -> str:
-    """Our own reports name a place in the machine code; say which lines that is, as the sanitizers do."""
-    found = re.search(r"(\S+\.so)\+0x([0-9a-f]+)", text)
-    if not found or "read before anything" not in text:
+    """Our own reports name places in the machine code, innermost call first; say which lines those are, as the
+    sanitizers do."""
+    frames = re.findall(r"^ +in (\S+\.so)\+0x([0-9a-f]+)$", text, re.MULTILINE)
+    if not frames:
         return text
-    call = hex(int(found[2], 16) - 1)  # the return address is behind it
+    library = frames[0][0]
+    # A return address is behind its call.
+    calls = [hex(int(offset, 16) - 1) for file, offset in frames if file == library]
     said = subprocess.run(
-        ["addr2line", "-i", "-e", found[1], call], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    frames = [line.partition(" (")[0] for line in said.stdout.splitlines()]
-    return "\n".join((text.replace(f", at {found[0]}", ""), *(f"    at {frame}" for frame in frames)))
+        ["addr2line", "-i", "-e", library, *calls],
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    lines = [line.partition(" (")[0] for line in said.stdout.splitlines()]
+    return "\n".join((text.partition("\n    in ")[0], *(f"    at {line}" for line in lines)))
 
 
 @functools.cache
