@@ -38,12 +38,14 @@ from ..verify.apart import fit
 from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
+from ..verify.sanitize import Inspection
 from ..verify.truth import truth_of
 from .examination import Cost, Examination, Job, quick_cases
 
 T = TypeVar("T")
 COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limit
 REPEATS = 20  # launches that are timed on a GPU
+_PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
 _QUICK_TOOLS = ("address", "thread")
 
 
@@ -94,10 +96,19 @@ def _examine(job: Job, at: At) -> Examination:
         cost, notes = _compile(kernel, cases, job, pool)
         compiling = time.perf_counter() - started
         findings: tuple[Finding, ...] = ()
+        shipped: _Looking = []
         if job.device == HOST:
-            findings, more = _sanitize(kernel, job, at, pool)
+            tile = job.tile or sanitize.small_tile(kernel)
+            small = [(tile, problem) for problem in sanitize.small_problems(kernel, tile)[:1]]
+            at("running it under sanitizers", COMPILE_SECONDS)
+            findings, more = _found(_sanitizing(kernel, small, job, pool))
             notes += more
+            if not findings and not job.tile:  # what is shipped, while results are compared
+                patient = replace(job, seconds=max(job.seconds, _PATIENCE))
+                shipped = _sanitizing(kernel, sanitize.shipped(kernel, None), patient, pool)
         results = () if findings else _verify(kernel, cases, job, at)
+        at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
+        findings += _found(shipped)[0]
         stage, message = _verdict(findings, results)
         held = cost.result() if cost else None
         return Examination(stage, message, results, findings, held, setting, tuple(notes), compiling=compiling)
@@ -152,16 +163,23 @@ def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled
     return Cost(compiled[0].arch, str(tile), Resources.worst(r for _, r in entries), smem, least, opcodes)
 
 
-def _sanitize(kernel: Kernel, job: Job, at: At, pool: ThreadPoolExecutor) -> tuple[tuple[Finding, ...], list[str]]:
-    """A tiny ragged problem in processes of their own: what would end this one is found there, and by its line."""
-    tile = job.tile or sanitize.small_tile(kernel)
-    problems = sanitize.small_problems(kernel, tile)[:1]
-    at("running it under sanitizers", COMPILE_SECONDS)
-    looked = _all(
-        pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds)
-        for problem in problems
-        for tool in _QUICK_TOOLS
-    )
+_Looking = list[list[Future[Inspection]]]  # by the tools, at each problem
+
+
+def _sanitizing(kernel: Kernel, pairs: Iterable[tuple[Tile, Problem]], job: Job, pool: ThreadPoolExecutor) -> _Looking:
+    """Ragged problems in processes of their own: what would end this one is found there, and by its line."""
+    return [
+        [pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds) for tool in _QUICK_TOOLS]
+        for tile, problem in pairs
+    ]
+
+
+def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
+    """What there is to mend, and why some tool could not be used."""
+    looked: list[Inspection] = []
+    for futures in looking:
+        of_problem = _all(futures)
+        looked += [i for i in of_problem if not sanitize.misled(i.tool, of_problem)]
     found = {finding: None for inspection in looked for finding in inspection.findings}
     return tuple(found), [i.message for i in looked if i.clean is None][:1]
 
