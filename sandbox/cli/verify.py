@@ -81,7 +81,7 @@ def _shown(
             console.print(report.results_table([r], console.width, expected=expected, head=not shown))
             shown += 1
         yield r
-    for text in (*report.notes(results), *report.failures(results)):
+    for text in (*report.notes(results), *report.failures(results), *report.hints(results)):
         say(text)
 
 
@@ -120,6 +120,8 @@ def _told(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
                 for text in report.failures([r]):
                     say(text)
             yield r
+        for text in report.hints(results):
+            say(text)
         say(f"{kernel}: {report.counts(results)}, on {results[0].backend}")
 
 

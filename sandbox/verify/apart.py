@@ -50,7 +50,8 @@ class Apart:
         except WorkerDied as death:
             printed = death.printed
             message = f"its process ended: {death}, while {death.stage}"
-            result = Result(kernel.name, case.name, str(case.problem), device[0], ok=False, message=message)
+            where = kernel.name, case.name, str(case.problem), device[0]
+            result = Result(*where, ok=False, message=message, sanitize=True)
         if printed:
             self._hear(printed)
         return result

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..core.errors import SandboxError, ToolchainMissing, UnsupportedProblem
+from ..core.errors import DriverError, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.tile import Tile
 from ..engine import pipeline
@@ -57,6 +57,7 @@ class Result:
     message: str = ""
     tensor: str = ""
     where: ErrorMap | None = None  # of an output that is wrong
+    sanitize: bool = False  # whether that verb may know more
 
 
 def pick_device(backend: str | None) -> Device:
@@ -107,7 +108,7 @@ def verify(
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
     except SandboxError as failure:
-        return Result(*head, ok=False, message=str(failure))
+        return Result(*head, ok=False, message=str(failure), sanitize=isinstance(failure, DriverError))
     compiled, note = done.prepared.compiled, ""
     if report and not compiled:
         try:
@@ -132,6 +133,7 @@ def verify(
         tflops=flops / done.seconds * 1e-12 if device != HOST and flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
         where=None if right else _where(verdict.tensor, truth.answers, done),
+        sanitize=not right or bool(done.trespassed),
     )
 
 

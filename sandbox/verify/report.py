@@ -134,6 +134,14 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
         yield Text.assemble(mark, f" {r.kernel} on {cases} [{r.backend}]: {_reason(r).removeprefix(f'{r.kernel}: ')}")
 
 
+def hints(results: Iterable[Result]) -> Iterator[Text]:
+    """Where to look next, for each kernel that goes wrong in a way that `sanitize` may explain."""
+    for r in {r.kernel: r for r in results if r.sanitize}.values():
+        backend = f" --backend {r.backend}"
+        what = "races, missing waits, accesses out of bounds, by line"
+        yield Text.assemble(("hint", "cyan"), f" sanitize {r.kernel}{backend} looks for {what}")
+
+
 def counts(results: Sequence[Result]) -> str:
     """How many are right; of those that are not, also which."""
     wrong = [r.case for r in results if r.ok is False]

@@ -334,6 +334,8 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     assert done.returncode == 1
     assert "WRONG fwd_wrong on --shape [cpu]: O error " in done.stdout
     assert "FAIL fwd_broken on --shape [cpu]: " in done.stdout
+    hints = [line for line in done.stdout.splitlines() if line.startswith("hint")]
+    assert [line.split()[2] for line in hints] == ["fwd_wrong"]  # a compiler's word is enough
     assert f"{broken}:{line}:15: error: " in done.stdout
     assert "int missing = undeclared;" in done.stdout
     assert " ^~" in done.stdout
@@ -376,6 +378,7 @@ def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
     assert "FAIL fwd_far on " in done.stdout
     assert "its process ended: it accessed memory that is not there (SIGSEGV), while running it" in done.stdout
     assert done.stdout.count("SIGSEGV") == 1  # said once
+    assert "hint sanitize fwd_far --backend cpu looks for races" in done.stdout
     assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
 
 
