@@ -15,9 +15,9 @@ from .group import cli
 from .options import (
     causal_option,
     dtype_option,
+    entry_argument,
     head_dim_option,
     json_option,
-    kernel_argument,
     parsed_tile,
     tile_option,
 )
@@ -26,7 +26,7 @@ from .output import print_json, say, screen
 
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
-    @kernel_argument
+    @entry_argument
     @head_dim_option
     @dtype_option
     @causal_option

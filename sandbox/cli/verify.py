@@ -63,7 +63,7 @@ def run_(
         if as_json:
             results = list(print_json_rows(found))
         else:
-            names = [checking.Result(k.name, c.name, str(c.problem), "", None) for k in chosen for c in cases]
+            names = [checking.Result(k.name, c.name, c.problem, "", None) for k in chosen for c in cases]
             results = list(_shown(found, names, everything=bool(kernels or shape)))
     _draw_map(results, prefix)
     sys.exit(exit_status(r.ok for r in results))

@@ -17,12 +17,12 @@ from ..watch import session
 from ..watch.examination import Job
 from ..watch.history import History, as_bytes, read_texts
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, parsed_tile, tile_option
+from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument, parsed_tile, tile_option
 from .output import plain, print_json, say, screen
 
 
 @cli.command("watch")
-@click.argument("kernel")
+@kernel_argument
 @click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the quick set; grouped heads as B,H/Hk,S,D.")
 @dtype_option
 @causal_option

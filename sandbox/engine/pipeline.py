@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..core import log
-from ..core.errors import SpecError, UnsupportedProblem
+from ..core.errors import CompileError, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Dim3, Entry, Kernel
 from ..core.problem import Problem, normalise_causal
 from ..core.registry import entry_owner
@@ -21,7 +21,7 @@ from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
-from ..toolchain import cache, nvrtc
+from ..toolchain import cache, nvrtc, sources
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
 
@@ -143,7 +143,19 @@ class Loaded:
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
     SpecError where the spec's `args` are not the parameters that the compiler found."""
-    return _load(kernel, tuple(kernel.defines(problem, tile).items()), device)
+    what = kernel, tuple(kernel.defines(problem, tile).items()), device
+    refused, error = _refused.get(what, (None, None))
+    if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
+        raise error.with_traceback(None)
+    try:
+        return _load(*what)
+    except CompileError as refusal:
+        _refused[what] = sources.fingerprint(kernel.source, build.include_dirs(kernel.source)), refusal
+        raise
+
+
+# What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times.
+_refused: dict[tuple[Kernel, tuple[tuple[str, int], ...], Device], tuple[str | None, CompileError]] = {}
 
 
 @lru_cache(maxsize=512)
@@ -171,6 +183,7 @@ def _compiled(kernel: Kernel, arch: str, defines: Mapping[str, object]) -> tuple
 def forget() -> None:
     """Drop every loaded kernel, so that the next launch reads the sources anew."""
     _load.cache_clear()
+    _refused.clear()
 
 
 def arch_of(device: Device) -> Arch | None:

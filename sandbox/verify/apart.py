@@ -50,7 +50,7 @@ class Apart:
         except WorkerDied as death:
             printed = death.printed
             message = f"its process ended: {death}, while {death.stage}"
-            where = kernel.name, case.name, str(case.problem), device[0]
+            where = kernel.name, case.name, case.problem, device[0]
             result = Result(*where, ok=False, message=message, sanitize=True)
         if printed:
             self._hear(printed)

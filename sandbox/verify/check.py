@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.errors import DriverError, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
+from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
 from ..engine.choose import choose_tile
@@ -39,10 +40,10 @@ class Result:
 
     kernel: str
     case: str
-    problem: str
+    problem: Problem
     backend: str
     ok: bool | None
-    tile: str = ""
+    tile: Tile | None = None
     arch: str = ""
     compile_seconds: float | None = None
     cached: bool | None = None
@@ -100,7 +101,7 @@ def verify(
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
     truth = truth_of(kernel.computes, case)
     problem = dataclasses.replace(case.problem, **layout(map(view, truth.given.values())))
-    head = (kernel.name, case.name, str(problem), device[0])
+    head = (kernel.name, case.name, problem, device[0])
     arch = pipeline.arch_of(device)
     try:
         chosen = choose_tile(kernel, problem, arch, tile)
@@ -122,7 +123,7 @@ def verify(
     return Result(
         *head,
         ok=right and not done.trespassed,
-        tile=str(chosen),
+        tile=chosen,
         arch=compiled[0].arch if compiled else "",
         compile_seconds=compiled[0].seconds if compiled else done.prepared.seconds,
         cached=compiled[0].cached if compiled else done.prepared.cached,

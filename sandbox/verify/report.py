@@ -88,9 +88,9 @@ def results_table(
     shown.show_header = head
     if wide:
         for field in ("kernel", "case", "problem"):
-            shown.add_column(field, min_width=max(len(getattr(r, field)) for r in room), overflow="fold")
+            shown.add_column(field, min_width=max(len(str(getattr(r, field))) for r in room), overflow="fold")
     else:
-        longest = max(max(len(f"{r.kernel} {r.case}"), len(r.problem)) for r in room)
+        longest = max(max(len(f"{r.kernel} {r.case}"), len(str(r.problem))) for r in room)
         free = width - sum(numbers.values()) - _VERDICT - _GAP * (len(numbers) + 1)
         shown.add_column("kernel and case\nproblem", min_width=min(longest, max(free, 1)), overflow="fold")
     for name, usual in numbers.items():
@@ -107,8 +107,8 @@ def _cells(r: Result, wide: bool) -> list[str | Text]:
     speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
     error, time = errors_shown(r), si_time(r.seconds)
     if wide:
-        return [r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, verdict(r)]
-    what = Text.assemble(r.kernel, " ", r.case, "\n", (r.problem, "dim"))
+        return [r.kernel, r.case, str(r.problem), regs, smem, compiling, error, time, speed, verdict(r)]
+    what = Text.assemble(r.kernel, " ", r.case, "\n", (str(r.problem), "dim"))
     held = Text.assemble(regs, "\n", smem)
     return [what, held, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r)]
 

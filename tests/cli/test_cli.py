@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,6 +20,12 @@ from rich.console import Console
 
 from sandbox.cli import cli
 from sandbox.code import costs
+from sandbox.core import registry
+from sandbox.core.errors import CompileError
+from sandbox.cpu import build
+from sandbox.engine import pipeline
+from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem, Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify import cases, check, report
@@ -148,7 +155,10 @@ def test_compile_says_what_it_left_out() -> None:
 def test_run() -> None:
     options = ("run", "fwd_minimal", "--shape", "1,4/2,70,50,64", "--dtype", "bfloat16", "--causal", "--backend", "cpu")
     (row,) = parsed(*options)
-    assert (row["ok"], row["problem"], row["backend"]) == (True, "B1 H4/2 S70x50 D64 bfloat16 causal", "cpu")
+    assert (row["ok"], row["backend"]) == (True, "cpu")
+    asked = {"B": 1, "H": 4, "Hk": 2, "Sq": 70, "Sk": 50, "D": 64, "dtype": "bfloat16", "causal": "bottom-right"}
+    assert row["problem"].items() >= asked.items()
+    assert row["tile"] == dict(registry.get("fwd_minimal").tiles[0])
     assert 0 < row["error"] <= row["bound"]
     assert row["seconds"] > 0
     assert row["resources"]["registers"] > 16
@@ -382,6 +392,23 @@ def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
     assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
 
 
+def test_what_a_compiler_refused_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a run, for one variant; until the source is another."""
+    kernel = dataclasses.replace(registry.get("fwd_minimal"), source=tmp_path / "fwd_minimal.cu")
+    text = registry.get("fwd_minimal").source.read_text()
+    kernel.source.write_text(text + "int missing = undeclared;\n")
+    compiled = []
+    run = build.host.run
+    monkeypatch.setattr(build.host, "run", lambda *arguments: compiled.append(arguments) or run(*arguments))
+    what = kernel, kernel.tiles[0], Problem(1, 1, 8, 8, 16, dtype="float16"), HOST
+    for _ in range(3):
+        with pytest.raises(CompileError, match="undeclared"):
+            pipeline.load(*what)
+    assert len([a for a in compiled if a[3] == kernel.source]) == 1
+    kernel.source.write_text(text)
+    assert pipeline.load(*what).functions
+
+
 def test_rows_are_printed_when_they_are_there(project_copy: Path) -> None:
     """Also into a pipe, and while another kernel never ends: Ctrl-C does."""
     new_kernel(project_copy, "fwd_endless")
@@ -479,10 +506,11 @@ def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
 # ---- tables
 
 
+PROBLEM = Problem(1, 1, 1, 1, 16)
 SPILLED = Resources(168, 0, 40, 44, 48)
 NAMES = ("fwd_minimal", "fwd_block2d", "bwd_block2d")
 RESULTS = [
-    check.Result(name, case.name, str(case.problem), "cuda", True, "BLOCK_M=64", "sm_90a", 0.212, False,
+    check.Result(name, case.name, case.problem, "cuda", True, Tile(BLOCK_M=64), "sm_90a", 0.212, False,
                  Resources(255, 0, 0, 0, 0), 232448, 5.4e-3, 4.8e-2, 6e-7, -1e-3, 12.5e-3, 612.25)
     for name in NAMES for case in cases.named_cases(small=False)
 ]  # fmt: skip
@@ -512,7 +540,7 @@ def test_results_are_one_line_a_case_at_120_columns() -> None:
         "TFLOP/s",
     ]
     for result, line in zip(RESULTS, shown[1:], strict=True):
-        assert result.problem in line
+        assert str(result.problem) in line
         for text in (result.kernel, " 255 ", "227 KiB", "212 ms", "5.4e-3 <= 4.8e-2", "12.5 ms", "612.25", "ok"):
             assert text in line
 
@@ -548,7 +576,7 @@ def test_columns_and_no_color_are_heeded(command: tuple[str, ...]) -> None:
 
 def test_a_reason_that_several_cases_share_is_said_once() -> None:
     same = [
-        check.Result("k", f"case {i}", "", "cpu", False, message=f"refused\n\nx.cu:1: error\n\noptions: -D{i}")
+        check.Result("k", f"case {i}", PROBLEM, "cpu", False, message=f"refused\n\nx.cu:1: error\n\noptions: -D{i}")
         for i in range(6)
     ]
     (text,) = report.failures(same)
