@@ -18,7 +18,7 @@ from ..profile import report as profile_report
 from ..profile.profiler import Profile, Subject
 from ..toolchain import arch as architectures
 from .group import cli
-from .options import causal_option, dtype_option, entry_argument, json_option, parsed_tile, tile_option
+from .options import causal_option, dtype_option, entry_argument, json_option, parsed_tile, shape_option, tile_option
 from .output import print_json, say, screen
 
 
@@ -26,7 +26,7 @@ from .output import print_json, say, screen
 @entry_argument
 @click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
               help="Nsight Compute: one launch in every detail. Nsight Systems: the time line.")  # fmt: skip
-@click.option("--shape", default="1,12,4096,64", show_default=True, help="B,H,S,D or B,H,Sq,Sk,D; groups B,H/Hk,S,D.")
+@shape_option(default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
 @tile_option
