@@ -191,6 +191,8 @@ def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = told["commands"]
     subject = Subject.loads(command[-1])
     assert registry.get("fwd_mma").refuses_tile(subject.problem, subject.tile, (9, 0)) is None
+    kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # whatever the current folder is
+    assert Path(command[command.index("--export") + 1]).parent == kept
     refused = call("fwd_mma", "--shape", "1,2,64,60", "--dry-run")
     assert refused.exit_code == 2
     assert "multiple of 8" in refused.stderr
