@@ -7,7 +7,10 @@ import dataclasses
 import io
 import json
 import math
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +23,11 @@ from click.testing import CliRunner
 from project import ROOT
 
 from sandbox import cli
-from sandbox.bench import contest, peers, plot, rows
+from sandbox.bench import contest, environment, peers, plot, rows
 from sandbox.bench import report as bench_report
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, measure
-from sandbox.core import registry
+from sandbox.core import jsonl, registry
 from sandbox.core.errors import GpuUnavailable, SandboxError, UnsupportedProblem
 from sandbox.launch import driver
 from sandbox.reference import attention, lse_bound, naive, output_bound
@@ -445,9 +448,48 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
     list(rows.recorded([row("c", problems[0])], path))
     assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c"]
     assert rows.read_rows(tmp_path / "none") == []
+    with jsonl.locked(path) as file:  # by somebody who resumes the same file at the same time
+        file.seek(0, 2)
+        file.write(b'{"contender": "d", "half')
+        file.flush()
+        writer = threading.Thread(target=lambda: list(rows.recorded([row("e", problems[0])], path)))
+        writer.start()
+        time.sleep(0.3)
+        file.write(b'": 1}\n')
+    writer.join()
+    assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c", "d", "e"]
     path.write_text("rubbish\n{}\n")
     with pytest.raises(UnsupportedProblem, match="line 1"):
         rows.read_rows(path)
+
+
+def test_two_dirty_trees_are_two_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume` takes rows of one and the same state alone."""
+
+    def git(*arguments: str) -> None:
+        command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *arguments)
+        subprocess.run(command, check=True, capture_output=True)
+
+    (tmp_path / "sandbox/bench").mkdir(parents=True)
+    source = tmp_path / "sandbox/bench/environment.py"
+    monkeypatch.setattr(environment, "__file__", str(source))
+    source.write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    states = [environment.commit()]
+    for text in ("2\n", "3\n"):
+        source.write_text(text)
+        states.append(environment.commit())
+    (tmp_path / "kernels_cu").mkdir()
+    for text in ("new", "newer"):
+        (tmp_path / "kernels_cu/fwd_new.cu").write_text(text)
+        states.append(environment.commit())
+    assert len({*states}) == len(states)
+    assert [state.partition("+")[0] for state in states if state] == [states[0]] * 5
+    source.write_text("1\n")
+    (tmp_path / "kernels_cu/fwd_new.cu").unlink()
+    assert environment.commit() == states[0]
 
 
 def test_a_problem_comes_back_from_its_row() -> None:

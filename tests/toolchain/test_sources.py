@@ -43,6 +43,11 @@ def fingerprint(tree: Path) -> str | None:
         '#include "a.h"\r\n',
         "#if __has_include(<a.h>)\n#endif",
         "#include_next <a.h>",
+        '#include/**/"a.h"',
+        "#/* a\ncomment */include /**/ <a.h>",
+        '#inc\\\nlude "a.h"',
+        "#include \\\n<a.h>",
+        '%:include "a.h"',
     ],
 )
 def test_every_form_is_found(tree: Path, line: str) -> None:
@@ -123,7 +128,9 @@ def test_an_edit_that_keeps_length_and_time(tree: Path) -> None:
     assert fingerprint(tree) != before
 
 
-@pytest.mark.parametrize("line", ["#include HEADER", "#include \\\n<a.h>", "# include_next NAME(x)"])
+@pytest.mark.parametrize(
+    "line", ["#include HEADER", "#include/**/HEADER", "#inc\\\nlude HEADER", "# include_next NAME(x)"]
+)
 def test_a_computed_include_cannot_be_known(tree: Path, line: str) -> None:
     (tree / "src/main.cu").write_text(f"#define HEADER <a.h>\n{line}\n")
     assert fingerprint(tree) is None

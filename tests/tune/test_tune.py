@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from project import ROOT
+from rich.console import Console
 
 import sandbox
 from sandbox.bench.timing import Timing
@@ -179,10 +180,30 @@ def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
     assert len(fresh.asked) == 22
 
 
+def test_what_was_lost_is_tried_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's death is no measurement: the next search asks for that tile once more."""
+    whole = FakeLab._time
+    monkeypatch.setattr(
+        FakeLab, "_time", lambda lab, tile: Measured(False, "died", lost=True) if tile == BEST else whole(lab, tile)
+    )
+    search = finished(FakeLab())
+    assert search.candidates[BEST].state == "fails"
+    assert search.winner.tile != BEST  # type: ignore[union-attr]
+    monkeypatch.setattr(FakeLab, "_time", whole)
+    assert finished(FakeLab()).winner.tile == BEST  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
 def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, own_wins: bool) -> None:
     search = finished(FakeLab(noise, gain=0.2))  # the spec's own is two steps away: 1.4 times the best's time
     assert (search.winner is search.own) is own_wins
+    text = tune_report.verdict(search)[1].plain
+    shown = Console(width=200, no_color=True)
+    with shown.capture() as table:
+        shown.print(tune_report.tune_table(search, 200))
+    assert ("more had a median up to" in text) is own_wins  # "best", and why not the fastest
+    assert table.get().count("no faster within the noise") == (len(tune_report.faster(search)) if own_wins else 0)
+    assert bool(tune_report.faster(search)) is own_wins
 
 
 def test_numbers_held_fixed(own_cache: Path) -> None:
