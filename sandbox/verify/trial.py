@@ -44,12 +44,14 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
            repeats: int = 1) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
 
-    Every byte of the outputs, of a row before and after each head's, and of scratch is NaN before the launch.
-    `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
+    Every byte of the outputs, of a row before and after each head's, and of scratch is NaN before the launch. Where an
+    input has gaps between its rows, the outputs' rows have gaps of their own, which are NaN too. `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
     CPU backend.
     """
-    bordered = {name: _bordered(*what) for name, what in outputs_of(kernel, problem).items()}
-    outputs = {name: array[:, :, 1:-1] if array.ndim == 4 else array for name, array in bordered.items()}
+    gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
+    bordered = {name: _bordered(*what, gap) for name, what in outputs_of(kernel, problem).items()}
+    within = (..., slice(1, -1), slice(problem.D))
+    outputs = {name: array[within] if array.ndim == 4 else array for name, array in bordered.items()}
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -63,8 +65,7 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
         for name in outputs:
             staged[name].fetch()
-    borders = {name: array[:, :, [0, -1]] for name, array in bordered.items() if array.ndim == 4}
-    trespassed = tuple(name for name, border in borders.items() if (border.view(np.uint8) != 0xFF).any())
+    trespassed = tuple(name for name, array in bordered.items() if array.ndim == 4 and _written_beside(array, within))
     return Trial(prepared, outputs, trespassed, seconds)
 
 
@@ -80,10 +81,19 @@ def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...
     return {**outputs_of(kernel, problem), **scratch}
 
 
-def _bordered(shape: tuple[int, ...], dtype: str) -> Array:
-    """Memory for an output; of a tensor with a border, a row before and one after each head's."""
+_GAP = 8  # columns: rows that begin at multiples of 16 bytes still do
+
+
+def _bordered(shape: tuple[int, ...], dtype: str, gap: int) -> Array:
+    """Memory for an output; of a tensor with a border: a row before and one after each head's, `gap` columns a row."""
     B, H, S, *D = shape
-    return _filled((B, H, S + 2, *D) if D else shape, dtype)
+    return _filled((B, H, S + 2, D[0] + gap) if D else shape, dtype)
+
+
+def _written_beside(array: Array, within: tuple[Any, ...]) -> bool:
+    beside = np.ones(array.shape, bool)
+    beside[within] = False
+    return bool((array[beside].view(np.uint8) != 0xFF).any())
 
 
 def _filled(shape: tuple[int, ...], dtype: str) -> Array:
