@@ -46,7 +46,8 @@ def named_cases(small: bool) -> list[Case]:
     ]
 
 
-_HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))  # H, Hk: h // group, h % Hk and h are one thing only where Hk is 1 or H
+# H, Hk. Where Hk is neither 1 nor H, h // group, h % Hk and h are three different things.
+_HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
 _LONG = ((1023, 1024), (1024, 203))  # one head: many tiles, for the CPU backend too
 _WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
@@ -73,14 +74,16 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
 def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
     """Every kind of inputs, and lengths at which a mask that is off by one matters."""
     M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
-    tried = [(inputs, {"H": 4, "Hk": 2} if inputs in _NOT_FINITE else {}) for inputs in INPUTS]
+    grouped: dict[str, Any] = {"H": 4, "Hk": 2}
+    tried = [(inputs, grouped if inputs in _NOT_FINITE else {}) for inputs in INPUTS]
     # Where NaN and inf turn up behind a mask a kernel may begin again, row by row, and hide what made them: none here.
     tried += [(inputs, {"Sk": 2 * N + 1, "causal": False}) for inputs in ("large", "rising")]
     tried += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # of the tile's other keys exp(0 - LSE) would be inf
-    # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a tile's first row does not see.
+    # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a row does not see.
     tried += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
     for inputs, numbers in tried:
-        problem = Problem(**{"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right", **numbers}, dtype=dtype)
+        usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
+        problem = Problem(**{**usual, **numbers}, dtype=dtype)
         if kernel.refuses(problem) is None:
             yield Case(f"{problem} {inputs}", problem, inputs)
 
@@ -148,7 +151,7 @@ def _nan(q: Array, k: Array, v: Array) -> None:
 
 
 def _nan_query(q: Array, k: Array, v: Array) -> None:
-    """NaN in one early query: most of dK and dV stays finite, and right."""
+    """NaN in one early query, and its dO: most of dK and dV stays finite, and right."""
     q[:, :, 3] = np.nan
 
 
@@ -236,7 +239,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     """What kernels of a kind are given on a case, by the names in their `args`: q, k, v, and what only backwards need.
 
-    That is a standard normal dO, with NaN or inf in one row in the cases of that name, and the reference's O and LSE,
+    That is a standard normal dO, with NaN or inf in one row in cases of such inputs, and the reference's O and LSE,
     rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
     """
     inputs = make_inputs(case)
@@ -245,8 +248,8 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
         return given
     p, lay_out = case.problem, LAYOUTS[case.layout]
     dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.D), np.float32)
-    if case.inputs in ("nan", "inf"):
-        dout[:, :, 7] = float(case.inputs)
+    if case.inputs in _NOT_FINITE:
+        dout[:, :, 7] = np.inf if case.inputs == "inf" else np.nan
     with np.errstate(over="ignore"):
         out, lse = attention(*inputs, causal=p.causal, scale=p.scale)
         dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))

@@ -44,14 +44,13 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
            repeats: int = 1) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
 
-    Every byte of the outputs, of a row before and after each head's, and of scratch is NaN before the launch. Where an
-    input has gaps between its rows, the outputs' rows have gaps of their own, which are NaN too. `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
-    CPU backend.
+    Every byte of the outputs, of a border around them, and of scratch is NaN before the launch. Where an input has gaps
+    between its rows, the outputs' rows have gaps of their own. `seconds` is the median of `repeats` launches after the
+    first: GPU time between events, or the wall clock on the CPU backend.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
     bordered = {name: _bordered(*what, gap) for name, what in outputs_of(kernel, problem).items()}
-    within = (..., slice(1, -1), slice(problem.D))
-    outputs = {name: array[within] if array.ndim == 4 else array for name, array in bordered.items()}
+    outputs = {name: array[_within(array, problem)] for name, array in bordered.items()}
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -65,7 +64,7 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
         for name in outputs:
             staged[name].fetch()
-    trespassed = tuple(name for name, array in bordered.items() if array.ndim == 4 and _written_beside(array, within))
+    trespassed = tuple(name for name, array in bordered.items() if _written_beside(array, problem))
     return Trial(prepared, outputs, trespassed, seconds)
 
 
@@ -85,15 +84,21 @@ _GAP = 8  # columns: rows that begin at multiples of 16 bytes still do
 
 
 def _bordered(shape: tuple[int, ...], dtype: str, gap: int) -> Array:
-    """Memory for an output; of a tensor with a border: a row before and one after each head's, `gap` columns a row."""
+    """Memory for an output, with a border: of a tensor, a row before and one after each head's, and `gap` columns beside
+    it; of what has a number for each row, which has to be contiguous, a batch entry before and one after."""
     B, H, S, *D = shape
-    return _filled((B, H, S + 2, D[0] + gap) if D else shape, dtype)
+    return _filled((B, H, S + 2, D[0] + gap) if D else (B + 2, H, S), dtype)
 
 
-def _written_beside(array: Array, within: tuple[Any, ...]) -> bool:
-    beside = np.ones(array.shape, bool)
-    beside[within] = False
-    return bool((array[beside].view(np.uint8) != 0xFF).any())
+def _within(array: Array, problem: Problem) -> tuple[Any, ...]:
+    """Where the output itself lies in memory with a border."""
+    return (..., slice(1, -1), slice(problem.D)) if array.ndim == 4 else (slice(1, -1),)
+
+
+def _written_beside(array: Array, problem: Problem) -> bool:
+    border = np.ones(array.shape, bool)
+    border[_within(array, problem)] = False
+    return bool((array[border].view(np.uint8) != 0xFF).any())
 
 
 def _filled(shape: tuple[int, ...], dtype: str) -> Array:

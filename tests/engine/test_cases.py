@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sandbox.core import registry
 from sandbox.engine import choose
-from sandbox.launch.dlpack import HOST, Device, numpy_dtype
+from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Kernel, Problem
 from sandbox.verify import check, trial
-from sandbox.verify.cases import LAYOUTS, Array, Case, inputs_of, pointed_cases
+from sandbox.verify.cases import Array, Case, inputs_of, pointed_cases
 
 KERNELS = list(registry.kernels().values())
 by_name = lambda kernel: kernel.name  # noqa: E731
@@ -41,19 +43,46 @@ def test_pointed(kernel: Kernel, case: Case, device: Device) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_groups(kernel: Kernel, causal, device: Device) -> None:
     """h // group, h % Hk and h are three different things."""
-    right(kernel, Case("groups", Problem(2, 4, 33, 40, 40, Hk=2, dtype="float16", causal=causal)), device)
+    right(kernel, Case("groups", Problem(2, 4, 40, 33, 40, Hk=2, dtype="float16", causal=causal)), device)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+LYING = [("bhsd", 64), ("bshd", 128), ("offset", 64), ("offset", 40), ("broadcast", 64), ("unaligned", 40), ("bhsd", 7)]
+
+
+@pytest.mark.parametrize(("layout", "D"), LYING)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-def test_layouts(kernel: Kernel, layout: str, device: Device) -> None:
+def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
     """Wherever the inputs' rows lie; where they have gaps, the outputs' have others."""
-    D = 7 if kernel.refuses(Problem(1, 1, 1, 1, 7, dtype="float16")) is None else 40
     case = Case(layout, Problem(2, 4, 70, 45, D, Hk=2, dtype="float16"), layout=layout)
-    if layout == "unaligned" and D == 40:
-        assert check.verify(kernel, case, device).ok is None  # refused
+    if kernel.refuses(dataclasses.replace(case.problem, alignment=2 if layout == "unaligned" else 16)):
+        assert check.verify(kernel, case, device).ok is None
     else:
         right(kernel, case, device)
+
+
+BESIDE = {
+    "a row before": "if (query_row == 0) O.row(b, h, -1)[0] = dtype(0.0f);",
+    "a row after": "if (query_row + 1 == score.Sq) O.row(b, h, score.Sq)[0] = dtype(0.0f);",
+    "a column after": "O.row(b, h, query_row)[HEAD_DIM] = dtype(0.0f);",
+    "a number before": "if (query_row == 0 && b == 0 && h == 0) LSE[-1] = 0.0f;",
+    "a number after": "LSE[gridDim.z * gridDim.y * score.Sq] = 0.0f;",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_is_written_beside_an_output_is_noticed(beside: str, tmp_path: Path) -> None:
+    """A kernel whose outputs are right, and who writes something else as well."""
+    kernel = registry.get("fwd_minimal")
+    text, store = kernel.source.read_text(), "= m + logf(l);"
+    assert text.count(store) == 1
+    (tmp_path / "fwd_minimal.cu").write_text(text.replace(store, f"{store}\n    {BESIDE[beside]}"))
+    trespasser = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
+    case = Case("offset", Problem(1, 2, 5, 5, 8), layout="offset")
+    assert check.verify(kernel, case, HOST).message == ""
+    result = check.verify(trespasser, case, HOST)
+    assert result.ok is False
+    assert result.message == f"memory beside {'LSE' if 'number' in beside else 'O'} was written"
+    assert result.error <= result.bound
 
 
 def far_apart(x: Array, axis: int) -> Array:
