@@ -84,8 +84,8 @@ _GAP = 8  # columns: rows that begin at multiples of 16 bytes still do
 
 
 def _bordered(shape: tuple[int, ...], dtype: str, gap: int) -> Array:
-    """Memory for an output, with a border: of a tensor, a row before and one after each head's, and `gap` columns beside
-    it; of what has a number for each row, which has to be contiguous, a batch entry before and one after."""
+    """Memory for an output, with a border: of a tensor, a row before and one after each head's, and `gap` columns; of
+    what has a number for each row, which has to be contiguous, a batch entry before and one after."""
     B, H, S, *D = shape
     return _filled((B, H, S + 2, D[0] + gap) if D else (B + 2, H, S), dtype)
 

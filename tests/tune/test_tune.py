@@ -47,6 +47,8 @@ def test_problems_of_a_class() -> None:
     assert of(dataclasses.replace(PROBLEM, B=2, H=2, Sq=257, Sk=512, Hk=1)) == of(PROBLEM)
     for other in ({"Sq": 513}, {"Sk": 256}, {"H": 5, "Hk": 5}, {"D": 128}, {"dtype": "bfloat16"}, {"causal": True}):
         assert of(dataclasses.replace(PROBLEM, **other)) != of(PROBLEM)
+    alignments = [dataclasses.replace(PROBLEM, Sk=400, causal=causal) for causal in ("bottom-right", "top-left")]
+    assert of(alignments[0]) != of(alignments[1])
     assert of(Problem(1, 1, 0, 1, 64)) == "D64 float32 Sq<=1 Sk<=1 heads<=1"
 
 
@@ -236,6 +238,29 @@ def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path) -> No
     assert choose.choose_tile(stale, PROBLEM, arch, gpu=GPU) == BEST
     refusing = dataclasses.replace(MINIMAL, check_tile=lambda p, t, a: "no" if t == BEST else None)
     assert choose.choose_tile(refusing, PROBLEM, arch, gpu=GPU) == MINIMAL.tiles[0]
+
+
+def test_the_latest_winner_counts(own_cache: Path) -> None:
+    """Tuned again, for longer or with another driver, a problem has another tile."""
+    key = {"digest": tuned.digest(MINIMAL), "gpu": GPU, "class": tuned.problem_class(PROBLEM)}
+    for tile in ("BLOCK_M=32,BLOCK_N=8", "BLOCK_M=64,BLOCK_N=16"):
+        jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": tile})
+    jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "gpu": "another GPU", "tile": "BLOCK_M=32,BLOCK_N=32"})
+    assert tuned.winner(MINIMAL, PROBLEM, GPU) == Tile(BLOCK_M=64, BLOCK_N=16)
+
+
+def test_an_edited_header_is_another_source(tmp_path: Path) -> None:
+    """What was measured with it does not count any longer."""
+    source, header, other = (tmp_path / name for name in ("k.cu", "own.cuh", "other.cuh"))
+    source.write_text('#include "own.cuh"\n')
+    header.write_text("// one\n")
+    other.write_text("// one\n")
+    kernel = dataclasses.replace(MINIMAL, source=source)
+    before = tuned.digest(kernel)
+    other.write_text("// another\n")
+    assert tuned.digest(kernel) == before
+    header.write_text("// two\n")
+    assert tuned.digest(kernel) != before
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"tile": 7}', '{"tile": "BLOCK_M=x"}'])
