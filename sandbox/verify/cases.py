@@ -78,9 +78,11 @@ def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
     tried = [(inputs, grouped if inputs in _NOT_FINITE else {}) for inputs in INPUTS]
     # Where NaN and inf turn up behind a mask a kernel may begin again, row by row, and hide what made them: none here.
     tried += [(inputs, {"Sk": 2 * N + 1, "causal": False}) for inputs in ("large", "rising")]
+    tried += [("minus_inf", {"Sq": 64, "causal": False}), ("inf_value", {"causal": "top-left"})]
     tried += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # of the tile's other keys exp(0 - LSE) would be inf
     # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a row does not see.
     tried += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
+    tried += [("normal", {"Sq": 2 * N + 1, "Sk": 2 * N + 1, "Hk": 1})]  # walks that begin late, of several heads
     for inputs, numbers in tried:
         usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
         problem = Problem(**{**usual, **numbers}, dtype=dtype)
@@ -161,6 +163,17 @@ def _inf(q: Array, k: Array, v: Array) -> None:
     v[:, :, 90] = -np.inf
 
 
+def _inf_value(q: Array, k: Array, v: Array) -> None:
+    """inf in one value: of dK and dV, which keys that no query sees must not notice, it reaches dK alone."""
+    v[:, :, 60] = np.inf
+
+
+def _minus_inf(q: Array, k: Array, v: Array) -> None:
+    """Every score is -inf: as if no key were seen, O is 0."""
+    q[..., 0] = 1
+    k[..., 0] = -np.inf
+
+
 INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
     "normal": _normal,
     "ones_v": _ones_v,
@@ -174,8 +187,10 @@ INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
     "nan": _nan,
     "nan_query": _nan_query,
     "inf": _inf,
+    "inf_value": _inf_value,
+    "minus_inf": _minus_inf,
 }
-_NOT_FINITE = ("nan", "nan_query", "inf")
+_NOT_FINITE = ("nan", "nan_query", "inf")  # and dO too
 
 
 # ---- layouts: how a (B, H, S, D) tensor lies in memory

@@ -181,6 +181,20 @@ def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
     assert len(fresh.asked) == 22
 
 
+def test_what_was_measured_counts_for_its_problem_alone(own_cache: Path) -> None:
+    """And its source, and its GPU: anything else is measured."""
+    finished(FakeLab())
+    again = FakeLab()
+    finished(again)
+    assert not again.asked
+    for search in (
+        Search(MINIMAL, dataclasses.replace(PROBLEM, Sk=499), FakeLab()),  # of one class with PROBLEM
+        Search(MINIMAL, PROBLEM, type("", (FakeLab,), {"gpu": "another GPU"})()),
+    ):
+        list(search)
+        assert len(search.lab.asked) == 22  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
 def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, own_wins: bool) -> None:
     search = finished(FakeLab(noise, gain=0.2))  # the spec's own is two steps away: 1.4 times the best's time
