@@ -108,6 +108,14 @@ def test_slow_contenders_get_fewer_samples() -> None:
     }
 
 
+def test_seconds_count_for_every_launch_of_a_sample() -> None:
+    """A graph of many launches spends its time as fast as single launches that take as long."""
+    stopwatch = Stopwatch({name: alternating(1e-3, 0.1) for name in "ab"})
+    contenders = {"a": Timed(lambda: "a"), "b": Timed(lambda: "b", launches=100)}
+    samples = measure(contenders, stopwatch, Limits(seconds=0.5, rounds=50))
+    assert {name: len(values) for name, values in samples.items()} == {"a": 50, "b": 5}
+
+
 def test_nobody_to_time() -> None:
     assert run_measure() == ({}, [[]])
 
@@ -455,6 +463,14 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
 def test_a_problem_comes_back_from_its_row() -> None:
     for problem in PROBLEMS:
         assert rows.problem_of(json.loads(json.dumps(row("a", problem).as_json()))) == problem
+
+
+def test_speed_is_of_the_median() -> None:
+    timed = dataclasses.replace(row("a", SMALL), timing=Timing(2e-3, 1e-3, 4e-3, 10, 0.1))
+    assert timed.tflops == pytest.approx(SMALL.flops / 2e-3 * 1e-12)
+    backward = dataclasses.replace(timed, computes="backward")
+    assert backward.tflops == pytest.approx(2.5 * timed.tflops)
+    assert (timed.as_json()["ms"], timed.as_json()["q1_ms"], timed.as_json()["q3_ms"]) == (2, 1, 4)
 
 
 # ---- for people

@@ -201,6 +201,31 @@ def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, ow
     assert (search.winner is search.own) is own_wins
 
 
+@pytest.mark.parametrize("loud", [BEST, MINIMAL.tiles[0]], ids=["the best", "the spec's own"])
+def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
+    class Lab(FakeLab):
+        def _time(self, tile: Tile) -> Measured:
+            measured = super()._time(tile)
+            noise = 0.6 if tile == loud else 0.01
+            return dataclasses.replace(
+                measured, timing=measured.timing and dataclasses.replace(measured.timing, noise=noise)
+            )
+
+    search = finished(Lab(gain=0.2))
+    assert search.winner is search.own
+
+
+def test_spilled_loads_are_spills(own_cache: Path) -> None:
+    class Lab(FakeLab):
+        def compile(self, *asked) -> Iterator[tuple[Tile, Resources | str]]:
+            return ((tile, Resources(64, 0, 0, 0, 8 * (tile == BEST))) for tile, _ in super().compile(*asked))
+
+    search = finished(Lab())
+    assert search.candidates[BEST].state == "spills"
+    assert search.winner
+    assert search.winner.tile != BEST
+
+
 def test_numbers_held_fixed(own_cache: Path) -> None:
     search = finished(FakeLab(), fixed={"BLOCK_N": 8})
     assert {tile.BLOCK_N for tile in search.candidates} == {8}
