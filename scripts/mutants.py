@@ -161,10 +161,9 @@ def examine(mutation: Mutation, copy: Copy, results: Results) -> dict[str, Any]:
         sound = results.known.get(selection)
         if sound is None:
             begun = time.perf_counter()
-            outcome = "passes" if copy.passes(selection) else "fails"
-            sound = results.add(selection, outcome, time.perf_counter() - begun)
-        if sound["outcome"] == "fails":
-            return results.add(what, "void", time.perf_counter() - start)
+            if not copy.passes(selection):
+                return {"outcome": "void", "seconds": time.perf_counter() - start}  # not kept: to be tried again
+            sound = results.add(selection, "passes", time.perf_counter() - begun)
         with copy.broken(mutation):
             if not copy.passes(selection, fresh, limit=60 + 10 * sound["seconds"]):
                 return results.add(what, "killed", time.perf_counter() - start)
