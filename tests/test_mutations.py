@@ -64,6 +64,7 @@ def test_a_survivor_is_one(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = dict(mutants.run(mutations, results, 2, names))
     assert [outcomes[mutation] for mutation in mutations] == ["killed", "survived", "killed", "void"]
     again = mutants.Results(tmp_path / "rows.jsonl", mutants.digest(names))
-    assert dict(mutants.run(mutations, again, 1, [])) == outcomes  # nothing is run again: there is nothing to run
+    kept = dict(mutants.run(mutations[:3], again, 1, []))  # nothing is run again: there is nothing to run
+    assert [kept[mutation] for mutation in mutations[:3]] == ["killed", "survived", "killed"]
     (tmp_path / "sandbox" / "two.py").write_text("TWO = 2\n")
     assert mutants.digest(names) != results._tree
