@@ -22,16 +22,18 @@ from .core.errors import (
     UnknownKernel,
     UnsupportedProblem,
 )
-from .core.kernel import Kernel
 from .core.problem import Problem
-from .core.tile import Tile
 
 if TYPE_CHECKING:
     from . import reference
+    from .core.kernel import Kernel
     from .core.registry import kernels
+    from .core.tile import Tile
     from .engine.pipeline import compile
 
 _LATER = {
+    "Kernel": ".core.kernel",
+    "Tile": ".core.tile",
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",
     "reference": ".reference",

@@ -105,8 +105,13 @@ class Problem:
         """`flops`, or 2.5 times as many for a "backward": five matrix products instead of two."""
         return {"forward": self.flops, "backward": self.flops * 5 // 2}.get(computes, 0)
 
+    @property
+    def variant(self) -> str:
+        """What of it the compiler sees: head width, dtype, mask."""
+        mask = {False: "", "bottom-right": " causal", "top-left": " causal-top-left"}[self.causal]
+        return f"D{self.D} {self.dtype}{mask}"
+
     def __str__(self) -> str:
         heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H}/{self.Hk}"
         lengths = f"S{self.Sq}" if self.Sq == self.Sk else f"S{self.Sq}x{self.Sk}"
-        mask = {False: "", "bottom-right": " causal", "top-left": " causal-top-left"}[self.causal]
-        return f"B{self.B} {heads} {lengths} D{self.D} {self.dtype}{mask}"
+        return f"B{self.B} {heads} {lengths} {self.variant}"

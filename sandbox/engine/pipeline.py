@@ -176,6 +176,11 @@ def arch_name(kernel: Kernel, arch: Arch) -> str:
     return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
 
 
+def arch_here(kernel: Kernel) -> str:
+    """The target to compile `kernel` for unless somebody names one: this machine's GPU's, or sm_90a without one."""
+    return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+
+
 def compile(
     kernel: str | Kernel,
     D: int = 128,
@@ -209,7 +214,7 @@ def compile_entries(
 ) -> tuple[Compiled, ...]:
     """`compile` of every entry of a kernel, in the order of its launches."""
     if arch is None:
-        arch = arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+        arch = arch_here(kernel)
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
     chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
     return _compiled(kernel, arch, kernel.defines(problem, chosen))

@@ -2,6 +2,7 @@
 
 from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, gradient_bound, lse_bound, max_error, output_bound
 from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward
+from .dropout import dropout_keep
 from .flash import flash1, flash2
 from .flash_backward import flash2_backward
 from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
@@ -15,6 +16,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "backward_magnitudes",
+    "dropout_keep",
     "errors",
     "flash1",
     "flash2",
