@@ -82,7 +82,7 @@ def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
     tried += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # of the tile's other keys exp(0 - LSE) would be inf
     # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a row does not see.
     tried += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
-    tried += [("normal", {"Sq": 2 * N + 1, "Sk": 2 * N + 1, "Hk": 1})]  # walks that begin late, of several heads
+    tried += [("normal", {"Sq": 2 * N, "Sk": 2 * N + 1, "Hk": 1})]  # walks that begin late, of several heads
     for inputs, numbers in tried:
         usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
         problem = Problem(**{**usual, **numbers}, dtype=dtype)
