@@ -119,7 +119,7 @@ def verify(
             return Result(*head, ok=False, message=str(failure))
     verdict = _verdict(truth.answers, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
-    trespass = f"rows beside {', '.join(done.trespassed)} were written" if done.trespassed else ""
+    trespass = f"memory beside {', '.join(done.trespassed)} was written" if done.trespassed else ""
     flops = problem.flops_of(kernel.computes)
     return Result(
         *head,

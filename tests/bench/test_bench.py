@@ -91,8 +91,10 @@ def test_sampling_stops_when_everybody_is_quiet_or_the_rounds_are_over() -> None
     samples, _ = run_measure(quiet=alternating(1e-3, 0.001), loud=alternating(1e-3, 0.3))
     assert len(samples["loud"]) == len(samples["quiet"]) == Limits().rounds
     samples, _ = run_measure(quiet=alternating(1e-3, 0.001), middling=alternating(1e-3, 0.02))
-    assert Limits().enough < len(samples["middling"]) < Limits().rounds
-    assert Timing.of(samples["middling"]).noise <= 0.01
+    assert len(samples["middling"]) == 39  # the first number of which 1.57 * 0.04 / 1.02 / sqrt(n) is at most 1%
+    assert Timing.of(samples["middling"]).noise <= 0.01 < Timing.of(samples["middling"][:38]).noise
+    samples, _ = run_measure(Limits(noise=0.015), middling=alternating(1e-3, 0.02))
+    assert len(samples["middling"]) == 17
 
 
 def test_slow_contenders_get_fewer_samples() -> None:
@@ -107,6 +109,14 @@ def test_slow_contenders_get_fewer_samples() -> None:
         "slower": 3,
         "slowest": 1,  # its first launch, which is warm-up for the others
     }
+
+
+def test_seconds_count_for_every_launch_of_a_sample() -> None:
+    """A graph of many launches spends its time as fast as single launches that take as long."""
+    stopwatch = Stopwatch({name: alternating(1e-3, 0.1) for name in "ab"})
+    contenders = {"a": Timed(lambda: "a"), "b": Timed(lambda: "b", launches=100)}
+    samples = measure(contenders, stopwatch, Limits(seconds=0.5, rounds=50))
+    assert {name: len(values) for name, values in samples.items()} == {"a": 50, "b": 5}
 
 
 def test_nobody_to_time() -> None:
@@ -495,6 +505,14 @@ def test_two_dirty_trees_are_two_states(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_problem_comes_back_from_its_row() -> None:
     for problem in PROBLEMS:
         assert rows.problem_of(json.loads(json.dumps(row("a", problem).as_json()))) == problem
+
+
+def test_speed_is_of_the_median() -> None:
+    timed = dataclasses.replace(row("a", SMALL), timing=Timing(2e-3, 1e-3, 4e-3, 10, 0.1))
+    assert timed.tflops == pytest.approx(SMALL.flops / 2e-3 * 1e-12)
+    backward = dataclasses.replace(timed, computes="backward")
+    assert backward.tflops == pytest.approx(2.5 * timed.tflops)
+    assert (timed.as_json()["ms"], timed.as_json()["q1_ms"], timed.as_json()["q3_ms"]) == (2, 1, 4)
 
 
 # ---- for people

@@ -927,6 +927,31 @@ def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
     assert out == 21
 
 
+@pytest.mark.parametrize("edited", ["include/cuda_cpu.h", "include/ptx.cuh", "runtime.h", "k.cu", "include/own.cuh"])
+def test_an_edit_of_what_a_library_is_made_of_is_built(
+    edited: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel, its headers, and the shim that no kernel includes by name."""
+    here, source = tmp_path / "cpu", tmp_path / "cpu" / "k.cu"
+    shutil.copytree(build.HERE, here, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    monkeypatch.setattr(build, "HERE", here)
+    monkeypatch.setattr(build, "TWINS", here / "include")
+    (here / "include" / "own.cuh").write_text("#include <ptx.cuh>\n")
+    source.write_text('#define DTYPE_float16 1\n#define HEAD_DIM 8\n#define CAUSAL 0\n#include "own.cuh"\n'
+                      'extern "C" __global__ void k(int* out) { *out = 1; }\n')  # fmt: skip
+    found = compiler.find()
+
+    def made() -> build.Built:
+        return build._kernel(found, source, ("k",), build._kernel_options(found, source, {}))
+
+    assert not made().cached
+    assert made().cached
+    with (here / edited).open("a") as file:
+        file.write("// edited\n")
+    assert not made().cached
+    assert made().cached
+
+
 def test_launches_from_several_threads(tmp_path: Path) -> None:
     """At once: two libraries, each launched by three threads, with errors among them."""
     libraries = []
