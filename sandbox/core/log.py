@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
-from . import registry
+import kernels_cu
 
 CHOICES, COMPILING, LAUNCHES, ARGUMENTS = 20, 15, 10, 5  # levels of Python's logging
-KEPT = registry.FOLDER.parent / ".sandbox" / "kept"
+KEPT = Path(kernels_cu.__path__[0]).resolve().parent / ".sandbox" / "kept"
 logger = logging.getLogger("sandbox")
 
 
