@@ -13,7 +13,7 @@ from ..core.problem import Problem
 from ..launch.dlpack import HOST
 from ..verify import check as checking
 from ..verify import error_map, report
-from ..verify.apart import Apart
+from ..verify.apart import NOT_TRIED, Apart
 from ..verify.cases import Case, named_cases
 from .group import cli
 from .options import (
@@ -116,7 +116,7 @@ def _told(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
         said: set[str] = set()
         for r in of_kernel:
             results.append(r)
-            if r.ok is False and (reason := report.reason(r)) not in said:
+            if (r.ok is False or r.message == NOT_TRIED) and (reason := report.reason(r)) not in said:
                 said.add(reason)
                 for text in report.failures([r]):
                     say(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from .cases import Case
 from .check import Result, verify
 from .truth import truth_of
 
+_ENOUGH = 3  # crashes, each of which costs the start of a process
+NOT_TRIED = f"not tried: its process has ended {_ENOUGH} times already"
+
 
 class _Question(NamedTuple):
     kernel: str
@@ -28,10 +32,14 @@ class _Question(NamedTuple):
 
 class Apart:
     """Use it in a `with` statement; its `verify` takes a registry's kernel and answers as `check.verify` does, but that
-    a kernel which ends the process has a result that says so. `hear` is told what kernels print."""
+    a kernel which ends the process has a result that says so, and is not tried for ever.
+
+    `hear` is told what kernels print.
+    """
 
     def __init__(self, hear: Callable[[str], object]):
         self._hear = hear
+        self._crashes: Counter[str] = Counter()
 
     def __enter__(self) -> Apart:
         self._worker = Worker(_answer)
@@ -45,12 +53,15 @@ class Apart:
         report: bool = False,
     ) -> Result:  # fmt: skip
         """One kernel on one case, for as long as it takes."""
+        where = kernel.name, case.name, case.problem, device[0]
+        if self._crashes[kernel.name] >= _ENOUGH:
+            return Result(*where, ok=None, message=NOT_TRIED)
         try:
             result, printed = self._worker.do(_Question(kernel.name, case, device, tile, repeats, report))
         except WorkerDied as death:
             printed = death.printed
             message = f"its process ended: {death}, while {death.stage}"
-            where = kernel.name, case.name, case.problem, device[0]
+            self._crashes[kernel.name] += 1
             result = Result(*where, ok=False, message=message, sanitize=True)
         if printed:
             self._hear(printed)

@@ -470,6 +470,7 @@ def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
     assert "FAIL fwd_far on " in done.stdout
     assert "its process ended: it accessed memory that is not there (SIGSEGV), while running it" in done.stdout
     assert done.stdout.count("SIGSEGV") == 1  # said once
+    assert "not tried: its process has ended 3 times already" in done.stdout
     assert "hint sanitize fwd_far --backend cpu looks for races" in done.stdout
     assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
 
