@@ -18,7 +18,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 def hold(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16) -> None:
     """Raises SpecError naming the first of `args` that is not what the parameter in its place is: another kind, another
-    size, or, where the `.cu` calls its parameter by another argument's name, that one. `score` has the problem's size."""
+    size, or, where the `.cu` calls its parameter by another argument's name, that one. A score's size is
+    the problem's."""
     names = _names(entry.name, source, len(found))
     for i, (arg, parameter, called) in enumerate(itertools.zip_longest(entry.args, found, names), 1):
         if arg is None or parameter is None:
