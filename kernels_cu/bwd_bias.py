@@ -18,6 +18,7 @@ kernel = Kernel(
     name="bwd_bias",
     computes="dbias",
     rung=1,
+    default=True,
     summary="the gradient of the bias, after delta; a block owns a tile of it and walks all that reads it",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

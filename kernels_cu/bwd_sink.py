@@ -6,6 +6,7 @@ kernel = Kernel(
     name="bwd_sink",
     computes="dsink",
     rung=1,
+    default=True,
     summary="the gradient of the sinks, after delta; one block a head",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
