@@ -53,7 +53,9 @@ def get(name: str) -> list[Contender]:
         found = runpy.run_path(name).get("peers")
         if isinstance(found, (list, tuple)) and all(isinstance(peer, Contender) for peer in found):
             return list(found)
-        raise UnsupportedProblem(f"{name} must define `peers`, a list of sandbox.peers.Contender: it has {found!r}")
+        raise UnsupportedProblem(
+            f"{name} must define `peers`, a list of sandbox.bench.peers.Contender: it has {found!r}"
+        )
     raise UnsupportedProblem(
         f"peer {name!r} is not known: choose from {', '.join(PEERS)}, or name a Python file that defines `peers`"
     )

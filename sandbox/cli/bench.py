@@ -16,16 +16,14 @@ from ..core.errors import SandboxError
 from ..core.problem import Problem
 from ..core.tile import Tile
 from .group import cli
-from .options import causal_option, chosen_kernels, dtype_option, json_option, kernels_argument
+from .options import causal_option, chosen_kernels, dtype_option, json_option, kernels_argument, shape_option
 from .output import exit_status, followed, print_json, say, screen
 
 
 @cli.command("bench")
 @kernels_argument
 @click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems; gpt2 where no --shape is given.")
-@click.option(
-    "--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads as B,H/Hk,S,D. Repeatable."
-)
+@shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
 @click.option("--tile", "tiles", multiple=True, help="Use this tile, as BLOCK_M=64,BLOCK_N=32. Repeatable.")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import click
 
 from ..code import listing
 from ..code import report as code_report
 from ..core import registry
-from ..core.problem import Problem
+from ..core.problem import Problem, normalise_causal
 from ..core.tile import Tile
+from ..verify.check import pick_device
+from ..watch.job import quick_cases
 from .group import cli
 from .options import (
     causal_option,
     dtype_option,
-    head_dim_option,
     json_option,
     kernel_argument,
     parsed_tile,
+    shape_option,
     tile_option,
 )
 from .output import print_json, say, screen
@@ -25,21 +29,24 @@ from .output import print_json, say, screen
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
     @kernel_argument
-    @head_dim_option
+    @shape_option("By default what watch looks at first.")
+    @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
     @dtype_option
     @causal_option
     @tile_option
-    @click.option("--arch", help="Compile for this architecture; by default sm_90a.")
+    @click.option("--arch", help="Compile for this architecture; by default this machine's, or sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
                   help="Show what changed from a git revision, a tile, a .cu file, or history:N of watch.")  # fmt: skip
     @click.option("--summary", is_flag=True, help="Leave the instructions out.")
     @json_option
     def show(
-        kernel: str, D: int, dtype: str, causal: str | None, tile: str | None, arch: str | None, reference: str | None,
-        summary: bool, as_json: bool,
+        kernel: str, shape: str | None, D: int | None, dtype: str, causal: str | None, tile: str | None,
+        arch: str | None, reference: str | None, summary: bool, as_json: bool,
     ) -> None:  # fmt: skip
-        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
+        first = quick_cases(spec, pick_device(None))[0].problem
+        asked = Problem.from_shape(shape or f"1,1,1,{D}") if shape or D else first
+        problem = dataclasses.replace(asked, dtype=dtype, causal=normalise_causal(causal or False))
         after = listing.translate(spec, language, problem, arch, wanted, entry=kernel)
         if reference is None:
             _show_code(after, summary, as_json)

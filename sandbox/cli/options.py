@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import click
 
 from ..core import registry
@@ -9,6 +12,7 @@ from ..core.kernel import Kernel
 from ..core.problem import ITEMSIZE
 from ..core.tile import Tile
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
@@ -23,15 +27,30 @@ tile_option = click.option("--tile", help="Use this tile, as BLOCK_M=64,BLOCK_N=
 backend_option = click.option(
     "--backend", type=click.Choice(["cuda", "cpu"]), help="By default cuda if there is a GPU."
 )
+
+
+class OptionalValue(click.Option):
+    """A choice that stands for `flag_value` where none of its values follows: `--causal fwd_mma` names a kernel."""
+
+    type: click.Choice[str]
+
+
 causal_option = click.option(
     "--causal",
+    cls=OptionalValue,
     is_flag=False,
     flag_value="bottom-right",
     type=click.Choice(["bottom-right", "top-left"]),
     help="Mask the future; alone it means bottom-right.",
 )
-head_dim_option = click.option("-D", "--head-dim", "D", type=int, default=128, show_default=True, help="Head width.")
 dtype_option = click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="float16", show_default=True)
+
+
+def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
+    """How every command is told a problem; `said` is what this one makes of it. `multiple=True` gives `shapes`."""
+    name = "shapes" if more.get("multiple") else "shape"
+    form = "B,H,S,D or B,H,Sq,Sk,D; grouped heads as B,H/Hk,S,D."
+    return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 
 def chosen_kernels(names: tuple[str, ...]) -> list[Kernel]:

@@ -16,7 +16,7 @@ from ..profile import profiler
 from ..profile import report as profile_report
 from ..profile.profiler import Profile, Subject
 from .group import cli
-from .options import causal_option, dtype_option, json_option, kernel_argument, parsed_tile, tile_option
+from .options import causal_option, dtype_option, json_option, kernel_argument, parsed_tile, shape_option, tile_option
 from .output import print_json, say, screen
 
 
@@ -24,7 +24,7 @@ from .output import print_json, say, screen
 @kernel_argument
 @click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
               help="Nsight Compute: one launch in every detail. Nsight Systems: the time line.")  # fmt: skip
-@click.option("--shape", default="1,12,4096,64", show_default=True, help="B,H,S,D or B,H,Sq,Sk,D; groups B,H/Hk,S,D.")
+@shape_option(default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
 @tile_option

@@ -20,6 +20,7 @@ from .options import (
     json_option,
     kernel_argument,
     parsed_tile,
+    shape_option,
     tile_option,
 )
 from .output import exit_status, followed, print_json, say
@@ -27,7 +28,7 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. By default two small problems.")
+@shape_option("By default two small problems.")
 @dtype_option
 @causal_option
 @tile_option

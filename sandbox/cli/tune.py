@@ -14,14 +14,14 @@ from ..tune import labs
 from ..tune import report as tune_report
 from ..tune.search import Search
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument
+from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument, shape_option
 from .output import followed, print_json, say, screen
 
 
 @cli.command("tune")
 @kernel_argument
 @click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems, each with a search of its own.")
-@click.option("--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. Repeatable.")
+@shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
 @click.option("--fix", help="Hold these numbers of the tile, as BLOCK_M=64,WARPS=4.")

@@ -22,6 +22,7 @@ from .options import (
     json_option,
     kernels_argument,
     parsed_tile,
+    shape_option,
     tile_option,
 )
 from .output import exit_status, followed, print_json, say, screen
@@ -33,7 +34,7 @@ map_option = click.option(
 
 @cli.command("run")
 @kernels_argument
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the named problems; grouped heads as B,H/Hk,S,D.")
+@shape_option("By default the named problems.")
 @dtype_option
 @causal_option
 @tile_option

@@ -14,16 +14,25 @@ from ..core.problem import Problem
 from ..verify import check as checking
 from ..watch import screen as watch_report
 from ..watch import session
-from ..watch.examination import Job
 from ..watch.history import History, read_texts
+from ..watch.job import Job
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, parsed_tile, tile_option
+from .options import (
+    backend_option,
+    causal_option,
+    dtype_option,
+    json_option,
+    kernel_argument,
+    parsed_tile,
+    shape_option,
+    tile_option,
+)
 from .output import plain, print_json, say, screen
 
 
 @cli.command("watch")
-@click.argument("kernel")
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the quick set; grouped heads as B,H/Hk,S,D.")
+@kernel_argument
+@shape_option("By default a quick set.")
 @dtype_option
 @causal_option
 @tile_option

@@ -39,7 +39,7 @@ class Code:
     kernel: str
     language: str
     arch: str
-    problem: str  # what of it the compiler sees: head width, dtype, mask
+    problem: str  # its variant
     tile: str
     resources: Resources
     instructions: tuple[Instruction, ...]
@@ -63,20 +63,19 @@ def translate(
     kernel: Kernel, language: str, problem: Problem, arch: str | None = None, tile: Tile | None = None,
     label: str = "", entry: str = "",
 ) -> Code:  # fmt: skip
-    """Compile `kernel` and read the code of one of its entries, by default the first.
+    """Compile `kernel` and read the code of one of its entries, by default the first; for `arch_here` by default.
 
     Raises what `sandbox.compile` raises; ToolchainMissing without nvdisasm.
     """
-    target = arch or pipeline.DEFAULT_ARCH
+    target = arch or pipeline.arch_here(kernel)
     chosen = choose_tile(kernel, problem, architectures.parse(target), tile)
     name = entry or kernel.name
     compiled = pipeline.compile_entry(kernel, name, problem.D, problem.dtype, problem.causal, target, chosen)
     others = {e.name for e in kernel.entries if e.name != name}
     whole = disassembly.sass(compiled.cubin) if language == "sass" else disassembly.ptx(compiled.ptx)
     instructions = tuple(i for i in whole if i.function not in others)
-    seen = str(problem).partition(f" S{problem.Sq} ")[2]
     label = label or str(chosen)
-    return Code(label, name, language, target, seen, str(chosen), compiled.resources, instructions)
+    return Code(label, name, language, target, problem.variant, str(chosen), compiled.resources, instructions)
 
 
 def version(kernel: Kernel, reference: str) -> Kernel:

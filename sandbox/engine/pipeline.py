@@ -18,7 +18,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver
-from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -68,14 +68,13 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
     steps: list[_Step] = []
-    backward = kernel.computes == "backward"
-    if backward:
-        steps += _chosen_steps("delta", problem, tensors, device)
+    if kernel.computes == "backward":
+        arch = arch_of(device)
+        delta = choose_kernel(problem, "delta", arch)
+        delta_tile = choose_tile(delta, problem, arch)
+        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
-    for gradient in ("dbias", "dsink"):
-        if backward and gradient in tensors:
-            steps += _chosen_steps(gradient, problem, tensors, device)
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
@@ -88,19 +87,13 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
 _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes
 
 
-def _chosen_steps(computes: str, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Iterator[_Step]:
-    """Of the kernel and the tile that are chosen for it."""
-    arch = arch_of(device)
-    kernel = choose_kernel(problem, computes, arch)
-    tile = choose_tile(kernel, problem, arch)
-    return _steps(kernel, tile, problem, tensors, device, load(kernel, tile, problem, device))
-
-
 def _steps(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
 ) -> Iterator[_Step]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
+        if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
+            continue
         grid = entry.grid(problem, tile)
         for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
             if size > limit:
@@ -196,6 +189,11 @@ def arch_name(kernel: Kernel, arch: Arch) -> str:
     return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
 
 
+def arch_here(kernel: Kernel) -> str:
+    """The target to compile `kernel` for unless somebody names one: this machine's GPU's, or sm_90a without one."""
+    return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+
+
 def compile(
     kernel: str | Kernel,
     D: int = 128,
@@ -229,7 +227,7 @@ def compile_entries(
 ) -> tuple[Compiled, ...]:
     """`compile` of every entry of a kernel, in the order of its launches."""
     if arch is None:
-        arch = arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+        arch = arch_here(kernel)
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
     chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
     return compile_problem(kernel, problem, chosen, arch)

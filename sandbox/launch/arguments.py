@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ..core.errors import SpecError, UnsupportedProblem
@@ -61,6 +62,10 @@ def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many row
     return Row(TensorMap, tensor=name, rows=rows)
 
 
+def _bias_size(axis: int, problem: Problem) -> ctypes.c_int32:
+    return ctypes.c_int32(problem.bias[axis])
+
+
 _WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
@@ -72,12 +77,12 @@ ARGUMENTS: dict[str, Row] = {
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
-    **{
-        f"bias_{axis}": Row(ctypes.c_int32, lambda p, i=i: ctypes.c_int32(p.bias[i]))  # type: ignore[misc]
-        for i, axis in enumerate("bhij")
-    },
+    **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B * p.H)),
 }
+
+
+NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not launched where nobody gave it
 
 
 class Scratch(NamedTuple):

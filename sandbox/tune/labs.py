@@ -36,7 +36,7 @@ _COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # after which a worker is giv
 
 
 class GpuLab:
-    """GPUs of this host, all of one kind, as a `tune.Lab`. Use it in a `with` statement.
+    """GPUs of this host, all of one kind, as a `search.Lab`. Use it in a `with` statement.
 
     `ordinals`: which, by default all. Raises GpuUnavailable, ToolchainMissing without PyTorch, and UnsupportedProblem
     for GPUs that differ.
@@ -68,7 +68,7 @@ class GpuLab:
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:
-        """As `tune.Lab` says."""
+        """As `search.Lab` says."""
         jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
         with Fleet([{}] * min(len(os.sched_getaffinity(0)), len(jobs)), _COMPILE_SECONDS) as fleet:
             for job, found in fleet.map(compile_tile, jobs):
@@ -77,7 +77,7 @@ class GpuLab:
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
     ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
-        """As `tune.Lab` says."""
+        """As `search.Lab` says."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
             lost = isinstance(found, WorkerDied)

@@ -40,7 +40,8 @@ from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
 from ..verify.truth import truth_of
-from .examination import Cost, Examination, Job, quick_cases
+from .figures import Cost, Examination
+from .job import Job, quick_cases
 
 T = TypeVar("T")
 COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limit

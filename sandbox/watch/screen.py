@@ -11,7 +11,7 @@ from rich.text import Text
 from ..core import registry
 from ..verify.check import Result
 from ..verify.report import errors_shown, si_time, verdict
-from .examination import Examination
+from .figures import Examination
 from .history import Version
 from .session import Iteration
 

@@ -21,7 +21,7 @@ from sandbox.toolchain import disassembly, tools
 from sandbox.watch.history import History, read_texts
 
 needs_nvdisasm = pytest.mark.skipif(not disassembly.available(), reason="nvdisasm is not installed")
-SMALL = ("fwd_minimal", "-D", "16")
+SMALL = ("fwd_minimal", "--shape", "1,1,1,16")
 TILE = Tile(BLOCK_M=32, BLOCK_N=16)
 PROBLEM = Problem(1, 1, 1, 1, 16, dtype="float16")
 
@@ -233,7 +233,7 @@ def test_sass_command() -> None:
 @needs_nvdisasm
 def test_an_entry_of_several() -> None:
     """Each by its name: neither its code nor its registers are the other's."""
-    read = lambda name: json.loads(call("sass", name, "--head-dim", "64", "--json").stdout)  # noqa: E731
+    read = lambda name: json.loads(call("sass", name, "--shape", "1,1,1,64", "--json").stdout)  # noqa: E731
     main, converting = read("bwd_mma"), read("bwd_mma_dq")
     assert {i["function"] for i in main["instructions"]} == {"bwd_mma"}
     assert {i["function"] for i in converting["instructions"]} == {"bwd_mma_dq"}

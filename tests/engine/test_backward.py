@@ -166,7 +166,7 @@ def adds(tmp_path: Path) -> Kernel:
     geometry = {"grid": lambda p, t: (p.H, 1, 1), "block": lambda t: (1, 1, 1), "smem_bytes": lambda p, t: 0}
     return Kernel(
         name="adds", computes="backward", rung=1, summary="", dtypes=("float32",), min_arch=(7, 5),
-        tiles=(Tile(BLOCK_M=1),), **geometry, deterministic=False, source=source,
+        tiles=(Tile(BLOCK_M=1),), **geometry, deterministic=False, default=True, source=source,
         args=("dO", "Q", "K", "V", "LSE", "delta", "dQ_accum", "dK", "dV", "score"),
         then=(Entry(name="adds_dq", **geometry, args=("dQ_accum", "dQ", "score")),),
     )  # fmt: skip
