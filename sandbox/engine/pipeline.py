@@ -170,7 +170,7 @@ def _compiled(
 
 
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
-    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches. Needs no GPU."""
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches."""
     return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
 
 

@@ -142,8 +142,8 @@ class ArgumentBlock:
             if name == "score":
                 value, within = score_argument(problem, tensors)
                 self.values.append(value)
-                for tensor_name, slot in within.items():
-                    slots.setdefault(tensor_name, []).append(slot)
+                for tensor_name, place in within.items():
+                    slots.setdefault(tensor_name, []).append(place)
                 continue
             tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
             slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer

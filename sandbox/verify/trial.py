@@ -77,8 +77,8 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
 
 
 def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32; of a
-    backward the gradients of bias and sink among them, where the problem has them."""
+    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32; of
+    a backward the gradients of bias and sink among them, where the problem has them."""
     asked = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
     names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, there in asked.items() if there))
     dtypes = {"dbias": problem.bias_dtype or problem.dtype, **dict.fromkeys(("LSE", "delta", "dsink"), "float32")}
