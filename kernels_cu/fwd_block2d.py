@@ -19,7 +19,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
          f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of Dv={p.Dv}"),
         (owned + others <= 255 and X * Y * (owned + others) <= 65536,
-         f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: with some {others} others they do not fit"),
+         f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: {others} others do not fit"),
     )  # fmt: skip
     return next((sentence for holds, sentence in rules if not holds), None)
 
