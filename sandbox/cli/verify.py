@@ -8,12 +8,13 @@ from pathlib import Path
 
 import click
 
-from ..core.problem import Problem
 from ..verify import check as checking
 from ..verify import error_map, report
 from ..verify.cases import Case
 from .group import cli
 from .options import (
+    SCORE_NAMES,
+    Scored,
     backend_option,
     causal_option,
     chosen_kernels,
@@ -22,6 +23,8 @@ from .options import (
     json_option,
     kernels_argument,
     parsed_tile,
+    problem_of,
+    score_options,
     shape_option,
     tile_option,
 )
@@ -37,24 +40,25 @@ map_option = click.option(
 @shape_option("By default the named problems.")
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @backend_option
 @map_option
 @json_option
 def run_(
-    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    prefix: Path | None, as_json: bool,
+    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile, launch, verify: a line for each kernel and problem.
 
     --dtype and --causal go with --shape; the named problems have their own.
     """
     if not shape:
-        given_without("--shape", "dtype", "causal")
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES)
     device = checking.pick_device(backend)
     cases = None
     if shape:
-        problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+        problem = problem_of(shape, dtype, causal, scored)
         cases = [Case("--shape", problem)]
     chosen = chosen_kernels(kernels)
     results = list(followed(checking.run_cases(chosen, device, parsed_tile(tile), cases), lambda r: r.case))
