@@ -9,6 +9,7 @@ __all__ = [
     "sampled",
     "sampled_gradients",
     "sanitize",
+    "scores",
     "trial",
     "truth",
 ]
