@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import click
 
@@ -18,8 +19,8 @@ from .options import (
     Scored,
     causal_option,
     dtype_option,
+    entry_argument,
     json_option,
-    kernel_argument,
     parsed_tile,
     problem_of,
     score_options,
@@ -31,7 +32,7 @@ from .output import print_json, say, screen
 
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
-    @kernel_argument
+    @entry_argument
     @shape_option("By default what watch looks at first.")
     @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
     @dtype_option
@@ -53,15 +54,18 @@ def _command(language: str, doc: str) -> None:
             problem = problem_of(shape or f"1,1,1,{D}", dtype, causal, scored)
         else:
             problem = dataclasses.replace(first, dtype=dtype, causal=normalise_causal(causal or False))
-        after = listing.translate(spec, language, problem, arch, wanted, entry=kernel)
+        read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)
         if reference is None:
-            _show_code(after, summary, as_json)
+            _show_code(read(spec, tile=wanted, entry=kernel), summary, as_json)
         elif "=" in reference:
-            before = listing.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
-            _show_changes(before, after, as_json)
+            before = read(spec, tile=Tile.parse(reference), entry=kernel)
+            _show_changes(before, read(spec, tile=wanted, entry=kernel), as_json)
         else:
             old = listing.version(spec, reference)
-            _show_changes(listing.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
+            entry = old.name + kernel.removeprefix(spec.name)
+            before = read(old, tile=wanted, label=reference, entry=entry)
+            now = spec.source.name if reference.endswith(".cu") else "now"  # in the other's terms
+            _show_changes(before, read(spec, tile=wanted, label=now, entry=kernel), as_json)
 
 
 def _show_code(shown: listing.Code, summary: bool, as_json: bool) -> None:

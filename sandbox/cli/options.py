@@ -24,8 +24,15 @@ def kernel_names(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return [name for name in registry.kernels() if name.startswith(incomplete)]
 
 
+def entry_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """The same with the entries that kernels launch later."""
+    entries = (entry.name for kernel in registry.kernels().values() for entry in kernel.entries)
+    return [name for name in entries if name.startswith(incomplete)]
+
+
 kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names)
 kernel_argument = click.argument("kernel", shell_complete=kernel_names)
+entry_argument = click.argument("kernel", shell_complete=entry_names)
 tile_option = click.option("--tile", help="Use this tile, as BLOCK_M=64,BLOCK_N=32.")
 backend_option = click.option(
     "--backend", type=click.Choice(["cuda", "cpu"]), help="By default cuda if there is a GPU."

@@ -31,7 +31,7 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@shape_option("By default two small problems.")
+@shape_option("By default small ones, and the shipped tiles on some a little larger.")
 @dtype_option
 @causal_option
 @score_options
@@ -64,9 +64,9 @@ def sanitize_(
 
 
 def _lines(results: list[sanitize.Inspection]) -> Iterator[str]:
-    for problem in dict.fromkeys(r.problem for r in results):
-        of_problem = [r for r in results if r.problem == problem]
-        yield f"{of_problem[0].kernel} on {problem}, tile {of_problem[0].tile}"
+    for problem, tile in dict.fromkeys((r.problem, r.tile) for r in results):
+        of_problem = [r for r in results if (r.problem, r.tile) == (problem, tile)]
+        yield f"{of_problem[0].kernel} on {problem}, tile {tile}"
         for r in of_problem:
             state = {True: "clean", False: f"{len(r.findings)} found", None: f"not used: {r.message}"}[r.clean]
             yield f"  {r.tool:13}  {state}"

@@ -13,7 +13,7 @@ from ..core.kernel import Kernel
 from ..verify import check as checking
 from ..watch import screen as watch_report
 from ..watch import session
-from ..watch.history import History, read_texts
+from ..watch.history import History, as_bytes, read_texts
 from ..watch.job import Job
 from .group import cli
 from .options import (
@@ -110,14 +110,15 @@ def _look_back(
     elif old is not None:
         before = history.get(old).texts
         after = history.get(new).texts if new is not None else read_texts(history.kernel) or {}
-        click.echo(history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now")), nl=False)
+        changed = history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now"))
+        click.echo(as_bytes(changed), nl=False)
     elif show is not None:
         version = history.get(show)
         if as_json:
             print_json({**version.__dict__})
             return
         for path, text in version.texts.items():
-            click.echo(f"==> {path} <==\n{text}", nl=not text.endswith("\n"))
+            click.echo(as_bytes(f"==> {path} <==\n{text}"), nl=not text.endswith("\n"))
     elif as_json:
         print_json(history.versions())
     else:

@@ -82,7 +82,7 @@ class GpuLab:
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
             lost = isinstance(found, WorkerDied)
-            yield job[2], [Measured(False, f"{kernel.name} {tile}: {found}") for tile in job[2]] if lost else found
+            yield job[2], [Measured(False, f"{kernel.name} {t}: {found}", lost=True) for t in job[2]] if lost else found
 
 
 class CpuLab(GpuLab):

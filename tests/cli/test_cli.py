@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -16,17 +17,22 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from project import in_project, new_kernel
+from project import INTERRUPTIBLE, in_project, new_kernel
 from rich.console import Console
 
 from sandbox.cli import cli
 from sandbox.code import costs
 from sandbox.core import registry
+from sandbox.core.errors import CompileError
+from sandbox.cpu import build
 from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
+from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem, Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify import cases, check, report
+from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case
 from sandbox.verify.truth import Answer, Truth, truth_of
 from sandbox.watch.job import quick_cases
@@ -231,7 +237,10 @@ def test_sass_shows_what_watch_compiles() -> None:
 def test_run() -> None:
     options = ("run", "fwd_minimal", "--shape", "1,4/2,70,50,64", "--dtype", "bfloat16", "--causal", "--backend", "cpu")
     (row,) = parsed(*options)
-    assert (row["ok"], row["problem"], row["backend"]) == (True, "B1 H4/2 S70x50 D64 bfloat16 causal", "cpu")
+    assert (row["ok"], row["backend"]) == (True, "cpu")
+    asked = {"B": 1, "H": 4, "Hk": 2, "Sq": 70, "Sk": 50, "D": 64, "dtype": "bfloat16", "causal": "bottom-right"}
+    assert row["problem"].items() >= asked.items()
+    assert row["tile"] == dict(registry.get("fwd_minimal").tiles[0])
     assert 0 < row["error"] <= row["bound"]
     assert row["seconds"] > 0
     assert row["resources"]["registers"] > 16
@@ -263,7 +272,7 @@ def test_check(short_sweep: int) -> None:
     rows = parsed("check", "fwd_minimal", "--backend", "cpu")
     assert [row["ok"] for row in rows] == [True] * short_sweep
     shown = call("check", "fwd_minimal", "--backend", "cpu")
-    assert (shown.exit_code, shown.stdout) == (0, f"{short_sweep} ok, 0 wrong, 0 not taken, on cpu\n")
+    assert (shown.exit_code, shown.stdout) == (0, f"fwd_minimal: {short_sweep} ok, 0 wrong, 0 not taken, on cpu\n")
 
 
 def test_cache(own_cache: Path) -> None:
@@ -417,6 +426,8 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     assert done.returncode == 1
     assert "WRONG fwd_wrong on --shape [cpu]: O error " in done.stdout
     assert "FAIL fwd_broken on --shape [cpu]: " in done.stdout
+    hints = [line for line in done.stdout.splitlines() if line.startswith("hint")]
+    assert [line.split()[2] for line in hints] == ["fwd_wrong"]  # a compiler's word is enough
     assert f"{broken}:{line}:15: error: " in done.stdout
     assert "int missing = undeclared;" in done.stdout
     assert " ^~" in done.stdout
@@ -430,12 +441,88 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     assert "Traceback" not in done.stdout + done.stderr
 
 
+STORE = "O.row(b, h, query_row)[d] = "
+FAR = "O.row(b, h, query_row + (1ll << 40))[d] = "
+RETURN = "if (query_row >= score.Sq) return;"
+
+
+def edit(project: Path, name: str, old: str, new: str) -> None:
+    source = project / f"kernels_cu/{name}.cu"
+    text = source.read_text()
+    assert old in text
+    source.write_text(text.replace(old, new))
+
+
+def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
+    """A store far past the end ends the process: not ours, and not before the others have their results."""
+    new_kernel(project_copy, "fwd_far")
+    edit(project_copy, "fwd_far", STORE, FAR)
+    options = ("--shape", "1,1,70,32", "--backend", "cpu")
+    done = in_project(project_copy, "sandbox", "run", "fwd_minimal", "fwd_far", "fwd_block2d", *options, "--json")
+    assert done.returncode == 1
+    assert [(row["kernel"], row["ok"]) for row in json.loads(done.stdout)] == [
+        ("fwd_minimal", True),
+        ("fwd_far", False),
+        ("fwd_block2d", True),
+    ]
+    done = in_project(project_copy, "sandbox", "check", "fwd_far", "--backend", "cpu")
+    assert done.returncode == 1
+    assert "FAIL fwd_far on " in done.stdout
+    assert "its process ended: it accessed memory that is not there (SIGSEGV), while running it" in done.stdout
+    assert done.stdout.count("SIGSEGV") == 1  # said once
+    assert "not tried: its process has ended 3 times already" in done.stdout
+    assert "hint sanitize fwd_far --backend cpu looks for races" in done.stdout
+    assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
+
+
+def test_what_a_compiler_refused_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a run, for one variant; until the source is another."""
+    kernel = dataclasses.replace(registry.get("fwd_minimal"), source=tmp_path / "fwd_minimal.cu")
+    text = registry.get("fwd_minimal").source.read_text()
+    kernel.source.write_text(text + "int missing = undeclared;\n")
+    compiled = []
+    run = build.host.run
+    monkeypatch.setattr(build.host, "run", lambda *arguments: compiled.append(arguments) or run(*arguments))
+    what = kernel, kernel.tiles[0], Problem(1, 1, 8, 8, 16, dtype="float16"), HOST
+    for _ in range(3):
+        with pytest.raises(CompileError, match="undeclared"):
+            pipeline.load(*what)
+    assert len([a for a in compiled if a[3] == kernel.source]) == 1
+    kernel.source.write_text(text)
+    assert pipeline.load(*what).functions
+
+
+def test_rows_are_printed_when_they_are_there(project_copy: Path) -> None:
+    """Also into a pipe, and while another kernel never ends: Ctrl-C does."""
+    new_kernel(project_copy, "fwd_endless")
+    edit(project_copy, "fwd_endless", RETURN, f"while (*static_cast<volatile int*>(&group)) {{}}\n    {RETURN}")
+    command = [*INTERRUPTIBLE, sys.executable, "-m", "sandbox", "run", "fwd_minimal", "fwd_endless"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    process = subprocess.Popen([*command, "--shape", "1,1,7,32", "--backend", "cpu"], cwd=project_copy,
+                               stdout=subprocess.PIPE, text=True, env=environment)  # fmt: skip
+    assert process.stdout.readline().startswith("kernel")
+    assert process.stdout.readline().startswith("fwd_minimal")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 1
+
+
+def test_what_kernels_print_is_no_part_of_the_results(project_copy: Path) -> None:
+    new_kernel(project_copy, "fwd_prints")
+    edit(project_copy, "fwd_prints", RETURN, RETURN + ' printf("row %d\\n", query_row);')
+    run = ("sandbox", "run", "fwd_prints", "--shape", "1,1,2,32", "--backend", "cpu", "--json")
+    done = in_project(project_copy, *run)
+    assert [row["ok"] for row in json.loads(done.stdout)] == [True]
+    assert done.stderr == "row 0\nrow 1\n"
+
+
 def test_a_wrong_check(monkeypatch: pytest.MonkeyPatch, short_sweep: int) -> None:
     def strict(computes: str, case: Case) -> Truth:
         truth = truth_of(computes, case)
         return Truth(truth.given, {**truth.answers, "O": Answer(truth.answers["O"].values, 1e-30)})
 
     monkeypatch.setattr(check, "truth_of", strict)
+    monkeypatch.setattr(Apart, "verify", staticmethod(check.verify))  # in this process
     shown = call("check", "fwd_minimal", "--backend", "cpu")
     assert shown.exit_code == 1
     assert "WRONG fwd_minimal on " in shown.stdout
@@ -474,7 +561,7 @@ cli.main()
 
 def test_control_c() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPS, "check", "--backend", "cpu"],
+        [*INTERRUPTIBLE, sys.executable, "-c", SLEEPS, "check", "--backend", "cpu"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -507,10 +594,11 @@ def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
 # ---- tables
 
 
+PROBLEM = Problem(1, 1, 1, 1, 16)
 SPILLED = Resources(168, 0, 40, 44, 48)
 NAMES = ("fwd_minimal", "fwd_block2d", "bwd_block2d")
 RESULTS = [
-    check.Result(name, case.name, str(case.problem), "cuda", True, "BLOCK_M=64", "sm_90a", 0.212, False,
+    check.Result(name, case.name, case.problem, "cuda", True, Tile(BLOCK_M=64), "sm_90a", 0.212, False,
                  Resources(255, 0, 0, 0, 0), 232448, 5.4e-3, 4.8e-2, 6e-7, -1e-3, 12.5e-3, 612.25)
     for name in NAMES for case in cases.named_cases(small=False)
 ]  # fmt: skip
@@ -540,7 +628,7 @@ def test_results_are_one_line_a_case_at_120_columns() -> None:
         "TFLOP/s",
     ]
     for result, line in zip(RESULTS, shown[1:], strict=True):
-        assert result.problem in line
+        assert str(result.problem) in line
         for text in (result.kernel, " 255 ", "227 KiB", "212 ms", "5.4e-3 <= 4.8e-2", "12.5 ms", "612.25", "ok"):
             assert text in line
 
@@ -576,7 +664,7 @@ def test_columns_and_no_color_are_heeded(command: tuple[str, ...]) -> None:
 
 def test_a_reason_that_several_cases_share_is_said_once() -> None:
     same = [
-        check.Result("k", f"case {i}", "", "cpu", False, message=f"refused\n\nx.cu:1: error\n\noptions: -D{i}")
+        check.Result("k", f"case {i}", PROBLEM, "cpu", False, message=f"refused\n\nx.cu:1: error\n\noptions: -D{i}")
         for i in range(6)
     ]
     (text,) = report.failures(same)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from project import in_project
+from project import in_project, new_kernel
 
 import sandbox
 from sandbox.cli import cli
@@ -192,6 +193,27 @@ def test_what_an_edit_changed(project_copy: Path) -> None:
         for file in (source, edited)
     )
     assert listing.changed_classes(before, after)["bar"] == (2, 3)
+
+
+def test_a_copy_under_another_name(project_copy: Path) -> None:
+    """As `new kernel` makes it, and with one line edited: that line differs, and no other."""
+    new_kernel(project_copy, "mine")
+    source = project_copy / "kernels_cu/mine.cu"
+    text = source.read_text()
+    assert "const float alpha = expf(m - shift);" in text
+    source.write_text(text.replace("const float alpha = expf(m - shift);", "const float alpha = expf(m * shift);"))
+    command = ("sandbox", "ptx", "fwd_minimal", "-D", "16", "--diff", str(source))
+    done = in_project(project_copy, *command, "--json")
+    changed = json.loads(done.stdout)["lines"]
+    assert [(line["file"], line["text"]) for line in changed if "(m - shift)" in line["text"]]
+    assert {line["text"].replace("m * shift", "m - shift") for line in changed} == {
+        "const float alpha = expf(m - shift);"
+    }
+    head = in_project(project_copy, *command).stdout
+    assert re.search(rf"{source} +fwd_minimal.cu +change", head)
+    back = in_project(project_copy, "sandbox", "ptx", "bwd_minimal_dq", "-D", "16", "--diff",
+                      str(project_copy / "kernels_cu/bwd_minimal.cu"))  # fmt: skip
+    assert back.returncode == 0, back.stderr
 
 
 def test_lines_are_matched_by_their_text(tmp_path: Path) -> None:
