@@ -10,17 +10,20 @@ import click
 from ..code import listing
 from ..code import report as code_report
 from ..core import registry
-from ..core.problem import Problem, normalise_causal
+from ..core.problem import normalise_causal
 from ..core.tile import Tile
 from ..verify.check import pick_device
 from ..watch.job import quick_cases
 from .group import cli
 from .options import (
+    Scored,
     causal_option,
     dtype_option,
     entry_argument,
     json_option,
     parsed_tile,
+    problem_of,
+    score_options,
     shape_option,
     tile_option,
 )
@@ -34,6 +37,7 @@ def _command(language: str, doc: str) -> None:
     @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
     @dtype_option
     @causal_option
+    @score_options
     @tile_option
     @click.option("--arch", help="Compile for this architecture; by default this machine's, or sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
@@ -41,13 +45,15 @@ def _command(language: str, doc: str) -> None:
     @click.option("--summary", is_flag=True, help="Leave the instructions out.")
     @json_option
     def show(
-        kernel: str, shape: str | None, D: int | None, dtype: str, causal: str | None, tile: str | None,
+        kernel: str, shape: str | None, D: int | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
         arch: str | None, reference: str | None, summary: bool, as_json: bool,
     ) -> None:  # fmt: skip
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
         first = quick_cases(spec, pick_device(None))[0].problem
-        asked = Problem.from_shape(shape or f"1,1,1,{D}") if shape or D else first
-        problem = dataclasses.replace(asked, dtype=dtype, causal=normalise_causal(causal or False))
+        if shape or D:
+            problem = problem_of(shape or f"1,1,1,{D}", dtype, causal, scored)
+        else:
+            problem = dataclasses.replace(first, dtype=dtype, causal=normalise_causal(causal or False))
         read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)
         if reference is None:
             _show_code(read(spec, tile=wanted, entry=kernel), summary, as_json)

@@ -17,12 +17,15 @@ from ..engine import choose, pipeline
 from ..toolchain import arch as architectures
 from .group import cli
 from .options import (
+    Scored,
     causal_option,
     chosen_kernels,
     dtype_option,
     json_option,
     kernels_argument,
     parsed_tile,
+    problem_of,
+    score_options,
     shape_option,
     tile_option,
 )
@@ -38,11 +41,12 @@ from .output import exit_status, followed, print_json, say, screen
 @click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # as --shape was spelled once
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @json_option
 def compile_(
     kernels: tuple[str, ...], archs: str, shapes: tuple[str, ...], widths: str, dtype: str, causal: str | None,
-    tile: str | None, as_json: bool,
+    scored: Scored, tile: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """What every tile costs, without a GPU.
 
@@ -52,7 +56,7 @@ def compile_(
         raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
     targets = [name.strip() for name in archs.split(",")]
     shapes = shapes or tuple(f"1,1,1,{D.strip()}" for D in widths.split(","))
-    problems = [Problem.from_shape(shape, dtype=dtype, causal=causal or False) for shape in shapes]
+    problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
     wanted = parsed_tile(tile)
     tried = [
         (kernel, target, problem, t)

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ..core import registry
 from ..core.kernel import Arch, Kernel
-from ..core.problem import Problem
 from ..engine import choose
 from ..launch.dlpack import HOST
 from ..launch.driver import device
@@ -19,7 +18,17 @@ from ..toolchain import arch as architectures
 from ..verify.check import pick_device
 from ..verify.report import table
 from .group import cli
-from .options import causal_option, dtype_option, given_without, json_option, shape_option
+from .options import (
+    SCORE_NAMES,
+    Scored,
+    causal_option,
+    dtype_option,
+    given_without,
+    json_option,
+    problem_of,
+    score_options,
+    shape_option,
+)
 from .output import print_json, screen
 
 
@@ -28,10 +37,17 @@ from .output import print_json, screen
 @click.option("--problem", hidden=True)  # as --shape was spelled once
 @dtype_option
 @causal_option
+@score_options
 @click.option("--arch", help="Choose as for this architecture, sm_80 and so on, or cpu; by default as on this machine.")
 @json_option
 def list_(
-    shape: str | None, problem: str | None, dtype: str, causal: str | None, arch: str | None, as_json: bool
+    shape: str | None,
+    problem: str | None,
+    dtype: str,
+    causal: str | None,
+    scored: Scored,
+    arch: str | None,
+    as_json: bool,
 ) -> None:
     """The kernels, and which of them a problem would get.
 
@@ -39,7 +55,7 @@ def list_(
     """
     shape = shape or problem
     if shape is None:
-        given_without("--shape", "dtype", "causal", "arch")
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES, "arch")
         kernels = registry.kernels().values()
         if as_json:
             fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default")
@@ -47,7 +63,7 @@ def list_(
         else:
             screen().print(_ladder_table(kernels))
         return
-    asked = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+    asked = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
     found = [offer for computes in ("forward", "backward") for offer in choose.offers(asked, computes, target)]
     if as_json:

@@ -18,7 +18,18 @@ from ..profile import report as profile_report
 from ..profile.profiler import Profile, Subject
 from ..toolchain import arch as architectures
 from .group import cli
-from .options import causal_option, dtype_option, entry_argument, json_option, parsed_tile, shape_option, tile_option
+from .options import (
+    Scored,
+    causal_option,
+    dtype_option,
+    entry_argument,
+    json_option,
+    parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
+    tile_option,
+)
 from .output import print_json, say, screen
 
 
@@ -29,6 +40,7 @@ from .output import print_json, say, screen
 @shape_option(default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @click.option(
     "--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions, history:N, .cu files."
@@ -42,7 +54,7 @@ from .output import print_json, say, screen
 @click.option("--dry-run", is_flag=True, help="Print the command, and run nothing.")
 @json_option
 def profile_(
-    kernel: str, tool: str, shape: str, dtype: str, causal: str | None, tile: str | None,
+    kernel: str, tool: str, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None,
     compare: tuple[str, str] | None, out: Path | None, shown: tuple[Path, ...], prefix: Path | None, dry_run: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -54,7 +66,7 @@ def profile_(
     registry.entry_owner(kernel)  # raises UnknownKernel
     prefixes, commands = list(shown), []
     if not shown:
-        problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+        problem = problem_of(shape, dtype, causal, scored)
         for reference in compare or (tile,):
             version = reference if reference and "=" not in reference else ""
             subject = _subject(kernel, problem, None if version else reference, version, dry_run)

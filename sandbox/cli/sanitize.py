@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import click
 
 from ..core import registry
-from ..core.problem import Problem
 from ..verify import check as checking
 from ..verify import sanitize
 from .group import cli
 from .options import (
+    SCORE_NAMES,
+    Scored,
     backend_option,
     causal_option,
     dtype_option,
@@ -20,6 +21,8 @@ from .options import (
     json_option,
     kernel_argument,
     parsed_tile,
+    problem_of,
+    score_options,
     shape_option,
     tile_option,
 )
@@ -31,13 +34,14 @@ from .output import exit_status, followed, print_json, say
 @shape_option("By default small ones, and the shipped tiles on some a little larger.")
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @backend_option
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that one tool may take.")
 @json_option
 def sanitize_(
-    kernel: str, shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    timeout: float, as_json: bool,
+    kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
     """What a kernel does and may not do, by line of its .cu.
 
@@ -46,8 +50,8 @@ def sanitize_(
     memory.
     """
     if not shape:
-        given_without("--shape", "dtype", "causal")
-    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False) if shape else None
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES)
+    problem = problem_of(shape, dtype, causal, scored) if shape else None
     device = checking.pick_device(backend)
     tried = sanitize.inspect(registry.get(kernel), device, parsed_tile(tile), timeout, problem)
     results = list(followed(tried, lambda r: f"{r.tool} on {r.problem}"))

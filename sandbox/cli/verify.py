@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from ..core.problem import Problem
 from ..launch.dlpack import HOST
 from ..verify import check as checking
 from ..verify import error_map, report
@@ -17,6 +16,8 @@ from ..verify.apart import NOT_TRIED, Apart
 from ..verify.cases import Case, named_cases
 from .group import cli
 from .options import (
+    SCORE_NAMES,
+    Scored,
     backend_option,
     causal_option,
     chosen_kernels,
@@ -25,6 +26,8 @@ from .options import (
     json_option,
     kernels_argument,
     parsed_tile,
+    problem_of,
+    score_options,
     shape_option,
     tile_option,
 )
@@ -40,24 +43,25 @@ map_option = click.option(
 @shape_option("By default the named problems.")
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @backend_option
 @map_option
 @json_option
 def run_(
-    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    prefix: Path | None, as_json: bool,
+    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile, launch, verify: a line for each kernel and problem.
 
     --dtype and --causal go with --shape; the named problems have their own.
     """
     if not shape:
-        given_without("--shape", "dtype", "causal")
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES)
     device = checking.pick_device(backend)
     cases = named_cases(small=device == HOST)
     if shape:
-        cases = [Case("--shape", Problem.from_shape(shape, dtype=dtype, causal=causal or False))]
+        cases = [Case("--shape", problem_of(shape, dtype, causal, scored))]
     chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
     with Apart(_overhear) as apart:
         found = followed(checking.run_cases(chosen, cases, device, wanted, apart.verify), lambda r: r.case)

@@ -227,7 +227,7 @@ class Problem:
                 yield f"{name}={','.join(map(str, shape))}{dtype}"
         yield from (name for name in ("sink", "key_lengths") if getattr(self, name))
         if self.score:
-            yield f"score=[{self.score}]"
+            yield f"score=({self.score})"
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}

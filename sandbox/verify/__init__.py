@@ -10,6 +10,7 @@ __all__ = [
     "sampled",
     "sampled_gradients",
     "sanitize",
+    "scores",
     "trial",
     "truth",
 ]
