@@ -67,13 +67,15 @@ def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many row
     return Row(TensorMap, tensor=name, rows=rows)
 
 
-_WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
+_WARPGROUP_ROWS = 64  # which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
     **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
+    **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
+    **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
     "score": Row(Score, lambda p: Score(p.Sq, p.Sk, p.diagonal, p.scale)),
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),

@@ -47,18 +47,20 @@ struct Pair {
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by all WARPS_ warps of the block.
+// dK and dV of keys n0 .. n0 + ROWS of key/value head `head` of H / group and batch entry b, by WARPS_ warps, of which this is
+// the one of number `warp`.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
-                                                      const View<dtype>& dV, int group, const Score& score, int n0) {
+                                                      const View<dtype>& dV, int group, const Score& score, int b, int head,
+                                                      int H, int n0, int warp) {
     constexpr int OWNED = (HEAD_DIM + 31) / 32;
-    const int head = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
-    for (int j = n0 + threadIdx.x / 32; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
+    const int lane = threadIdx.x % 32;
+    for (int j = n0 + warp; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
         float dk[OWNED] = {}, dv[OWNED] = {};
         for (int h = head * group; h < (head + 1) * group; ++h) {
-            const long long first = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;
+            const long long first = (static_cast<long long>(b) * H + h) * score.Sq;
             for (int i = score.query_start(j); i < score.Sq; ++i) {
                 const dtype *q = Q.row(b, h, i), *grad = dO.row(b, h, i);
                 const Pair pair(q, K.row(b, head, j), V.row(b, head, j), grad, LSE[first + i], delta[first + i], score, i, j);
