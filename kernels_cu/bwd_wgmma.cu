@@ -167,19 +167,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             });
         } else if (warp == 1) {
             walk.for_each([&](unsigned i, int head, int m0) {
-                const long long row = (static_cast<long long>(b) * H + kv_head * group + head) * score.Sq;
-                float stats[2][BLOCK_M / 32];
-#pragma unroll
-                for (int t = 0; t < BLOCK_M / 32; ++t) {
-                    const int query_row = m0 + 32 * t + lane;
-                    const float lse = query_row < score.Sq ? LSE[row + query_row] : -INF;
-                    stats[0][t] = lse == -INF ? -INF : -lse * LOG2E;  // of a row that sees no key P is 0
-                    stats[1][t] = query_row < score.Sq ? delta[row + query_row] : 0.0f;
-                }
-                mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
+                const long long first = (static_cast<long long>(b) * H + kv_head * group + head) * score.Sq + m0 + lane;
+                const int left = score.Sq - m0 - lane;  // of the rows from the lane's first on
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + stage_of(i) * 2 * BLOCK_M + lane;
+                mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
 #pragma unroll
-                for (int t = 0; t < BLOCK_M / 16; ++t) to[32 * t] = stats[t / (BLOCK_M / 32)][t % (BLOCK_M / 32)];
+                for (int t = 0; t < BLOCK_M; t += 32) {
+                    const float lse = t < left ? LSE[first + t] : -INF;
+                    to[t] = lse == -INF ? -INF : -lse * LOG2E;  // of a row that sees no key P is 0
+                    to[BLOCK_M + t] = t < left ? delta[first + t] : 0.0f;
+                }
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
@@ -202,7 +199,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
     const int first_key = n0 + own_keys + warp % 4 * 16 + g;
     const float exponent = score.scale * LOG2E;
-    float dK_rmem[COLS / 2] = {}, dV_rmem[COLS / 2] = {}, S[QUERIES / 2], dP[QUERIES / 2];
+    float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
     const unsigned tiles = walk.tiles();
@@ -219,16 +216,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         wgmma_commit();
     };
     // dV += P^T dO or dK += dS^T Q: all queries of the tile, by registers or from shared memory.
-    const auto add_rows = [&](float (&C)[COLS / 2], const unsigned (&A)[QUERIES / 16][4], unsigned A_at, unsigned queries_at) {
+    const auto add_rows = [&](float (&C)[COLS / 2], const unsigned (&A)[QUERIES / 16][4], unsigned A_at, unsigned queries_at,
+                              bool accumulate) {
         const Descriptor A_smem = Pairs::mn_major(base + A_at);
         const Descriptor B = Queries::mn_major(base + queries_at + (SHARED_KEYS ? consumer * 2 * Queries::SLAB_BYTES : 0));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_M / 16; ++step)
             if constexpr (SHARED_KEYS)
-                wgmma<Order::MN_MAJOR, Order::MN_MAJOR>(C, A_smem + Pairs::mn_step(step), B + Queries::mn_step(step), true);
+                wgmma<Order::MN_MAJOR, Order::MN_MAJOR>(C, A_smem + Pairs::mn_step(step), B + Queries::mn_step(step),
+                                                       accumulate || step > 0);
             else
-                wgmma<Order::MN_MAJOR>(C, A[step], B + Queries::mn_step(step), true);
+                wgmma<Order::MN_MAJOR>(C, A[step], B + Queries::mn_step(step), accumulate || step > 0);
         wgmma_commit();
     };
     // 64 rows of dQ = dS K.
@@ -245,94 +244,88 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
-    if (tiles > 0) {
+    if (tiles == 0) {
+#pragma unroll
+        for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
+    } else {
         mbarrier_wait(base + FULL_K, 0);
-        await(FULL_Q, 0);
-        multiply_rows(S, K_AT, Q_AT);
         mbarrier_wait(base + FULL_V, 0);
-    }
-    int m0 = walk.begin, head = 0;
+        int m0 = walk.begin, head = 0;
+        unsigned i = 0;
 #pragma unroll 1
-    for (unsigned i = 0; i < tiles; ++i) {
-        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
-        const float* const stats = reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + 2 * q;
-        await(FULL_dO, i);
-        multiply_rows(dP, V_AT, dO_at);
+        do {
+            const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
+            const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
+            const float* const stats =  // of the lane's first queries
+                reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + 2 * q;
+            float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
+            await(FULL_Q, i);
+            multiply_rows(S, K_AT, Q_at);
+            wgmma_wait<1>();  // for dK of the tile before
+            if (i > 0) release(EMPTY_Q, i - 1);
+            await(FULL_dO, i);
+            multiply_rows(dP, V_AT, dO_at);
 
-        wgmma_wait<1>();  // for S^T, and for dK of the tile before
-        wgmma_settled(S);
-        if (i > 0) release(EMPTY_Q, i - 1);
-        const int first_query = m0 + own_queries;
-        if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
+            wgmma_wait<1>();  // for S^T, and for dK of the tile before
+            wgmma_settled(S);
+            const int first_query = m0 + own_queries;
+            if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
 #pragma unroll
-            for (int k = 0; k < QUERIES / 2; ++k)
-                if (!score.sees(first_query + k / 4 * 8 + 2 * q + k % 2, first_key + k / 2 % 2 * 8)) S[k] = -INF;
-        }
-#pragma unroll
-        for (int k = 0; k < QUERIES / 2; k += 4) {  // S becomes P
-            const float2 shift = *reinterpret_cast<const float2*>(stats + 2 * k);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float &p0 = S[k + 2 * half], &p1 = S[k + 2 * half + 1];
-                p0 = ex2(fmaf(p0, exponent, shift.x)), p1 = ex2(fmaf(p1, exponent, shift.y));
-                P[k / 8][k / 4 % 2 * 2 + half] = pack(p0, p1);
+                for (int k = 0; k < QUERIES / 2; ++k)
+                    if (!score.sees(first_query + k / 4 * 8 + 2 * q + k % 2, first_key + k / 2 % 2 * 8)) S[k] = -INF;
             }
-        }
-        if (SHARED_KEYS) {
-            store_pairs(pairs_at(base + P_at), warp % 4 * 2, P);
-            fence_proxy_async();
-            named_barrier_sync(both, 256);  // P is whole before it is multiplied
-        }
-        add_rows(dV_rmem, P, P_at, dO_at);
+#pragma unroll
+            for (int k = 0; k < QUERIES / 2; k += 2) {
+                const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+                P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
+            }
+            if (SHARED_KEYS) {
+                store_pairs(pairs_at(base + P_at), warp % 4 * 2, P);
+                fence_proxy_async();
+                named_barrier_sync(both, 256);  // P is whole before it is multiplied
+            }
+            add_rows(dV_rmem, P, P_at, dO_at, i > 0);
 
-        wgmma_wait<1>();  // for dP^T
-        wgmma_settled(dP);
+            wgmma_wait<1>();  // for dP^T
+            wgmma_settled(dP);
 #pragma unroll
-        for (int k = 0; k < QUERIES / 2; k += 4) {
-            const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + 2 * k);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int e = k + 2 * half;
-                dS[k / 8][k / 4 % 2 * 2 + half] = pack(S[e] * (dP[e] - row_delta.x), S[e + 1] * (dP[e + 1] - row_delta.y));
+            for (int k = 0; k < QUERIES / 2; k += 2) {
+                const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
+                const float2 p = unpack(P[k / 8][k / 2 % 4]);
+                dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - row_delta.x), p.y * (dP[k + 1] - row_delta.y));
             }
-        }
-        store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
-        fence_proxy_async();
-        named_barrier_sync(both, 256);  // dS is whole before it is multiplied
-        float dQ[DQ_COLS / 2];
-        multiply_dQ(dQ, dS_at);
-        add_rows(dK_rmem, dS, dS_at, Q_at);
-        if (i + 1 < tiles) {
-            await(FULL_Q, i + 1);
-            multiply_rows(S, K_AT, Q_AT + stage_of(i + 1) * Queries::BYTES);
-            wgmma_wait<2>();  // for dV and dQ
-        } else {
-            wgmma_wait<0>();
-        }
-        wgmma_settled(dQ);
-        release(EMPTY_dO, i);
-        if (SHARED_KEYS) {
-            float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
-#pragma unroll
-            for (int k = 0; k < DQ_COLS / 2; k += 4) {
-                const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                add_fragment(to + k * 128, sums);
-            }
-        } else {
-            mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
-            const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + threadIdx.x % 128 * 16;
-#pragma unroll
-            for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+            store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
             fence_proxy_async();
-            __syncwarp();  // all lanes have written
-            if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
-        }
-        m0 += BLOCK_M;
-        if (m0 >= walk.end) ++head, m0 = walk.begin;
+            named_barrier_sync(both, 256);  // dS is whole before it is multiplied
+            multiply_dQ(dQ, dS_at);
+            add_rows(dK_rmem, dS, dS_at, Q_at, i > 0);
+
+            wgmma_wait<1>();  // for dV and dQ
+            wgmma_settled(dQ);
+            release(EMPTY_dO, i);
+            if (SHARED_KEYS) {
+                float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
+#pragma unroll
+                for (int k = 0; k < DQ_COLS / 2; k += 4) {
+                    const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
+                    add_fragment(to + k * 128, sums);
+                }
+            } else {
+                mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
+                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + threadIdx.x % 128 * 16;
+#pragma unroll
+                for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+                fence_proxy_async();
+                __syncwarp();  // all lanes have written
+                if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+            }
+            m0 += BLOCK_M;
+            if (m0 >= walk.end) ++head, m0 = walk.begin;
+        } while (++i < tiles);
+        wgmma_wait<0>();
+        wgmma_settled(dK_rmem);
+        wgmma_settled(dV_rmem);
     }
-    wgmma_settled(dK_rmem);
-    wgmma_settled(dV_rmem);
 
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, CAUSAL && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
