@@ -166,16 +166,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 request(dO_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
         } else if (warp == 1) {
+            const bool of_LSE = lane < 16;  // the other half: delta
+            const float* const column = (of_LSE ? LSE : delta) + static_cast<long long>(b) * H * score.Sq + lane % 16;
             walk.for_each([&](unsigned i, int head, int m0) {
-                const long long first = (static_cast<long long>(b) * H + kv_head * group + head) * score.Sq + m0 + lane;
-                const int left = score.Sq - m0 - lane;  // of the rows from the lane's first on
-                float* const to = reinterpret_cast<float*>(smem + STATS_AT) + stage_of(i) * 2 * BLOCK_M + lane;
+                const float* const from = column + static_cast<long long>(kv_head * group + head) * score.Sq + m0;
+                const int rows = score.Sq - m0 - lane % 16;  // from the lane's first on
+                float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
 #pragma unroll
-                for (int t = 0; t < BLOCK_M; t += 32) {
-                    const float lse = t < left ? LSE[first + t] : -INF;
-                    to[t] = lse == -INF ? -INF : -lse * LOG2E;  // of a row that sees no key P is 0
-                    to[BLOCK_M + t] = t < left ? delta[first + t] : 0.0f;
+                for (int t = 0; t < BLOCK_M; t += 16) {
+                    const float x = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
+                    to[t] = !of_LSE || x == -INF ? x : -x * LOG2E;  // of a row that sees no key P is 0
                 }
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
@@ -195,9 +196,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     registers_take<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer;
-    const int g = lane / 4, q = lane % 4;
+    const int q = lane % 4;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
-    const int first_key = n0 + own_keys + warp % 4 * 16 + g;
     const float exponent = score.scale * LOG2E;
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
@@ -270,9 +270,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_settled(S);
             const int first_query = m0 + own_queries;
             if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
+                const unsigned thread = thread_index_x() % 128;
+                const int query_row = first_query + thread % 4 * 2, key_col = n0 + own_keys + thread / 32 * 16 + thread / 4 % 8;
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!score.sees(first_query + k / 4 * 8 + 2 * q + k % 2, first_key + k / 2 % 2 * 8)) S[k] = -INF;
+                    if (!score.sees(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
             }
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
