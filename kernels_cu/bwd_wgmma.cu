@@ -29,6 +29,8 @@
 #include "swizzle.cuh"
 
 constexpr unsigned THREADS = 384;
+constexpr int ORDER_ = ORDER % 3;
+constexpr bool DIRECT_ = DIRECT == 1;
 constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
@@ -48,15 +50,15 @@ using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
-                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
+                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (DIRECT_ ? 0 : 4 * DQ_TILE),
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each.
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
-                   EMPTY_dQ = FULL_dQ + 16;
-static_assert(EMPTY_dQ + 16 <= SMEM_BYTES, "the mbarriers have 256 bytes");
+                   EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
+static_assert(FULL_dS + 16 <= SMEM_BYTES, "the mbarriers have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -70,6 +72,7 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned consumer = 0; consumer < 2; ++consumer) {
         mbarrier_init(base + FULL_dQ + 8 * consumer, 4);
         mbarrier_init(base + EMPTY_dQ + 8 * consumer, 1);
+        mbarrier_init(base + FULL_dS + 8 * consumer, 8);
     }
     fence_proxy_async();
 }
@@ -181,7 +184,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
-        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
+        } else if (!DIRECT_ && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
                 mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
@@ -252,10 +255,29 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         mbarrier_wait(base + FULL_V, 0);
         int m0 = walk.begin, head = 0;
         unsigned i = 0;
+        float* dQ_to = nullptr;
+        const auto send_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i) {
+            if (DIRECT_) {
+#pragma unroll
+                for (int k = 0; k < DQ_COLS / 2; k += 4) {
+                    const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
+                    add_fragment(dQ_to + k * 128, sums);
+                }
+            } else {
+                mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
+                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + threadIdx.x % 128 * 16;
+#pragma unroll
+                for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+                fence_proxy_async();
+                __syncwarp();  // all lanes have written
+                if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+            }
+        };
 #pragma unroll 1
         do {
             const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
             const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
+            const unsigned dS_before = dS_AT + (i % 2 ^ 1) * Pairs::BYTES;
             const float* const stats =  // of the lane's first queries
                 reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + 2 * q;
             float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
@@ -266,7 +288,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             await(FULL_dO, i);
             multiply_rows(dP, V_AT, dO_at);
 
-            wgmma_wait<1>();  // for S^T, and for dK of the tile before
+            wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
             const int first_query = m0 + own_queries;
             if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
@@ -287,8 +309,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
             add_rows(dV_rmem, P, P_at, dO_at, i > 0);
-
-            wgmma_wait<1>();  // for dP^T
+            if (ORDER_ == 2) {
+                if (i > 0) mbarrier_wait(base + FULL_dS + 8 * ((i - 1) % 2), (i - 1) / 2 % 2);
+                multiply_dQ(dQ, dS_before);
+                wgmma_wait<2>();  // for dP^T
+            } else {
+                wgmma_wait<1>();  // for dP^T
+            }
             wgmma_settled(dP);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
@@ -296,34 +323,40 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
                 dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - row_delta.x), p.y * (dP[k + 1] - row_delta.y));
             }
+            if (ORDER_ == 1) {
+                if (i > 0) mbarrier_wait(base + FULL_dS + 8 * ((i - 1) % 2), (i - 1) / 2 % 2);
+                multiply_dQ(dQ, dS_before);
+            }
             store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
             fence_proxy_async();
-            named_barrier_sync(both, 256);  // dS is whole before it is multiplied
-            multiply_dQ(dQ, dS_at);
+            if (ORDER_ == 0) {
+                named_barrier_sync(both, 256);  // dS is whole before it is multiplied
+                multiply_dQ(dQ, dS_at);
+            }
             add_rows(dK_rmem, dS, dS_at, Q_at, i > 0);
 
             wgmma_wait<1>();  // for dV and dQ
             wgmma_settled(dQ);
             release(EMPTY_dO, i);
-            if (SHARED_KEYS) {
-                float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
-#pragma unroll
-                for (int k = 0; k < DQ_COLS / 2; k += 4) {
-                    const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                    add_fragment(to + k * 128, sums);
-                }
-            } else {
-                mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
-                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + threadIdx.x % 128 * 16;
-#pragma unroll
-                for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
-                fence_proxy_async();
-                __syncwarp();  // all lanes have written
-                if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+            if (ORDER_ == 0 && DIRECT_) dQ_to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
+            if (ORDER_ == 0) send_dQ(dQ, i);
+            else if (i > 0) send_dQ(dQ, i - 1);
+            if (ORDER_ > 0) {
+                if (DIRECT_) dQ_to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
+                __syncwarp();  // all lanes have written dS
+                if (lane == 0) mbarrier_arrive(base + FULL_dS + 8 * (i % 2));
             }
             m0 += BLOCK_M;
             if (m0 >= walk.end) ++head, m0 = walk.begin;
         } while (++i < tiles);
+        if (ORDER_ > 0) {
+            float dQ[DQ_COLS / 2];
+            mbarrier_wait(base + FULL_dS + 8 * ((tiles - 1) % 2), (tiles - 1) / 2 % 2);
+            multiply_dQ(dQ, dS_AT + (tiles - 1) % 2 * Pairs::BYTES);
+            wgmma_wait<0>();
+            wgmma_settled(dQ);
+            send_dQ(dQ, tiles - 1);
+        }
         wgmma_wait<0>();
         wgmma_settled(dK_rmem);
         wgmma_settled(dV_rmem);

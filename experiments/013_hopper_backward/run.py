@@ -21,6 +21,7 @@ from sandbox import Problem, bench, driver, registry
 from sandbox import check as checking
 from sandbox.peers import PEERS
 from sandbox.rows import Row, recorded
+from sandbox.spec import Tile
 from sandbox.timing import Limits
 
 HERE = Path(__file__).resolve().parent
@@ -50,14 +51,16 @@ def sweep() -> None:
         print(f"  {r.case} {r.problem}: {r.tensor} error {r.error} bound {r.bound} {r.message[:300]}", flush=True)
 
 
-def measure(problems: Sequence[Problem], names: Sequence[str], seconds: float = 0.1) -> list[Row]:
+def measure(
+    problems: Sequence[Problem], names: Sequence[str], tiles: Sequence[Tile] = (), seconds: float = 0.1
+) -> list[Row]:
     """Beside cuDNN, stored."""
     rows: list[Row] = []
     kernels = [registry.get(name) for name in names]
 
     def kept():
         limits = Limits(rounds=30, seconds=seconds)
-        for row in bench.run(kernels, problems, [PEERS["sdpa-cudnn"]], limits=limits, computes="backward"):
+        for row in bench.run(kernels, problems, [PEERS["sdpa-cudnn"]], tiles=tiles, limits=limits, computes="backward"):
             rows.append(row)
             yield row
 
@@ -89,6 +92,18 @@ def grid() -> None:
         print(f"geometric mean at D = {D}: {statistics.geometric_mean(ratios):.3f}", flush=True)
 
 
+def tiles() -> None:
+    """Every tile of the spec."""
+    kernel = registry.get("bwd_wgmma")
+    for D, causal in itertools.product((64, 128, 256), MASKS):
+        problems = [Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal) for S in (512, 2048, 16384)]  # type: ignore[arg-type]
+        fitting = [tile for tile in kernel.tiles if kernel.refuses_tile(problems[0], tile, (9, 0)) is None]
+        rows = measure(problems, ["bwd_wgmma"], fitting, seconds=0.06)
+        for name in dict.fromkeys(r.contender for r in rows):
+            cells = [f"{r.tflops or 0:.0f}" for r in rows if r.contender == name]
+            print(f"| D = {D}{', causal' if causal else ''} | {name} | {' | '.join(cells)} |", flush=True)
+
+
 def parts() -> None:
     """Where the time goes: each kernel that one call launches, by PyTorch's profiler."""
     import torch
@@ -110,7 +125,7 @@ def parts() -> None:
         print(f"D {D} S {S} {causal or 'full'} us: {', '.join(cells)}", flush=True)
 
 
-STAGES = {"tests": (tests, 120), "sweep": (sweep, 90), "grid": (grid, 150), "parts": (parts, 60)}
+STAGES = {"tests": (tests, 120), "sweep": (sweep, 90), "grid": (grid, 150), "parts": (parts, 60), "tiles": (tiles, 150)}
 
 
 def main() -> None:

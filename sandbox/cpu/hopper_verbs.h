@@ -409,9 +409,9 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     WarpMma& warp = own_warp();
     unsigned done = 0;
     while (done < warp.under_way.count && warp.under_way.items[done]->group + pending < warp.groups) {
-        finish(*warp.under_way.items[done], site);
-        delete warp.under_way.items[done++];
+        finish(*warp.under_way.items[done++], site);
     }
+    for (unsigned i = 0; i < done; ++i) delete warp.under_way.items[i];  // only now: a trap leaves them to their owner
     warp.under_way.count -= done;
     memmove(warp.under_way.items, warp.under_way.items + done, warp.under_way.count * sizeof(UnderWay*));
     unsigned open = 0;
