@@ -29,9 +29,9 @@
 #include "swizzle.cuh"
 
 constexpr unsigned THREADS = 384;
-constexpr int ORDER_ = ORDER % 3;
-constexpr bool DIRECT_ = DIRECT == 1;
+
 constexpr bool SHARED_KEYS = BLOCK_N == 64;
+constexpr int LATE_DQ = ORDER == 2, TURNS_ = TURNS == 1;
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -50,7 +50,7 @@ using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
-                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (DIRECT_ ? 0 : 4 * DQ_TILE),
+                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
 
@@ -184,7 +184,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
-        } else if (!DIRECT_ && warp >= 2 && elect()) {
+        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
                 mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
@@ -198,7 +198,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     }
 
     registers_take<CONSUMER_REGISTERS>();
-    const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer;
+    const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer, turn = 4 + consumer, next_turn = 5 - consumer;
     const int q = lane % 4;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
     const float exponent = score.scale * LOG2E;
@@ -255,24 +255,31 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         mbarrier_wait(base + FULL_V, 0);
         int m0 = walk.begin, head = 0;
         unsigned i = 0;
-        float* dQ_to = nullptr;
-        const auto send_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i) {
-            if (DIRECT_) {
+        if (TURNS_ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+        // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
+        const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
+            if (SHARED_KEYS) {
+                float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) {
                     const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                    add_fragment(dQ_to + k * 128, sums);
+                    add_fragment(to + k * 128, sums);
                 }
             } else {
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
                 const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + threadIdx.x % 128 * 16;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
-                fence_proxy_async();
-                __syncwarp();  // all lanes have written
-                if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
             }
         };
+        const auto publish = [&](bool dQ, unsigned dS_barrier) {
+            if (SHARED_KEYS) return;
+            fence_proxy_async();
+            __syncwarp();  // all lanes have written
+            if (lane == 0 && dQ) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+            if (lane == 0 && LATE_DQ) mbarrier_arrive(base + dS_barrier);
+        };
+        const auto await_dS = [&](unsigned i) { mbarrier_wait(base + FULL_dS + 8 * (i % 2), i / 2 % 2); };
 #pragma unroll 1
         do {
             const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
@@ -287,9 +294,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (i > 0) release(EMPTY_Q, i - 1);
             await(FULL_dO, i);
             multiply_rows(dP, V_AT, dO_at);
+            if (i > 0) publish(i > LATE_DQ, FULL_dS + 8 * (i % 2 ^ 1));
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
+            if (TURNS_) named_barrier_sync(turn, 256);
             const int first_query = m0 + own_queries;
             if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
                 const unsigned thread = thread_index_x() % 128;
@@ -303,19 +312,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
+            if (TURNS_) named_barrier_arrive(next_turn, 256);
             if (SHARED_KEYS) {
                 store_pairs(pairs_at(base + P_at), warp % 4 * 2, P);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
             add_rows(dV_rmem, P, P_at, dO_at, i > 0);
-            if (ORDER_ == 2) {
-                if (i > 0) mbarrier_wait(base + FULL_dS + 8 * ((i - 1) % 2), (i - 1) / 2 % 2);
+            if (LATE_DQ) {
+                if (i > 0) await_dS(i - 1);
                 multiply_dQ(dQ, dS_before);
-                wgmma_wait<2>();  // for dP^T
-            } else {
-                wgmma_wait<1>();  // for dP^T
             }
+
+            wgmma_wait<1 + LATE_DQ>();  // for dP^T
             wgmma_settled(dP);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
@@ -323,13 +332,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
                 dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - row_delta.x), p.y * (dP[k + 1] - row_delta.y));
             }
-            if (ORDER_ == 1) {
-                if (i > 0) mbarrier_wait(base + FULL_dS + 8 * ((i - 1) % 2), (i - 1) / 2 % 2);
-                multiply_dQ(dQ, dS_before);
-            }
             store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
-            fence_proxy_async();
-            if (ORDER_ == 0) {
+            if (!LATE_DQ) {
+                fence_proxy_async();
                 named_barrier_sync(both, 256);  // dS is whole before it is multiplied
                 multiply_dQ(dQ, dS_at);
             }
@@ -338,24 +343,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_wait<1>();  // for dV and dQ
             wgmma_settled(dQ);
             release(EMPTY_dO, i);
-            if (ORDER_ == 0 && DIRECT_) dQ_to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
-            if (ORDER_ == 0) send_dQ(dQ, i);
-            else if (i > 0) send_dQ(dQ, i - 1);
-            if (ORDER_ > 0) {
-                if (DIRECT_) dQ_to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
-                __syncwarp();  // all lanes have written dS
-                if (lane == 0) mbarrier_arrive(base + FULL_dS + 8 * (i % 2));
-            }
+            if (!LATE_DQ) store_dQ(dQ, i, head, m0);
+            else if (i > 0) store_dQ(dQ, i - 1, head, m0);
             m0 += BLOCK_M;
             if (m0 >= walk.end) ++head, m0 = walk.begin;
         } while (++i < tiles);
-        if (ORDER_ > 0) {
+        publish(i > LATE_DQ, FULL_dS + 8 * ((tiles - 1) % 2));
+        if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
-            mbarrier_wait(base + FULL_dS + 8 * ((tiles - 1) % 2), (tiles - 1) / 2 % 2);
+            await_dS(tiles - 1);
             multiply_dQ(dQ, dS_AT + (tiles - 1) % 2 * Pairs::BYTES);
             wgmma_wait<0>();
             wgmma_settled(dQ);
-            send_dQ(dQ, tiles - 1);
+            store_dQ(dQ, tiles - 1, 0, 0);
+            fence_proxy_async();
+            __syncwarp();  // all lanes have written
+            if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
         }
         wgmma_wait<0>();
         wgmma_settled(dK_rmem);

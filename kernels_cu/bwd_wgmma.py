@@ -16,7 +16,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
     fed = 2 * t.BLOCK_N * row + t.STAGES * t.BLOCK_M * (2 * row + 8)
-    return fed + pairs + (pairs if shared else 0) + (0 if t.DIRECT == 1 else dQ) + 256
+    return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -56,10 +56,10 @@ kernel = Kernel(
     deterministic=False,
     tiles=(
         *(
-            Tile(BLOCK_M=m, BLOCK_N=n, STAGES=2, ORDER=order, DIRECT=direct)
+            Tile(BLOCK_M=m, BLOCK_N=n, STAGES=2, ORDER=order, TURNS=turns)
             for m, n in ((128, 128), (64, 128), (64, 64))
-            for order in ((2, 1, 3) if n == 128 else (3,))
-            for direct in ((2, 1) if n == 128 else (1,))
+            for order in ((2, 3) if n == 128 else (3,))
+            for turns in (2, 1)
         ),
     ),
     grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
