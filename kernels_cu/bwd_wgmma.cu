@@ -31,14 +31,14 @@
 constexpr unsigned THREADS = 384;
 
 constexpr bool SHARED_KEYS = BLOCK_N == 64;
-constexpr int LATE_DQ = ORDER == 2, TURNS_ = TURNS == 1;
+constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : SHARED_KEYS ? 128 : 64;  // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr int SERVER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS > 96 ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && BLOCK_M == (HEAD_DIM > 64 ? 64 : 128),
               "64 keys, or half the columns, for each of two consumers");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -98,6 +98,11 @@ struct Walk {
 #pragma unroll 1
             for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
     }
+};
+
+template <bool B>
+struct Constant {
+    static constexpr bool value = B;
 };
 
 __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
@@ -210,8 +215,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const auto release = [&](unsigned empty, unsigned i) { if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i)); };
     // S^T or dP^T: the consumer's keys times its queries.
     const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
-        const Descriptor A = Keys::k_major(base + keys_at + own_keys * 128);
-        const Descriptor B = Queries::k_major(base + queries_at + own_queries * 128);
+        const SmemAddress smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are
+        const Descriptor A = Keys::k_major(smem_ + keys_at + own_keys * 128);
+        const Descriptor B = Queries::k_major(smem_ + queries_at + own_queries * 128);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < (HEAD_DIM + 15) / 16; ++step)
@@ -255,7 +261,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         mbarrier_wait(base + FULL_V, 0);
         int m0 = walk.begin, head = 0;
         unsigned i = 0;
-        if (TURNS_ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+        if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
         const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
             if (SHARED_KEYS) {
@@ -267,7 +273,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 }
             } else {
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
-                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + threadIdx.x % 128 * 16;
+                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + thread_index_x() % 128 * 16;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
             }
@@ -277,11 +283,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0 && dQ) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
-            if (lane == 0 && LATE_DQ) mbarrier_arrive(base + dS_barrier);
+            if (lane == 0) mbarrier_arrive(base + dS_barrier);
         };
         const auto await_dS = [&](unsigned i) { mbarrier_wait(base + FULL_dS + 8 * (i % 2), i / 2 % 2); };
-#pragma unroll 1
-        do {
+        const auto step = [&](auto first) {
+            constexpr bool FIRST = first.value;
+            const bool begun = LATE_DQ ? !FIRST : i > 0;  // a tile went before
             const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
             const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
             const unsigned dS_before = dS_AT + (i % 2 ^ 1) * Pairs::BYTES;
@@ -291,14 +298,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             await(FULL_Q, i);
             multiply_rows(S, K_AT, Q_at);
             wgmma_wait<1>();  // for dK of the tile before
-            if (i > 0) release(EMPTY_Q, i - 1);
+            if (begun) release(EMPTY_Q, i - 1);
             await(FULL_dO, i);
             multiply_rows(dP, V_AT, dO_at);
-            if (i > 0) publish(i > LATE_DQ, FULL_dS + 8 * (i % 2 ^ 1));
+            if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
-            if (TURNS_) named_barrier_sync(turn, 256);
+            if (LATE_DQ) named_barrier_sync(turn, 256);
             const int first_query = m0 + own_queries;
             if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
                 const unsigned thread = thread_index_x() % 128;
@@ -312,19 +319,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
-            if (TURNS_) named_barrier_arrive(next_turn, 256);
+            if (LATE_DQ) named_barrier_arrive(next_turn, 256);
             if (SHARED_KEYS) {
                 store_pairs(pairs_at(base + P_at), warp % 4 * 2, P);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
-            add_rows(dV_rmem, P, P_at, dO_at, i > 0);
-            if (LATE_DQ) {
-                if (i > 0) await_dS(i - 1);
+            add_rows(dV_rmem, P, P_at, dO_at, begun);
+            if (LATE_DQ && !FIRST) {
+                await_dS(i - 1);
                 multiply_dQ(dQ, dS_before);
             }
 
-            wgmma_wait<1 + LATE_DQ>();  // for dP^T
+            wgmma_wait<1 + (LATE_DQ && !FIRST)>();  // for dP^T
             wgmma_settled(dP);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
@@ -338,17 +345,27 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 named_barrier_sync(both, 256);  // dS is whole before it is multiplied
                 multiply_dQ(dQ, dS_at);
             }
-            add_rows(dK_rmem, dS, dS_at, Q_at, i > 0);
+            add_rows(dK_rmem, dS, dS_at, Q_at, begun);
 
             wgmma_wait<1>();  // for dV and dQ
-            wgmma_settled(dQ);
             release(EMPTY_dO, i);
-            if (!LATE_DQ) store_dQ(dQ, i, head, m0);
-            else if (i > 0) store_dQ(dQ, i - 1, head, m0);
+            if (!LATE_DQ || !FIRST) {
+                wgmma_settled(dQ);
+                store_dQ(dQ, i - LATE_DQ, head, m0);
+            }
             m0 += BLOCK_M;
             if (m0 >= walk.end) ++head, m0 = walk.begin;
-        } while (++i < tiles);
-        publish(i > LATE_DQ, FULL_dS + 8 * ((tiles - 1) % 2));
+            ++i;
+        };
+        if (LATE_DQ) {
+            step(Constant<true>{});
+            wgmma_wait<0>();  // or the compiler would lose its way
+            wgmma_settled(dK_rmem);
+            wgmma_settled(dV_rmem);
+        }
+#pragma unroll 1
+        while (i < tiles) step(Constant<false>{});
+        publish(i > 1, FULL_dS + 8 * ((tiles - 1) % 2));
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
             await_dS(tiles - 1);
@@ -397,7 +414,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the consumers' warps of its index have added.
-extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_dq(
+extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)

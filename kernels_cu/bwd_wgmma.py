@@ -55,12 +55,9 @@ kernel = Kernel(
     arch_suffix="a",
     deterministic=False,
     tiles=(
-        *(
-            Tile(BLOCK_M=m, BLOCK_N=n, STAGES=2, ORDER=order, TURNS=turns)
-            for m, n in ((128, 128), (64, 128), (64, 64))
-            for order in ((2, 3) if n == 128 else (3,))
-            for turns in (2, 1)
-        ),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
+        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
     grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
     block=lambda t: (384, 1, 1),
