@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 from sandbox import Problem, UnsupportedProblem
-from sandbox.peers import Contender, Ready
+from sandbox.bench.peers import Contender, Ready
 
 
 def flash_attention(name: str, module: str, package: str) -> Contender:

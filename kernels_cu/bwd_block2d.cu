@@ -8,8 +8,8 @@
 //   bwd_block2d          K, V             Q, dO           dV += P^T dO,  dK += dS^T Q      (its S and P: transposed)
 //   bwd_block2d_dq       Q, dO            K, V                           dQ += dS K
 //
-//   A_smem, B_smem [OWNED][HEAD_DIM, padded, + 4]     loaded once
-//   X_smem, Y_smem [WALKED][HEAD_DIM, padded, + 4]    tile after tile; used twice, by columns and by rows
+//   A_smem, B_smem [OWNED][columns, padded, + 4]      loaded once; A and X have HEAD_DIM columns, B and Y HEAD_DIM_V
+//   X_smem, Y_smem [WALKED][columns, padded, + 4]     tile after tile; used twice, by columns and by rows
 //   P_smem         [OWNED][WALKED + 4]                P, then dS, on their way from a row's threads to the same ones
 //
 // All of it is fp32. A row's threads are lanes of one warp, so that P_smem needs no barrier of the block.
@@ -17,15 +17,21 @@
 #include "score.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
-constexpr int D_COLS = (HEAD_DIM + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, each thread
-constexpr int WIDTH = D_COLS * THREADS_X, PITCH = WIDTH + 4;
-constexpr int STEP = WIDTH % (8 * THREADS_X) == 0 ? 8 * THREADS_X : 4 * THREADS_X;  // columns loaded at a time
+// Tensors of COLUMNS columns.
+template <int COLUMNS>
+struct Width {
+    static constexpr int OWN = (COLUMNS + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, each thread
+    static constexpr int PADDED = OWN * THREADS_X, PITCH = PADDED + 4;
+    static constexpr int STEP = PADDED % (8 * THREADS_X) == 0 ? 8 * THREADS_X : 4 * THREADS_X;  // columns loaded at a time
+};
+constexpr int D_COLS = Width<HEAD_DIM>::OWN, DV_COLS = Width<HEAD_DIM_V>::OWN;
+constexpr int PITCH = Width<HEAD_DIM>::PITCH, V_PITCH = Width<HEAD_DIM_V>::PITCH;
 __host__ __device__ constexpr int smem_bytes(int owned, int walked) {
-    return 4 * (2 * (owned + walked) * PITCH + owned * (walked + 4));
+    return 4 * ((owned + walked) * (PITCH + V_PITCH) + owned * (walked + 4));
 }
-// Blocks that the register file holds, with 80 registers beside a thread's part of S, dP and the gradients.
+// Blocks that the register file holds, with 80 registers beside a thread's part of S, dP and `gradients` columns.
 __host__ __device__ constexpr int min_blocks(int owned, int walked, int gradients) {
-    return 65536 / (THREADS * (owned / THREADS_Y * (gradients * D_COLS + 2 * walked / THREADS_X) + 80));
+    return 65536 / (THREADS * (owned / THREADS_Y * (gradients + 2 * walked / THREADS_X) + 80));
 }
 static_assert(SMEM_BYTES == smem_bytes(BLOCK_N, BLOCK_M), "spec and kernel disagree on shared memory");
 static_assert(SMEM_BYTES_DQ == smem_bytes(BLOCK_M, BLOCK_N), "spec and kernel disagree on shared memory");
@@ -33,18 +39,20 @@ static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lan
 
 __device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
 
-template <int ROWS>
+template <int COLUMNS, int ROWS>
 __device__ __forceinline__ void load_rows(float* tile, View<const dtype> tensor, int b, int h, int row0, int S) {
+    using W = Width<COLUMNS>;
 #pragma unroll 1
-    for (int d0 = 0; d0 < WIDTH; d0 += STEP)
-        load_tile4<ROWS, STEP, PITCH, THREADS_X, THREADS_Y>(tile + d0, tensor, b, h, row0, S, d0);
+    for (int d0 = 0; d0 < W::PADDED; d0 += W::STEP)
+        load_tile4<ROWS, W::STEP, W::PITCH, THREADS_X, THREADS_Y, COLUMNS>(tile + d0, tensor, b, h, row0, S, d0);
 }
 
 // S += A X^T. Rows of A are THREADS_Y apart, those of X THREADS_X.
-template <int ROWS, int COLS>
+template <int COLUMNS, int ROWS, int COLS>
 __device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const float* A, const float* X) {
+    constexpr int PITCH = Width<COLUMNS>::PITCH;
 #pragma unroll 1
-    for (int d = 0; d < HEAD_DIM; d += 4) {
+    for (int d = 0; d < COLUMNS; d += 4) {
         float4 a[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) a[i] = load4(A + i * THREADS_Y * PITCH + d);
@@ -64,16 +72,16 @@ __device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const f
 
 // Whether a pair counts, of an owned and a walked row: the one is a query's and the other a key's.
 template <bool BY_KEY>
-__device__ __forceinline__ bool counts(const Score& score, int owned, int walked) {
-    return BY_KEY ? score.counts(walked, owned) : score.counts(owned, walked);
+__device__ __forceinline__ bool counts(const Head& head, int owned, int walked) {
+    return BY_KEY ? head.counts(walked, owned) : head.counts(owned, walked);
 }
 
 // gradient += P X, P passed on through P_smem. WHOLE: each pair of the tile counts. Otherwise only pairs that do are
 // added: P is 0 in the others, but 0 * NaN would let a row's numbers through.
-template <bool BY_KEY, bool WHOLE, int ROWS, int COLS>
-__device__ __forceinline__ void add_product(float (&gradient)[ROWS][D_COLS], const float (&P)[ROWS][COLS], float* P_row,
-                                            const float* X_col, const Score& score, int owned0, int walked0) {
-    constexpr int PITCH_P = COLS * THREADS_X + 4, KEYS = WHOLE ? 4 : 1;
+template <bool BY_KEY, bool WHOLE, int ROWS, int COLS, int OWN>
+__device__ __forceinline__ void add_product(float (&gradient)[ROWS][OWN], const float (&P)[ROWS][COLS], float* P_row,
+                                            const float* X_col, const Head& head, int owned0, int walked0) {
+    constexpr int PITCH = OWN * THREADS_X + 4, PITCH_P = COLS * THREADS_X + 4, KEYS = WHOLE ? 4 : 1;
     __syncwarp();  // the lanes of each row have read what was passed on before
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
@@ -91,11 +99,11 @@ __device__ __forceinline__ void add_product(float (&gradient)[ROWS][D_COLS], con
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-            for (int c = 0; c < D_COLS; c += 4) {
+            for (int c = 0; c < OWN; c += 4) {
                 const float4 x = load4(X_col + (j0 + j) * PITCH + c * THREADS_X);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (!WHOLE && !counts<BY_KEY>(score, owned0 + i * THREADS_Y, walked0 + j0)) continue;
+                    if (!WHOLE && !counts<BY_KEY>(head, owned0 + i * THREADS_Y, walked0 + j0)) continue;
                     gradient[i][c] += p[i][j] * x.x;
                     gradient[i][c + 1] += p[i][j] * x.y;
                     gradient[i][c + 2] += p[i][j] * x.z;
@@ -105,17 +113,17 @@ __device__ __forceinline__ void add_product(float (&gradient)[ROWS][D_COLS], con
     }
 }
 
-template <int ROWS>
-__device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gradient)[ROWS][D_COLS], float factor, int b,
-                                           int h, int row0, int S) {
+template <int COLUMNS, int ROWS>
+__device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gradient)[ROWS][Width<COLUMNS>::OWN],
+                                           float factor, int b, int h, int row0, int S) {
     dtype* to = tensor.row(b, h, row0) + 4 * threadIdx.x;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += THREADS_Y * tensor.stride_s) {
         if (row0 + i * THREADS_Y >= S) continue;
 #pragma unroll
-        for (int c = 0; c < D_COLS; ++c) {
+        for (int c = 0; c < Width<COLUMNS>::OWN; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * threadIdx.x on
-            if (HEAD_DIM % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < HEAD_DIM) to[d] = dtype(factor * gradient[i][c]);
+            if (COLUMNS % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < COLUMNS) to[d] = dtype(factor * gradient[i][c]);
         }
     }
 }
@@ -128,75 +136,77 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                                               View<dtype> dB, int group, const Score& score) {
     constexpr int ROWS = OWNED / THREADS_Y, COLS = WALKED / THREADS_X;
     extern __shared__ __align__(16) float smem[];
-    float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * PITCH;
-    float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * PITCH;
-    const int tx = threadIdx.x, ty = threadIdx.y, owned0 = blockIdx.x * OWNED, head = blockIdx.y, b = blockIdx.z;
+    float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * V_PITCH;
+    float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * V_PITCH;
+    const int tx = threadIdx.x, ty = threadIdx.y, owned0 = blockIdx.x * OWNED, own_head = blockIdx.y, b = blockIdx.z;
     const int owned_end = BY_KEY ? score.Sk : score.Sq, heads = BY_KEY ? group : 1;
 
-    load_rows<OWNED>(A_smem, A, b, head, owned0, owned_end);
-    load_rows<OWNED>(B_smem, B, b, head, owned0, owned_end);
-    float dA_rmem[ROWS][D_COLS] = {}, dB_rmem[ROWS][D_COLS] = {};
+    load_rows<HEAD_DIM, OWNED>(A_smem, A, b, own_head, owned0, owned_end);
+    load_rows<HEAD_DIM_V, OWNED>(B_smem, B, b, own_head, owned0, owned_end);
+    float dA_rmem[ROWS][D_COLS] = {}, dB_rmem[ROWS][DV_COLS] = {};
 
-    const int start = BY_KEY ? score.query_start(owned0) / WALKED * WALKED : 0;
-    const int end = BY_KEY ? score.Sq : score.key_end(owned0 + OWNED);
     for (int n = 0; n < heads; ++n) {
-        const int query_head = BY_KEY ? head * group + n : head, walked_head = BY_KEY ? query_head : head / group;
+        const int query_head = BY_KEY ? own_head * group + n : own_head, walked_head = BY_KEY ? query_head : own_head / group;
+        const Head head(score, b, query_head);
+        const Range walk = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
         const long long row = (static_cast<long long>(b) * gridDim.y * heads + query_head) * score.Sq;  // of LSE and delta
-        for (int walked0 = start; walked0 < end; walked0 += WALKED) {
+        for (int walked0 = walk.begin / WALKED * WALKED; walked0 < walk.end; walked0 += WALKED) {
             __syncthreads();  // every row has used the previous tile before it is overwritten
-            load_rows<WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? score.Sq : score.Sk);
-            load_rows<WALKED>(Y_smem, Y, b, walked_head, walked0, BY_KEY ? score.Sq : score.Sk);
+            load_rows<HEAD_DIM, WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? score.Sq : head.Sk);
+            load_rows<HEAD_DIM_V, WALKED>(Y_smem, Y, b, walked_head, walked0, BY_KEY ? score.Sq : head.Sk);
             __syncthreads();  // the tile, and what is owned, are whole before any row reads them
 
             float P[ROWS][COLS] = {}, dS[ROWS][COLS] = {};  // S and dP at first
-            add_dot_products(P, A_smem + ty * PITCH, X_smem + tx * PITCH);
-            add_dot_products(dS, B_smem + ty * PITCH, Y_smem + tx * PITCH);
+            add_dot_products<HEAD_DIM>(P, A_smem + ty * PITCH, X_smem + tx * PITCH);
+            add_dot_products<HEAD_DIM_V>(dS, B_smem + ty * V_PITCH, Y_smem + tx * V_PITCH);
 #pragma unroll
             for (int j = 0; j < COLS; ++j)
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     const int owned = owned0 + ty + i * THREADS_Y, walked = walked0 + tx + j * THREADS_X;
                     const int query_row = BY_KEY ? walked : owned, key_col = BY_KEY ? owned : walked;
-                    const bool pair = score.counts(query_row, key_col);
-                    P[i][j] = pair ? score.P(P[i][j], LSE[row + query_row], query_row, key_col) : 0.0f;
-                    dS[i][j] = pair ? P[i][j] * (dS[i][j] - delta[row + query_row]) : 0.0f;
+                    const bool pair = head.counts(query_row, key_col);
+                    const Dual p = head.P(P[i][j], pair ? LSE[row + query_row] : 0.0f, query_row, key_col);
+                    P[i][j] = pair ? p.value : 0.0f;
+                    dS[i][j] = pair ? p.value * (dS[i][j] - delta[row + query_row]) * p.derivative : 0.0f;
                 }
 
             const int m0 = BY_KEY ? walked0 : owned0, n0 = BY_KEY ? owned0 : walked0;
             float* P_row = P_smem + ty * (WALKED + 4);
             const float *X_col = X_smem + 4 * tx, *Y_col = Y_smem + 4 * tx;
-            if (m0 + BLOCK_M <= score.Sq && n0 + BLOCK_N <= score.key_all(m0)) {
-                if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, score, owned0 + ty, walked0);
-                add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, score, owned0 + ty, walked0);
+            const Range seen = head.keys_seen_by_all(m0, m0 + BLOCK_M);
+            if (m0 + BLOCK_M <= score.Sq && seen.begin <= n0 && n0 + BLOCK_N <= seen.end) {
+                if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, walked0);
+                add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, walked0);
             } else {
-                if (BY_KEY) add_product<BY_KEY, false>(dB_rmem, P, P_row, Y_col, score, owned0 + ty, walked0);
-                add_product<BY_KEY, false>(dA_rmem, dS, P_row, X_col, score, owned0 + ty, walked0);
+                if (BY_KEY) add_product<BY_KEY, false>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, walked0);
+                add_product<BY_KEY, false>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, walked0);
             }
         }
     }
-    store_rows(dA, dA_rmem, score.scale, b, head, owned0 + ty, owned_end);
-    if (BY_KEY) store_rows(dB, dB_rmem, 1.0f, b, head, owned0 + ty, owned_end);
+    store_rows<HEAD_DIM>(dA, dA_rmem, score.scale, b, own_head, owned0 + ty, owned_end);
+    if (BY_KEY) store_rows<HEAD_DIM_V>(dB, dB_rmem, 1.0f, b, own_head, owned0 + ty, owned_end);
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_N, BLOCK_M, 2)) void bwd_block2d(
-    View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_N, BLOCK_M, D_COLS + DV_COLS)) void bwd_block2d(
+    View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE,      // (B, H, Sq), contiguous
     const float* delta,    // (B, H, Sq), contiguous
     View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
-    View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
+    View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
     int group,             // H / Hk: so many query heads share a key/value head
     Score score) {
     sum_gradients<true, BLOCK_N, BLOCK_M>(K, V, Q, dO, LSE, delta, dK, dV, group, score);
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_M, BLOCK_N, 1)) void bwd_block2d_dq(
-    View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_M, BLOCK_N, D_COLS)) void bwd_block2d_dq(
+    View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE,      // (B, H, Sq), contiguous
     const float* delta,    // (B, H, Sq), contiguous
     View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)

@@ -5,15 +5,16 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 def smem_bytes(p: Problem, t: Tile, own: int, walked: int) -> int:
     """Both pairs of tensors whole, and P: fp32, each row padded by four words."""
-    pitch = cdiv(p.D, 4 * t.THREADS_X) * 4 * t.THREADS_X + 4
-    return 4 * (2 * (own + walked) * pitch + own * (walked + 4))
+    step = 4 * t.THREADS_X
+    pitches = cdiv(p.D, step) * step + cdiv(p.Dv, step) * step + 8
+    return 4 * ((own + walked) * pitches + own * (walked + 4))
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Why the block cannot divide the tile among its threads, as a sentence."""
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
-    columns = cdiv(p.D, 4 * X) * 4
-    owned = max(N // Y * (2 * columns + 2 * M // X), M // Y * (columns + 2 * N // X))
+    columns, columns_v = cdiv(p.D, 4 * X) * 4, cdiv(p.Dv, 4 * X) * 4
+    owned = max(N // Y * (columns + columns_v + 2 * M // X), M // Y * (columns + 2 * N // X))
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
         (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be whole warps, up to 1024 threads"),
@@ -31,6 +32,7 @@ kernel = Kernel(
     name="bwd_block2d",
     computes="backward",
     rung=2,
+    default=True,
     summary="a 2-D thread block shares each tile; each thread owns a register tile of S, dP and the gradients",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

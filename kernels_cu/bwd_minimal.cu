@@ -3,118 +3,139 @@
 //   P = exp(S - LSE)          dV_j = sum over i of P_ij dO_i            dP_ij = dO_i . V_j
 //   dS = P * (dP - delta)     dK_j = scale * sum over i of dS_ij Q_i    dQ_i = scale * sum over j of dS_ij K_j
 //
+// with S = x, the score that include/score.cuh makes of scale * (Q_i . K_j), and dS times its derivative where that is not 1.
+//
 // FlashAttention-2's Algorithm 2 (arXiv:2307.08691) takes all three sums in one pass over the key tiles; there each key
 // tile adds to the dQ of every query row, which takes atomics. Here a sum has one owner: P is computed twice, and results
 // are the same in every run. Read it beside sandbox/reference/flash_backward.py.
 //
-// As in fwd_minimal, a thread's own rows live in shared memory, transposed, in column t of [HEAD_DIM][rows of the block],
+// As in fwd_minimal, a thread's own rows live in shared memory, transposed, in column t of [columns][rows of the block],
 // and the tile that all threads walk is read by broadcast. A key/value head's gradients sum over the query heads that
 // share it, which the block walks one after the other.
 #include "common.cuh"
 #include "score.cuh"
 
-static_assert(SMEM_BYTES == 4 * HEAD_DIM * (4 * BLOCK_N + 2 * BLOCK_M), "spec and kernel disagree on shared memory");
-static_assert(SMEM_BYTES_DQ == 4 * HEAD_DIM * (3 * BLOCK_M + 2 * BLOCK_N), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)),
+              "spec and kernel disagree on shared memory");
 
-// This thread's row of a tensor into its column of own[HEAD_DIM][ROWS]; zeros beyond row S.
-template <int ROWS>
+// This thread's row of a tensor into its column of own[WIDTH][ROWS]; zeros beyond row S.
+template <int ROWS, int WIDTH>
 __device__ __forceinline__ void load_own(float* own, View<const dtype> tensor, int b, int h, int row, int S) {
-#pragma unroll 8  // all of HEAD_DIM at once spill
-    for (int d = 0; d < HEAD_DIM; ++d) own[d * ROWS] = row < S ? to_float(tensor.row(b, h, row)[d]) : 0.0f;
+#pragma unroll 8  // all of WIDTH at once spill
+    for (int d = 0; d < WIDTH; ++d) own[d * ROWS] = row < S ? to_float(tensor.row(b, h, row)[d]) : 0.0f;
 }
 
 extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
-    View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
+    View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE, const float* delta,       // (B, H, Sq), contiguous
-    View<dtype> dK, View<dtype> dV,             // (B, Hk, Sk, HEAD_DIM)
+    View<dtype> dK, View<dtype> dV,             // as K and V
     int group,                                  // H / Hk: so many query heads share a key/value head
     Score score) {
     extern __shared__ __align__(16) float smem[];
     const int t = threadIdx.x, kv_head = blockIdx.y, b = blockIdx.z, n0 = blockIdx.x * BLOCK_N, key_col = n0 + t;
-    float *K_own = smem + t, *V_own = K_own + HEAD_DIM * BLOCK_N, *dK_own = V_own + HEAD_DIM * BLOCK_N;
-    float *dV_own = dK_own + HEAD_DIM * BLOCK_N, *Q_smem = smem + 4 * HEAD_DIM * BLOCK_N;
+    float *K_own = smem + t, *V_own = K_own + HEAD_DIM * BLOCK_N, *dK_own = V_own + HEAD_DIM_V * BLOCK_N;
+    float *dV_own = dK_own + HEAD_DIM * BLOCK_N, *Q_smem = smem + 2 * (HEAD_DIM + HEAD_DIM_V) * BLOCK_N;
     float* dO_smem = Q_smem + BLOCK_M * HEAD_DIM;
 
-    load_own<BLOCK_N>(K_own, K, b, kv_head, key_col, score.Sk);
-    load_own<BLOCK_N>(V_own, V, b, kv_head, key_col, score.Sk);
-    for (int d = 0; d < HEAD_DIM; ++d) dK_own[d * BLOCK_N] = dV_own[d * BLOCK_N] = 0.0f;
+    load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, score.Sk);
+    load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, score.Sk);
+    for (int d = 0; d < HEAD_DIM; ++d) dK_own[d * BLOCK_N] = 0.0f;
+    for (int d = 0; d < HEAD_DIM_V; ++d) dV_own[d * BLOCK_N] = 0.0f;
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-        const long long head = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;  // its LSE and delta
-        for (int m0 = score.query_start(n0) / BLOCK_M * BLOCK_M; m0 < score.Sq; m0 += BLOCK_M) {
+        const Head head(score, b, h);
+        const long long first = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;  // of its LSE and delta
+        const Range queries = head.queries(n0, n0 + BLOCK_N);
+        for (int m0 = queries.begin / BLOCK_M * BLOCK_M; m0 < queries.end; m0 += BLOCK_M) {
             __syncthreads();  // every row has used the previous Q/dO tile before it is overwritten
             load_tile<BLOCK_M, BLOCK_N>(Q_smem, Q, b, h, m0, score.Sq, t);
-            load_tile<BLOCK_M, BLOCK_N>(dO_smem, dO, b, h, m0, score.Sq, t);
+            load_tile<BLOCK_M, BLOCK_N, HEAD_DIM_V>(dO_smem, dO, b, h, m0, score.Sq, t);
             __syncthreads();  // the tile is whole before any row reads it
 
             float P_rmem[BLOCK_M] = {}, dS_rmem[BLOCK_M] = {};
-#pragma unroll 1  // the loops over i are unrolled; unrolling this one too spills
+#pragma unroll 1  // the loops over i are unrolled; unrolling these too spills
             for (int d = 0; d < HEAD_DIM; ++d) {
-                const float k = K_own[d * BLOCK_N], v = V_own[d * BLOCK_N];
-                for (int i = 0; i < BLOCK_M; ++i) P_rmem[i] += Q_smem[i * HEAD_DIM + d] * k;    // S
-                for (int i = 0; i < BLOCK_M; ++i) dS_rmem[i] += dO_smem[i * HEAD_DIM + d] * v;  // dP
+                const float k = K_own[d * BLOCK_N];
+                for (int i = 0; i < BLOCK_M; ++i) P_rmem[i] += Q_smem[i * HEAD_DIM + d] * k;  // S
+            }
+#pragma unroll 1
+            for (int d = 0; d < HEAD_DIM_V; ++d) {
+                const float v = V_own[d * BLOCK_N];
+                for (int i = 0; i < BLOCK_M; ++i) dS_rmem[i] += dO_smem[i * HEAD_DIM_V + d] * v;  // dP
             }
             for (int i = 0; i < BLOCK_M; ++i) {
-                const bool counts = score.counts(m0 + i, key_col);
-                P_rmem[i] = counts ? score.P(P_rmem[i], LSE[head + m0 + i], m0 + i, key_col) : 0.0f;
-                dS_rmem[i] = counts ? P_rmem[i] * (dS_rmem[i] - delta[head + m0 + i]) : 0.0f;
+                const bool counts = head.counts(m0 + i, key_col);
+                const Dual P = head.P(P_rmem[i], counts ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
+                P_rmem[i] = counts ? P.value : 0.0f;
+                dS_rmem[i] = counts ? P.value * (dS_rmem[i] - delta[first + m0 + i]) * P.derivative : 0.0f;
+            }
+#pragma unroll 1
+            for (int d = 0; d < HEAD_DIM_V; ++d) {
+                float dv = dV_own[d * BLOCK_N];
+                for (int i = 0; i < BLOCK_M; ++i)  // a masked row's P is 0, but 0 * NaN would let its numbers through
+                    if (head.counts(m0 + i, key_col)) dv += P_rmem[i] * dO_smem[i * HEAD_DIM_V + d];
+                dV_own[d * BLOCK_N] = dv;
             }
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) {
-                float dk = dK_own[d * BLOCK_N], dv = dV_own[d * BLOCK_N];
-                for (int i = 0; i < BLOCK_M; ++i)  // a masked row's P is 0, but 0 * NaN would let its numbers through
-                    if (score.counts(m0 + i, key_col)) dv += P_rmem[i] * dO_smem[i * HEAD_DIM + d];
+                float dk = dK_own[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i)
-                    if (score.counts(m0 + i, key_col)) dk += dS_rmem[i] * Q_smem[i * HEAD_DIM + d];
-                dV_own[d * BLOCK_N] = dv;
+                    if (head.counts(m0 + i, key_col)) dk += dS_rmem[i] * Q_smem[i * HEAD_DIM + d];
                 dK_own[d * BLOCK_N] = dk;
             }
         }
     }
-    for (int d = 0; d < HEAD_DIM && key_col < score.Sk; ++d) {
-        dK.row(b, kv_head, key_col)[d] = dtype(score.scale * dK_own[d * BLOCK_N]);
-        dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
-    }
+    if (key_col >= score.Sk) return;  // no barrier below
+    for (int d = 0; d < HEAD_DIM; ++d) dK.row(b, kv_head, key_col)[d] = dtype(score.scale * dK_own[d * BLOCK_N]);
+    for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
 }
 
 extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
-    View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
+    View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE, const float* delta,       // (B, H, Sq), contiguous
     View<dtype> dQ,                             // (B, H, Sq, HEAD_DIM)
     int group,                                  // H / Hk
     Score score) {
     extern __shared__ __align__(16) float smem[];
     const int t = threadIdx.x, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M, query_row = m0 + t;
-    float *Q_own = smem + t, *dO_own = Q_own + HEAD_DIM * BLOCK_M, *dQ_own = dO_own + HEAD_DIM * BLOCK_M;
-    float *K_smem = smem + 3 * HEAD_DIM * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
+    float *Q_own = smem + t, *dQ_own = Q_own + HEAD_DIM * BLOCK_M, *dO_own = dQ_own + HEAD_DIM * BLOCK_M;
+    float *K_smem = smem + (2 * HEAD_DIM + HEAD_DIM_V) * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
+    const Head head(score, b, h);
     const long long row = (static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row;
     const float lse = query_row < score.Sq ? LSE[row] : 0.0f, own_delta = query_row < score.Sq ? delta[row] : 0.0f;
 
-    load_own<BLOCK_M>(Q_own, Q, b, h, query_row, score.Sq);
-    load_own<BLOCK_M>(dO_own, dO, b, h, query_row, score.Sq);
+    load_own<BLOCK_M, HEAD_DIM>(Q_own, Q, b, h, query_row, score.Sq);
+    load_own<BLOCK_M, HEAD_DIM_V>(dO_own, dO, b, h, query_row, score.Sq);
     for (int d = 0; d < HEAD_DIM; ++d) dQ_own[d * BLOCK_M] = 0.0f;
-    const int key_end = score.key_end(m0 + BLOCK_M);
-    for (int n0 = 0; n0 < key_end; n0 += BLOCK_N) {
+    const Range keys = head.keys(m0, m0 + BLOCK_M);
+    for (int n0 = keys.begin / BLOCK_N * BLOCK_N; n0 < keys.end; n0 += BLOCK_N) {
         __syncthreads();  // every row has used the previous K/V tile before it is overwritten
-        load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, score.Sk, t);
-        load_tile<BLOCK_N, BLOCK_M>(V_smem, V, b, h / group, n0, score.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, head.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M, HEAD_DIM_V>(V_smem, V, b, h / group, n0, head.Sk, t);
         __syncthreads();  // the tile is whole before any row reads it
 
         float S_rmem[BLOCK_N] = {}, dS_rmem[BLOCK_N] = {};
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM; ++d) {
-            const float q = Q_own[d * BLOCK_M], g = dO_own[d * BLOCK_M];
+            const float q = Q_own[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j) S_rmem[j] += q * K_smem[j * HEAD_DIM + d];
-            for (int j = 0; j < BLOCK_N; ++j) dS_rmem[j] += g * V_smem[j * HEAD_DIM + d];  // dP
         }
-        for (int j = 0; j < BLOCK_N; ++j)
-            dS_rmem[j] = score.P(S_rmem[j], lse, query_row, n0 + j) * (dS_rmem[j] - own_delta);
+#pragma unroll 1
+        for (int d = 0; d < HEAD_DIM_V; ++d) {
+            const float g = dO_own[d * BLOCK_M];
+            for (int j = 0; j < BLOCK_N; ++j) dS_rmem[j] += g * V_smem[j * HEAD_DIM_V + d];  // dP
+        }
+        for (int j = 0; j < BLOCK_N; ++j) {
+            const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
+            dS_rmem[j] = P.value * (dS_rmem[j] - own_delta) * P.derivative;
+        }
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM; ++d) {
             float dq = dQ_own[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j)
-                if (score.sees(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
+                if (head.sees(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
             dQ_own[d * BLOCK_M] = dq;
         }
     }

@@ -10,7 +10,8 @@
 //     all queries      dK, dV, columns 0 .. COLS            dK, dV, the next COLS              the partners' from there
 //   all warps          dQ tile = dS K, 32 rows x DQ_COLS columns each, added to dQ_accum
 //
-//   shared memory: K, V [BLOCK_N][D_PAD] | 2 stages: Q, dO [BLOCK_M][D_PAD], LSE, delta | dS^T, P^T [BLOCK_N][BLOCK_M]
+//   shared memory: K, V [BLOCK_N] | 2 stages: Q, dO, LSE, delta [BLOCK_M] | dS^T, P^T [BLOCK_N][BLOCK_M]
+//                  rows of Q and K have D_PAD columns, those of V and dO DV_PAD
 // clang-format on
 //
 // dQ sums over blocks: each adds its share to fp32 memory by reductions that L2 carries out, in an order of its own, so
@@ -27,30 +28,34 @@ constexpr unsigned THREADS = 32 * WARPS;
 constexpr int SHARE = WARPS * 32 / BLOCK_N;    // warps that own the same 32 keys
 constexpr int DQ_PARTS = WARPS * 32 / BLOCK_M;  // warps that divide the columns of the same 32 rows of dQ
 constexpr int LEAST_COLUMNS = 16 * (SHARE > DQ_PARTS ? SHARE : DQ_PARTS);  // an MMA step for each warp that divides them
-__device__ constexpr int padded(int columns) { return columns >= HEAD_DIM ? columns : padded(2 * columns); }
-constexpr int D_PAD = padded(LEAST_COLUMNS);  // a power of two; the columns from HEAD_DIM on are zeros
-constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
-constexpr int SUB_M = QUERIES < 32 ? QUERIES : 32;  // queries at a time
-using Tile = Swizzled<D_PAD>;                       // rows of Q, K, V, dO
+__device__ constexpr int padded(int columns, int width) { return columns >= width ? columns : padded(2 * columns, width); }
+constexpr int D_PAD = padded(LEAST_COLUMNS, HEAD_DIM);  // a power of two; the columns from HEAD_DIM on are zeros
+constexpr int DV_PAD = padded(LEAST_COLUMNS, HEAD_DIM_V);
+constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, V_COLS = DV_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
+constexpr int SUB_M = QUERIES < 32 || Head::STEEP || Head::LOOKS_UP ? 16 : 32;  // queries at a time
+using Tile = Swizzled<D_PAD>;                       // rows of Q, K
+using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
 using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
 using Place = FragmentPlace<D_PAD>;
+using VPlace = FragmentPlace<DV_PAD>;
 using PPlace = FragmentPlace<BLOCK_M>;
-constexpr unsigned ROW = Tile::ROW, Q_BYTES = BLOCK_M * ROW, K_BYTES = BLOCK_N * ROW, P_BYTES = BLOCK_N * PTile::ROW;
-constexpr unsigned STAGE = 2 * Q_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
-constexpr float LOG2E = 1.4426950408889634f;
-static_assert(SMEM_BYTES == 2 * K_BYTES + 2 * STAGE + (SHARE > 1 ? 2 : 1) * P_BYTES, "spec and kernel disagree on shared memory");
+constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, P_BYTES = BLOCK_N * PTile::ROW;
+constexpr unsigned Q_BYTES = BLOCK_M * ROW, dO_BYTES = BLOCK_M * V_ROW, K_BYTES = BLOCK_N * ROW, V_BYTES = BLOCK_N * V_ROW;
+constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
+static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE + (SHARE > 1 ? 2 : 1) * P_BYTES, "spec and kernel disagree on shared memory");
 static_assert(SHARE * BLOCK_N == 32 * WARPS && DQ_PARTS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 && SUB_M % 16 == 0,
               "32 rows a warp, whole MMA steps");
-static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
 
-using Accumulators = float[2][COLS / 8][4];  // 32 keys x COLS columns of dK or dV
+template <int COLUMNS>
+using Accumulators = float[2][COLUMNS / 8][4];  // 32 keys x COLUMNS columns of dK or dV
 
-// C = A B^T over D_PAD columns: 32 rows of a tile times 8 * N_TILES rows of another.
-template <int N_TILES>
+// C = A B^T over COLUMNS columns: 32 rows of a tile times 8 * N_TILES rows of another.
+template <int COLUMNS, int N_TILES>
 __device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddress A_tile, SmemAddress B_tile,
-                                             const Place& place, const Place& row_place) {
+                                             const FragmentPlace<COLUMNS>& place, const FragmentPlace<COLUMNS>& row_place) {
 #pragma unroll
-    for (int step = 0; step < D_PAD / 16; ++step) {
+    for (int step = 0; step < COLUMNS / 16; ++step) {
         unsigned A[2][4];
         ldmatrix_x4(A[0], A_tile + place(0, step));
         ldmatrix_x4(A[1], A_tile + place(16, step));
@@ -68,9 +73,9 @@ __device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddr
 }
 
 // C += A B for 16 rows of a tile B, from row `row` on; `place` points at the first of the columns.
-template <int N_TILES>
+template <int COLUMNS, int N_TILES>
 __device__ __forceinline__ void add_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddress B_tile, int row,
-                                         const Place& place) {
+                                         const FragmentPlace<COLUMNS>& place) {
 #pragma unroll
     for (int dt = 0; dt < N_TILES / 2; ++dt) {
         unsigned B[4];
@@ -91,39 +96,69 @@ struct Warp {
         : index(thread / 32), lane(thread % 32), keys(index / SHARE * 32), part(index % SHARE) {}
 
     // Of 16 x 16 blocks: the rows of an A operand, those of a B operand (transposed), and the warp's own columns.
-    __device__ __forceinline__ Place rows() const { return {lane % 16, lane / 16}; }
-    __device__ __forceinline__ Place transposed_rows() const { return {lane / 16 * 8 + lane % 8, lane / 8 % 2}; }
-    __device__ __forceinline__ Place columns() const { return {lane % 16, part * (COLS / 8) + lane / 16}; }
+    template <int COLUMNS>
+    __device__ __forceinline__ FragmentPlace<COLUMNS> rows() const { return {lane % 16, lane / 16}; }
+    template <int COLUMNS>
+    __device__ __forceinline__ FragmentPlace<COLUMNS> transposed_rows() const {
+        return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
+    }
+    template <int COLUMNS>
+    __device__ __forceinline__ FragmentPlace<COLUMNS> columns() const {
+        return {lane % 16, part * (COLUMNS / SHARE / 8) + lane / 16};
+    }
 };
+
+// Whether a pair's P is not 0. Rows from Sq on are zeros, and so are their dot products: raw scores may be anything.
+__device__ __forceinline__ bool counts(const Head& head, At at) {
+    return Head::LINEAR ? head.sees(at.query_row(), at.key_col()) : head.counts(at.query_row(), at.key_col());
+}
 
 // The warp's own queries: P^T and dS^T, in registers for its own columns of dV and dK, in shared memory for everybody else.
 // `masked`: some query of the tile does not see all of the block's keys.
-__device__ __forceinline__ void own_queries(Accumulators& dK, Accumulators& dV, const Score& score, int m0,
-                                            int n0, bool masked, SmemAddress K_tile, const char* stage, char* dS_tile) {
+__device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, const Head& head,
+                                            int m0, int n0, bool masked, SmemAddress K_tile, const char* stage, char* dS_tile) {
     const SmemAddress Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
-    const float* LSE_smem = reinterpret_cast<const float*>(stage + 2 * Q_BYTES);
+    const float* LSE_smem = reinterpret_cast<const float*>(stage + Q_BYTES + dO_BYTES);
     const Warp warp(thread_index_x());
-    const Place rows = warp.rows(), transposed_rows = warp.transposed_rows(), columns = warp.columns();
+    const Place rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(), columns = warp.columns<D_PAD>();
+    const VPlace V_rows = warp.rows<DV_PAD>(), dO_rows = warp.transposed_rows<DV_PAD>(), V_columns = warp.columns<DV_PAD>();
     const int g = warp.lane / 4, q = warp.lane % 4;
-    const float exponent = score.scale * LOG2E;
+    const float exponent = head.unit * Head::LOG2E;
 #pragma unroll 1
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
         const int first = warp.part * QUERIES + sub;  // of these queries, in the tile
         float S[2][SUB_M / 8][4] = {};
         dot_products(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
+        const auto at = [&](int mt, int half, int nt, int odd) {
+            return At(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
+        };
+        unsigned derivative[Head::STEEP ? SUB_M / 16 : 1][2][4];  // of x: 16 bits are as good as those of dS
+#pragma unroll
+        for (int i = 0; i < (Head::LINEAR ? 0 : SUB_M / 2); ++i) {
+            const int mt = i % 2, half = i / 2 % 2, nt = i / 4;
+            float* const s = &S[mt][nt][2 * half];
+            if (Head::STEEP) {
+                const Dual x0 = head.raw_dual(s[0], at(mt, half, nt, 0)), x1 = head.raw_dual(s[1], at(mt, half, nt, 1));
+                s[0] = x0.value, s[1] = x1.value;
+                derivative[Head::STEEP ? nt / 2 : 0][mt][nt % 2 * 2 + half] = pack(x0.derivative, x1.derivative);
+            } else {
+                s[0] = head.raw(s[0], at(mt, half, nt, 0)), s[1] = head.raw(s[1], at(mt, half, nt, 1));
+            }
+        }
         if (masked) {
 #pragma unroll
             for (int i = 0; i < SUB_M; ++i) {
                 const int mt = i % 2, half = i / 2 % 2, nt = i / 4 % (SUB_M / 8), odd = i / 4 / (SUB_M / 8);
-                const int query_row = m0 + first + 8 * nt + 2 * q + odd, key_col = n0 + warp.keys + 16 * mt + 8 * half + g;
-                if (!score.sees(query_row, key_col)) S[mt][nt][2 * half + odd] = -INF;
+                const At place = at(mt, half, nt, odd);
+                if (!counts(head, place)) S[mt][nt][2 * half + odd] = -INF;
             }
         }
         unsigned P[SUB_M / 16][2][4];
 #pragma unroll
         for (int nt = 0; nt < SUB_M / 8; ++nt) {
             const float2 lse = *reinterpret_cast<const float2*>(LSE_smem + first + 8 * nt + 2 * q);
-            const float shift0 = lse.x == -INF ? -INF : -lse.x * LOG2E, shift1 = lse.y == -INF ? -INF : -lse.y * LOG2E;
+            const float shift0 = lse.x == -INF ? -INF : -lse.x * Head::LOG2E;
+            const float shift1 = lse.y == -INF ? -INF : -lse.y * Head::LOG2E;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float s0 = S[i / 2][nt][i % 2 * 2], s1 = S[i / 2][nt][i % 2 * 2 + 1];
@@ -131,10 +166,10 @@ __device__ __forceinline__ void own_queries(Accumulators& dK, Accumulators& dV, 
             }
         }
 #pragma unroll
-        for (int step = 0; step < SUB_M / 16; ++step) add_step(dV, P[step], dO_tile + first * ROW, 16 * step, columns);
+        for (int step = 0; step < SUB_M / 16; ++step) add_step(dV, P[step], dO_tile + first * V_ROW, 16 * step, V_columns);
 
         float dP[2][SUB_M / 8][4] = {};
-        dot_products(dP, K_tile + K_BYTES + warp.keys * ROW, dO_tile + first * ROW, rows, transposed_rows);
+        dot_products(dP, K_tile + K_BYTES + warp.keys * V_ROW, dO_tile + first * V_ROW, V_rows, dO_rows);
         unsigned dS[SUB_M / 16][2][4];
 #pragma unroll
         for (int nt = 0; nt < SUB_M / 8; ++nt) {
@@ -144,7 +179,12 @@ __device__ __forceinline__ void own_queries(Accumulators& dK, Accumulators& dV, 
                 const int mt = i / 2, half = i % 2;
                 const unsigned packed = P[nt / 2][mt][nt % 2 * 2 + half];
                 const float2 p = unpack(packed);
-                const unsigned ds = pack(p.x * (dP[mt][nt][2 * half] - delta.x), p.y * (dP[mt][nt][2 * half + 1] - delta.y));
+                float ds0 = p.x * (dP[mt][nt][2 * half] - delta.x), ds1 = p.y * (dP[mt][nt][2 * half + 1] - delta.y);
+                if (Head::STEEP) {
+                    const float2 dx = unpack(derivative[Head::STEEP ? nt / 2 : 0][mt][nt % 2 * 2 + half]);
+                    ds0 *= dx.x, ds1 *= dx.y;
+                }
+                const unsigned ds = pack(ds0, ds1);
                 dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
                 char* to = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
                 *reinterpret_cast<unsigned*>(to) = ds;
@@ -157,10 +197,11 @@ __device__ __forceinline__ void own_queries(Accumulators& dK, Accumulators& dV, 
 }
 
 // The partners' queries: P^T and dS^T from shared memory.
-__device__ __forceinline__ void other_queries(Accumulators& dK, Accumulators& dV, SmemAddress Q_tile,
+__device__ __forceinline__ void other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddress Q_tile,
                                               SmemAddress dS_tile) {
     const Warp warp(thread_index_x());
-    const Place columns = warp.columns();
+    const Place columns = warp.columns<D_PAD>();
+    const VPlace V_columns = warp.columns<DV_PAD>();
 #pragma unroll 1  // unrolled, D = 256 spills
     for (int other = 1; other < SHARE; ++other) {
         const int first = (warp.part + other) % SHARE * QUERIES;
@@ -171,7 +212,7 @@ __device__ __forceinline__ void other_queries(Accumulators& dK, Accumulators& dV
             unsigned A[2][4];
             ldmatrix_x4(A[0], from + P_BYTES + place(0, step));
             ldmatrix_x4(A[1], from + P_BYTES + place(16, step));
-            add_step(dV, A, Q_tile + Q_BYTES + first * ROW, 16 * step, columns);
+            add_step(dV, A, Q_tile + Q_BYTES + first * V_ROW, 16 * step, V_columns);
             ldmatrix_x4(A[0], from + place(0, step));
             ldmatrix_x4(A[1], from + place(16, step));
             add_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
@@ -205,70 +246,78 @@ __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddress K_tile, SmemA
 }
 
 // Accumulators to shared memory as 16-bit rows of a K/V tile.
-__device__ __forceinline__ void stage_rows(char* tile, const Accumulators& sums, float factor) {
+template <int COLUMNS>
+__device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMNS>& sums, float factor) {
     const Warp warp(thread_index_x());
 #pragma unroll
-    for (int i = 0; i < 4 * (COLS / 8); ++i) {
+    for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
         const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
-        *reinterpret_cast<unsigned*>(tile + Tile::at(row, warp.part * (COLS / 8) + nt) + warp.lane % 4 * 4) =
+        const unsigned place = Swizzled<COLUMNS * SHARE>::at(row, warp.part * (COLUMNS / 8) + nt);
+        *reinterpret_cast<unsigned*>(tile + place + warp.lane % 4 * 4) =
             pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
     }
 }
 
+template <int COLUMNS, int WIDTH>
 __device__ __forceinline__ void store_rows(const View<dtype>& to, int b, int h, int n0, int Sk, const char* tile) {
+    using Tile = Swizzled<COLUMNS>;
     for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        if (n0 + row < Sk && chunk * 8 < HEAD_DIM)
+        if (n0 + row < Sk && chunk * 8 < WIDTH)
             *reinterpret_cast<uint4*>(to.row(b, h, n0 + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
     }
 }
 
-__device__ __forceinline__ bool finite(const Accumulators& sums) {
+template <int COLUMNS>
+__device__ __forceinline__ bool finite(const Accumulators<COLUMNS>& sums) {
     float zero = 0.0f;
 #pragma unroll
-    for (int i = 0; i < COLS; ++i) zero = fmaf(sums[i / (COLS / 2)][i / 4 % (COLS / 8)][i % 4], 0.0f, zero);
+    for (int i = 0; i < COLUMNS; ++i) zero = fmaf(sums[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4], 0.0f, zero);
     return zero == 0.0f;
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
     float* dQ_accum,                               // (B, H, query tiles, BLOCK_M * D_PAD), zeros before
     const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    char* const dS_tile = smem + 2 * K_BYTES + 2 * STAGE;
+    char* const dS_tile = smem + STAGES_AT + 2 * STAGE;
     const int kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group, tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
     const SmemAddress K_tile = smem_address(smem);
     const auto request_stage = [&](unsigned at, int h, int m0) {
         const SmemAddress stage = K_tile + at;
         const unsigned thread = thread_index_x();
         request_tile<BLOCK_M, D_PAD, THREADS>(stage, Q.row(b, h, 0), Q.stride_s, m0, score.Sq, thread);
-        request_tile<BLOCK_M, D_PAD, THREADS>(stage + Q_BYTES, dO.row(b, h, 0), dO.stride_s, m0, score.Sq, thread);
+        request_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, dO.row(b, h, 0), dO.stride_s, m0, score.Sq, thread);
         const long long row = (static_cast<long long>(b) * H + h) * score.Sq + m0;
         for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
             const int query = t % BLOCK_M;
-            cp_async_4(stage + 2 * Q_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < score.Sq);
+            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < score.Sq);
         }
         cp_async_commit();
     };
 
-    float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][COLS / 8][4] = {};
+    float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
     const auto n0 = [] { return static_cast<int>(block_index_x()) * BLOCK_N; };
-    const auto first_row = [&] { return score.query_start(n0()) / BLOCK_M * BLOCK_M; };
+    const auto queries = [&] { return Head(score, b, kv_head * group).queries(n0(), n0() + BLOCK_N); };
+    const auto first_row = [&] { return queries().begin / BLOCK_M * BLOCK_M; };
+    const auto row_end = [&] { return queries().end; };
     int h = kv_head * group, m0 = first_row();  // the query tiles of each head that shares these keys
-    int left = m0 < score.Sq ? group * ((score.Sq - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // to walk
-    unsigned stage = 2 * K_BYTES;  // where in shared memory
+    int left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // to walk
+    unsigned stage = STAGES_AT;  // where in shared memory
     if (left > 0) {
-        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, K.row(b, kv_head, 0), K.stride_s, n0(), score.Sk);
-        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile + K_BYTES, V.row(b, kv_head, 0), V.stride_s, n0(), score.Sk);
+        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, K.row(b, kv_head, 0), K.stride_s, n0(), Head(score, b, h).Sk);
+        request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, V.row(b, kv_head, 0), V.stride_s, n0(),
+                                                           Head(score, b, h).Sk);
         request_stage(stage, h, m0);
     }
 #pragma unroll 1
@@ -276,37 +325,40 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         cp_async_wait<0>();
         __syncthreads();  // the stage is there for everybody; everybody has used the other one, dS^T and P^T
         if (left > 1) {
-            const bool last = m0 + BLOCK_M >= score.Sq;  // of this head
-            request_stage(4 * K_BYTES + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
+            const bool last = m0 + BLOCK_M >= row_end();  // of this head
+            request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
-        const bool masked = n0() + BLOCK_N > score.Sk || m0 < score.query_all(n0() + BLOCK_N);
-        own_queries(dK_rmem, dV_rmem, score, m0, n0(), masked, K_tile, smem + stage, dS_tile);
+        const Head head(score, b, h);
+        const Range seen = head.queries_that_see_all(n0(), n0() + BLOCK_N);
+        const bool ends = Head::FIRST && min(m0 + BLOCK_M, score.Sq) > seen.end;
+        const bool masked = m0 < seen.begin || ends || (!Head::LINEAR && m0 + BLOCK_M > score.Sq);
+        own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
         __syncthreads();  // dS^T and P^T are whole before others' are read
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
         const long long tile = (static_cast<long long>(b) * H + h) * tiles + m0 / BLOCK_M;
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
-        m0 += BLOCK_M, stage = 4 * K_BYTES + STAGE - stage;
-        if (m0 >= score.Sq) ++h, m0 = first_row();
+        m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
+        if (m0 >= row_end()) ++h, m0 = first_row();
     }
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
-    if (CAUSAL && __syncthreads_or(!finite(dK_rmem) || !finite(dV_rmem)))
-        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H, n0(),
+    if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
+        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0(),
                                                         threadIdx.x / 32);
 
     __syncthreads();  // everybody has used K and V before dK and dV take their place
-    stage_rows(smem, dK_rmem, score.scale);
-    stage_rows(smem + K_BYTES, dV_rmem, 1.0f);
+    stage_rows<COLS>(smem, dK_rmem, score.scale);
+    stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, 1.0f);
     __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
-    store_rows(dK, b, kv_head, n0(), score.Sk, smem);
-    store_rows(dV, b, kv_head, n0(), score.Sk, smem + K_BYTES);
+    store_rows<D_PAD, HEAD_DIM>(dK, b, kv_head, n0(), score.Sk, smem);
+    store_rows<DV_PAD, HEAD_DIM_V>(dV, b, kv_head, n0(), score.Sk, smem + K_BYTES);
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
 extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
     const float* dQ_accum,                         // as bwd_mma has left it
@@ -337,6 +389,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
                 *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
-    if (CAUSAL && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+    if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
         query_gradients_row_by_row<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

@@ -3,22 +3,23 @@
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 
-def columns(p: Problem, t: Tile) -> int:
-    """D_PAD: columns padded so that the warps of a group, and of a row of dQ, divide them into whole MMA steps."""
-    least = max(p.D, 16 * (t.WARPS * 32 // t.BLOCK_N), 16 * (t.WARPS * 32 // t.BLOCK_M))
+def columns(width: int, t: Tile) -> int:
+    """D_PAD, DV_PAD: padded so that the warps of a group, and of a row of dQ, divide them into whole MMA steps."""
+    least = max(width, 16 * (t.WARPS * 32 // t.BLOCK_N), 16 * (t.WARPS * 32 // t.BLOCK_M))
     return 1 << (least - 1).bit_length()
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """K, V; two stages of Q, dO, LSE and delta; dS^T, and P^T where warps share keys."""
-    rows, shared = 2 * columns(p, t), 2 if t.WARPS * 32 > t.BLOCK_N else 1
-    return 2 * t.BLOCK_N * rows + 2 * (2 * t.BLOCK_M * rows + 8 * t.BLOCK_M) + shared * 2 * t.BLOCK_N * t.BLOCK_M
+    rows, shared = 2 * (columns(p.D, t) + columns(p.Dv, t)), 2 if t.WARPS * 32 > t.BLOCK_N else 1
+    return t.BLOCK_N * rows + 2 * (t.BLOCK_M * rows + 8 * t.BLOCK_M) + shared * 2 * t.BLOCK_N * t.BLOCK_M
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 8:
+            return f"{name}={width} is not built: it must be a multiple of 8 (bwd_block2d takes any {name})"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not 1e-20 < p.scale < 1e6:
@@ -31,14 +32,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rows = 32 * t.WARPS  # 32 of the keys' and of dQ's tile for each warp
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
         return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide {rows}, 32 rows a warp; BLOCK_M is at most 128"
-    share, smem = rows // t.BLOCK_N, t.MIN_BLOCKS * smem_bytes(p, t)
+    share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * smem_bytes(p, t), max(p.D, p.Dv)
     rules = (
         (
             t.BLOCK_M // share % 16 == 0,
             f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 queries for each of {share} warps",
         ),
-        (columns(p, t) <= 64 * share, f"dK and dV of D={p.D} spill: {share} warps hold 64 columns each"),
-        (p.D > 64 or t.WARPS == 4, f"WARPS={t.WARPS} at D={p.D} are not built: 4 warps hold it"),
+        (columns(widest, t) <= 64 * share, f"dK and dV of D={widest} spill: {share} warps hold 64 columns each"),
+        (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} at D={widest} are not built: 4 warps hold it"),
         (not arch or arch < (10, 0) or t.BLOCK_N < 128, "BLOCK_N=128 spills on compute capability 10.0 and later"),
         (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
     )
@@ -49,6 +50,7 @@ kernel = Kernel(
     name="bwd_mma",
     computes="backward",
     rung=3,
+    default=True,
     summary="tensor cores warp by warp: S^T and dP^T feed dV and dK from registers; dQ by fp32 reductions in L2",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),

@@ -37,10 +37,10 @@ constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK a
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : SHARED_KEYS ? 128 : 64;  // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS > 96 ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && BLOCK_M == (HEAD_DIM > 64 ? 64 : 128),
               "64 keys, or half the columns, for each of two consumers");
+static_assert(Head::LINEAR && !Head::SCATTERED && HEAD_DIM_V == HEAD_DIM, "the other options of a score are not built");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 using Queries = Swizzled<BLOCK_M, D_PAD>;
@@ -85,8 +85,8 @@ __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 
 struct Walk {
     int begin, end, group;
 
-    __device__ __forceinline__ Walk(const Score& score, int n0, int group)
-        : begin(score.query_start(n0) / BLOCK_M * BLOCK_M), end(score.Sq), group(group) {}
+    __device__ __forceinline__ Walk(Range queries, int group)
+        : begin(queries.begin / BLOCK_M * BLOCK_M), end(queries.end), group(group) {}
     __device__ __forceinline__ int tiles() const { return begin < end ? group * ((end - begin + BLOCK_M - 1) / BLOCK_M) : 0; }
 
     // Calls f(i, head of the group, m0) with each, i counting.
@@ -147,7 +147,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int n0 = blockIdx.x * BLOCK_N, kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group;
-    const Walk walk(score, n0, group);
+    const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
+    const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
     const auto dQ_tile = [&](int head, int m0) {
         const int tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
         return dQ_accum + ((static_cast<long long>(b) * H + kv_head * group + head) * tiles + m0 / BLOCK_M) * DQ_TILE;
@@ -184,7 +185,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16) {
                     const float x = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
-                    to[t] = !of_LSE || x == -INF ? x : -x * LOG2E;  // of a row that sees no key P is 0
+                    to[t] = !of_LSE || x == -INF ? x : -x * Head::LOG2E;  // of a row that sees no key P is 0
                 }
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
@@ -206,7 +207,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer, turn = 4 + consumer, next_turn = 5 - consumer;
     const int q = lane % 4;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
-    const float exponent = score.scale * LOG2E;
+    const float exponent = Head::unit_of(score) * Head::LOG2E;
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
@@ -307,12 +308,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_settled(S);
             if (LATE_DQ) named_barrier_sync(turn, 256);
             const int first_query = m0 + own_queries;
-            if (n0 + own_keys + 64 > score.Sk || first_query < score.query_all(n0 + own_keys + 64)) {
+            const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
+            if (first_query < whole.begin || (Head::FIRST && first_query + QUERIES > whole.end)) {
                 const unsigned thread = thread_index_x() % 128;
                 const int query_row = first_query + thread % 4 * 2, key_col = n0 + own_keys + thread / 32 * 16 + thread / 4 % 8;
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!score.sees(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
+                    if (!head0.sees(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
             }
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
@@ -383,9 +385,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     }
 
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-    const bool spoilt = named_barrier_or(both, 256, CAUSAL && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
-    if (CAUSAL && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H, n0, warp - 4);
+    const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
+    if (Head::HIDES && spoilt)
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0, warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -450,6 +452,6 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
                 *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
-    if (CAUSAL && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+    if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
         query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

@@ -26,12 +26,13 @@
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
 constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;         // of S, each thread
-constexpr int O_COLS = (HEAD_DIM + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of O, each thread
+constexpr int O_COLS = (HEAD_DIM_V + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of O, each thread
 constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITCH = BLOCK_D + 4, P_PITCH = BLOCK_N + 4;
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
-constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + 64));  // S, O and 64 registers more
+constexpr int OTHERS = Head::LOOKS_UP ? 104 : 64;  // registers beside S and O
+constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHERS));
 constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
               "spec and kernel disagree on shared memory");
@@ -44,7 +45,7 @@ __device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret
 // that see it: its P is 0 in the others, but 0 * NaN would let its value through.
 template <bool WHOLE>
 __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const float* P_smem, const float* V_smem,
-                                       const Score& score, int query_row, int n0) {
+                                       const Head& head, int query_row, int n0) {
     constexpr int KEYS = WHOLE ? 4 : 1;
 #pragma unroll 1
     for (int j0 = 0; j0 < V_ROWS; j0 += KEYS) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
                 const float4 v = load4(V_smem + (j0 + j) * V_PITCH + c * THREADS_X);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (!WHOLE && !score.sees(query_row + i * THREADS_Y, n0 + j0)) continue;
+                    if (!WHOLE && !head.sees(query_row + i * THREADS_Y, n0 + j0)) continue;
                     O_rmem[i][c] += P_rmem[i][j] * v.x;
                     O_rmem[i][c + 1] += P_rmem[i][j] * v.y;
                     O_rmem[i][c + 2] += P_rmem[i][j] * v.z;
@@ -75,8 +76,8 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
-    View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,           // (B, H, Sq), contiguous
     int group,            // H / Hk: so many query heads share a key/value head
     Score score) {
@@ -86,6 +87,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     float* P_smem = KV_smem + BLOCK_N * K_PITCH;
     const int tx = threadIdx.x, ty = threadIdx.y, m0 = blockIdx.x * BLOCK_M;
     const int h = blockIdx.y, b = blockIdx.z, kv_head = h / group;
+    const Head head(score, b, h);
     const int query_row = m0 + ty;  // the first of this thread's; then every THREADS_Y-th
 
     for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D)
@@ -94,13 +96,13 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) m[i] = -INF;
 
-    const int key_end = score.key_end(m0 + BLOCK_M);
-    for (int n0 = 0; n0 < key_end; n0 += BLOCK_N) {
+    const Range keys = head.keys(m0, m0 + BLOCK_M);
+    for (int n0 = keys.begin / BLOCK_N * BLOCK_N; n0 < keys.end; n0 += BLOCK_N) {
         float S_rmem[ROWS][COLS] = {};
 #pragma unroll 1
         for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D) {
             __syncthreads();  // every row has used the previous V, or step of K, before it is overwritten
-            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, kv_head, n0, score.Sk, d0);
+            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, kv_head, n0, head.Sk, d0);
             __syncthreads();  // the step, and Q, are whole before any row reads them
 #pragma unroll 1
             for (int d = 0; d < min(BLOCK_D, HEAD_DIM - d0); d += 4) {
@@ -128,8 +130,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
 #pragma unroll
             for (int j = 0; j < COLS; ++j) {
                 const int row = query_row + i * THREADS_Y, col = n0 + tx + j * THREADS_X;
-                whole &= score.sees(row, col);
-                S_rmem[i][j] = score.score(S_rmem[i][j], row, col);
+                whole &= head.sees(row, col);
+                S_rmem[i][j] = head.masked(S_rmem[i][j], row, col);
                 m_new = fmaxf(m_new, S_rmem[i][j]);
             }
             m_new = row_max<THREADS_X>(m_new);
@@ -148,13 +150,13 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
         }
         whole = __all_sync(0xffffffffu, whole);
 #pragma unroll 1
-        for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < key_end; j0 += V_ROWS) {
+        for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < keys.end; j0 += V_ROWS) {
             __syncthreads();  // every row has used K, or the previous step of V, before it is overwritten
-            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y>(KV_smem, V, b, kv_head, n0 + j0, score.Sk, 0);
+            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, V, b, kv_head, n0 + j0, head.Sk, 0);
             __syncthreads();  // the step, and P, are whole before any row reads them
             const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
-            if (whole) add_PV<true>(O_rmem, P_row, V_col, score, query_row, n0 + j0);
-            else add_PV<false>(O_rmem, P_row, V_col, score, query_row, n0 + j0);
+            if (whole) add_PV<true>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
+            else add_PV<false>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
         }
     }
 
@@ -162,14 +164,14 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     float* lse = LSE + (static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
-        const float sum = row_sum<THREADS_X>(l[i]), inverse = __fdividef(1.0f, sum);  // good to 2 ulp
+        const Total total = head.total<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));
         if (query_row + i * THREADS_Y >= score.Sq) continue;
 #pragma unroll
         for (int c = 0; c < O_COLS; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * tx on
-            if (HEAD_DIM % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM)
-                to[d] = dtype(sum == 0.0f ? 0.0f : O_rmem[i][c] * inverse);  // sum = 0: the row sees no key
+            if (HEAD_DIM_V % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM_V)
+                to[d] = dtype(O_rmem[i][c] * total.inverse);
         }
-        if (tx == 0) lse[i * THREADS_Y] = m[i] + logf(sum);
+        if (tx == 0) lse[i * THREADS_Y] = total.lse;
     }
 }

@@ -6,8 +6,9 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Why the block cannot divide the tile among its threads, as a sentence."""
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
-    o_cols = cdiv(p.D, 4 * X) * 4
+    o_cols = cdiv(p.Dv, 4 * X) * 4
     owned = M // Y * (N // X + o_cols)
+    others = 104 if p.bias or p.mask or p.score else 64  # registers
     steps = [N >> i for i in range(8) if (N >> i) * o_cols * X <= N * (t.BLOCK_D + 4)]
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
@@ -16,9 +17,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: each thread owns as many keys"),
         (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of {4 * X}: THREADS_X loads of four"),
         (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
-         f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of D={p.D}"),
-        (owned + 64 <= 255 and X * Y * (owned + 64) <= 65536,
-         f"{X * Y} threads would own {owned} words of S and O each, at D={p.D}: with some 64 others they do not fit"),
+         f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of Dv={p.Dv}"),
+        (owned + others <= 255 and X * Y * (owned + others) <= 65536,
+         f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: with some {others} others they do not fit"),
     )  # fmt: skip
     return next((sentence for holds, sentence in rules if not holds), None)
 
@@ -27,6 +28,7 @@ kernel = Kernel(
     name="fwd_block2d",
     computes="forward",
     rung=2,
+    default=True,
     summary="a 2-D thread block shares each tile; each thread owns a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

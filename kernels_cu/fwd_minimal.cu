@@ -1,44 +1,44 @@
 // Rung 1: attention forward, one thread per query row.
 //
 // Thread t of a block owns query row m0 + t and needs no other row's numbers, but all threads read the same keys and
-// values, so the block loads each K/V tile once. A row's Q and O, 2 * HEAD_DIM floats, do not fit into registers at
-// HEAD_DIM = 256; they live in shared memory, transposed, so that the 32 rows of a warp fall into 32 banks:
+// values, so the block loads each K/V tile once. A row's Q and O, HEAD_DIM + HEAD_DIM_V floats, do not fit into registers
+// at 256 columns each; they live in shared memory, transposed, so that the 32 rows of a warp fall into 32 banks:
 //
-//   Q_smem, O_smem [HEAD_DIM][BLOCK_M]    column t belongs to thread t alone: no barrier
-//   K_smem, V_smem [BLOCK_N][HEAD_DIM]    all threads read the same word: a broadcast
+//   Q_smem, O_smem [columns][BLOCK_M]    column t belongs to thread t alone: no barrier
+//   K_smem, V_smem [BLOCK_N][columns]    all threads read the same word: a broadcast
 //
 // FlashAttention-2's Algorithm 1 (arXiv:2307.08691); read it beside flash2 in sandbox/reference/flash.py.
 #include "common.cuh"
 #include "score.cuh"
 
-static_assert(SMEM_BYTES == 4 * HEAD_DIM * (2 * BLOCK_M + 2 * BLOCK_N), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N), "spec and kernel disagree on shared memory");
 
 extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
-    View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,           // (B, H, Sq), contiguous
     int group,            // H / Hk: so many query heads share a key/value head
     Score score) {
     extern __shared__ __align__(16) float smem[];
     float* Q_smem = smem;
     float* O_smem = Q_smem + HEAD_DIM * BLOCK_M;
-    float* K_smem = O_smem + HEAD_DIM * BLOCK_M;
+    float* K_smem = O_smem + HEAD_DIM_V * BLOCK_M;
     float* V_smem = K_smem + BLOCK_N * HEAD_DIM;
     const int t = threadIdx.x, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M, query_row = m0 + t;
+    const Head head(score, b, h);
 
-    for (int d = 0; d < HEAD_DIM; ++d) {
+    for (int d = 0; d < HEAD_DIM; ++d)
         Q_smem[d * BLOCK_M + t] = query_row < score.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
-        O_smem[d * BLOCK_M + t] = 0.0f;
-    }
+    for (int d = 0; d < HEAD_DIM_V; ++d) O_smem[d * BLOCK_M + t] = 0.0f;
     float m = -INF, l = 0.0f;
 
-    const int key_end = score.key_end(m0 + BLOCK_M);
-    for (int n0 = 0; n0 < key_end; n0 += BLOCK_N) {
+    const Range keys = head.keys(m0, m0 + BLOCK_M);
+    for (int n0 = keys.begin / BLOCK_N * BLOCK_N; n0 < keys.end; n0 += BLOCK_N) {
         __syncthreads();  // every row has used the previous K/V tile before it is overwritten
-        load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, score.Sk, t);
-        load_tile<BLOCK_N, BLOCK_M>(V_smem, V, b, h / group, n0, score.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, head.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M, HEAD_DIM_V>(V_smem, V, b, h / group, n0, head.Sk, t);
         __syncthreads();  // the tile is whole before any row reads it
 
         float S_rmem[BLOCK_N] = {};
@@ -49,7 +49,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
         }
         float m_new = m, row_sum = 0.0f;
         for (int j = 0; j < BLOCK_N; ++j) {
-            S_rmem[j] = score.score(S_rmem[j], query_row, n0 + j);
+            S_rmem[j] = head.masked(S_rmem[j], query_row, n0 + j);
             m_new = fmaxf(m_new, S_rmem[j]);
         }
         const float shift = m_new == -INF ? 0.0f : m_new;  // no key seen yet: exp(-INF - 0) is 0, not NaN
@@ -61,16 +61,16 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
         l = alpha * l + row_sum;
         m = m_new;
 #pragma unroll 1
-        for (int d = 0; d < HEAD_DIM; ++d) {
+        for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j)  // a masked key's P is 0, but 0 * NaN would let its value through
-                if (score.sees(query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM + d];
+                if (head.sees(query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }
     }
 
     if (query_row >= score.Sq) return;  // no barrier below
-    for (int d = 0; d < HEAD_DIM; ++d)  // l = 0: the row sees no key
-        O.row(b, h, query_row)[d] = dtype(l == 0.0f ? 0.0f : O_smem[d * BLOCK_M + t] / l);
-    LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row] = m + logf(l);
+    const Total total = head.total<NATURAL>(m, l);
+    for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype(O_smem[d * BLOCK_M + t] * total.inverse);
+    LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row] = total.lse;
 }

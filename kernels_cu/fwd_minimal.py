@@ -6,6 +6,7 @@ kernel = Kernel(
     name="fwd_minimal",
     computes="forward",
     rung=1,
+    default=True,
     summary="one thread per query row, K and V tiles in shared memory",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
@@ -13,7 +14,7 @@ kernel = Kernel(
     space={"BLOCK_M": (32, 64, 128, 256), "BLOCK_N": (8, 16, 32, 64)},
     grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
     block=lambda t: (t.BLOCK_M, 1, 1),
-    smem_bytes=lambda p, t: 4 * p.D * (2 * t.BLOCK_M + 2 * t.BLOCK_N),
+    smem_bytes=lambda p, t: 4 * (p.D + p.Dv) * (t.BLOCK_M + t.BLOCK_N),
     check_tile=lambda p, t, arch: (
         None if t.BLOCK_M <= 1024 else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one a row"
     ),

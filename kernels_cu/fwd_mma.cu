@@ -9,11 +9,12 @@
 //   warp 1  rows  32 ..  63     "                  P = exp2(S - m), packed in place    O += P V
 //   ...                                            (an accumulator of S is an A operand of P V)
 //
-//   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K, V [BLOCK_N][D_PAD] | stage 1: K, V          (O leaves through Q's)
+//   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD] | stage 1       (O leaves through Q's)
 // clang-format on
 //
-// Tiles are swizzled (include/mma_tiles.cuh). Scores stay dot products: the scale is folded, with log2(e), into the one
-// FFMA before exp2. Tiles that every row of the block sees whole have a loop of their own, without masks.
+// Tiles are swizzled (include/mma_tiles.cuh). Scores stay raw (include/score.cuh), of a plain problem dot products: their unit,
+// the scale, is folded with log2(e) into the one FFMA before exp2. Tiles that every row of the block sees whole have a loop of
+// their own, without masks.
 //
 // The row maximum is followed lazily: m moves, and O and l are rescaled, only when some score exceeds m by more than
 // LAZY in the exponent. P stays below 2^LAZY, which fp16 holds; the result is the same to rounding, and after the first
@@ -28,26 +29,31 @@
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS);
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
-using Tile = Swizzled<D_PAD>;
+constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+using Tile = Swizzled<D_PAD>;    // rows of Q and K
+using VTile = Swizzled<DV_PAD>;  // rows of V and O
 using Place = FragmentPlace<D_PAD>;
-constexpr unsigned ROW = Tile::ROW, STAGE = 2 * BLOCK_N * ROW;  // bytes
+using VPlace = FragmentPlace<DV_PAD>;
+constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
+constexpr unsigned Q_ROW = ROW > V_ROW ? ROW : V_ROW;  // of the place that O takes over
 constexpr float LAZY = 8.0f;
+constexpr float FAR = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 // Q stays in registers where ptxas finds room for it beside O and S without spilling, by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int ROOM = 180;
 #else
 constexpr int ROOM = M_TILES == 1 ? 208 : 180;  // D = 256: 8% faster than from shared memory
 #endif
-constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + D_PAD / 2 + SUB_N / 2) <= ROOM;
+constexpr int RESERVE = Head::LOOKS_UP ? 60 : Head::LINEAR ? 0 : 8;
+constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <= ROOM - RESERVE;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
-static_assert(SMEM_BYTES == BLOCK_M * ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
-static_assert(HEAD_DIM % 8 == 0, "rows are copied in 16-byte chunks");
+static_assert(SMEM_BYTES == BLOCK_M * Q_ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
 
 struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g + 8 of each 16-row tile
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
-    float O[M_TILES][D_PAD / 8][4];
-    float m[M_TILES][2], l[M_TILES][2];  // m: a dot product; l: this lane's part of the sum
+    float O[M_TILES][DV_PAD / 8][4];
+    float m[M_TILES][2], l[M_TILES][2];  // m: a raw score; l: this lane's part of the sum
 
     __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -55,7 +61,7 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
             m[mt][0] = m[mt][1] = -INF;
             l[mt][0] = l[mt][1] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < D_PAD / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
+            for (int i = 0; i < DV_PAD / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
         }
     }
     __device__ __forceinline__ void load_queries(SmemAddress Q_smem, const Place& place) {
@@ -68,7 +74,7 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
     __device__ __forceinline__ bool finite() const {
         float zero = 0.0f;
 #pragma unroll
-        for (int i = 0; i < M_TILES * D_PAD / 2; ++i) zero = fmaf(O[i / (D_PAD / 2)][i % (D_PAD / 2) / 4][i % 4], 0.0f, zero);
+        for (int i = 0; i < M_TILES * DV_PAD / 2; ++i) zero = fmaf(O[i / (DV_PAD / 2)][i % (DV_PAD / 2) / 4][i % 4], 0.0f, zero);
         return zero == 0.0f;
     }
 };
@@ -111,7 +117,7 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
             m = m_new;
             rows.l[mt][half] *= alpha;
 #pragma unroll
-            for (int nt = 0; nt < D_PAD / 8; ++nt) {
+            for (int nt = 0; nt < DV_PAD / 8; ++nt) {
                 rows.O[mt][nt][2 * half] *= alpha;
                 rows.O[mt][nt][2 * half + 1] *= alpha;
             }
@@ -119,19 +125,26 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
     }
 }
 
+template <bool MASKED>
+struct Masked {
+    static constexpr bool YES = MASKED;
+};
+
 // One K/V tile, KEYS keys at a time. MASKED: some row of the warp does not see all of it; then in small steps, as soon as
 // no row sees more it ends.
 template <bool MASKED>
-__device__ __forceinline__ void attend(Rows& rows, const Score& score, int first_row, int n0, SmemAddress Q_smem,
-                                       const char* stage, const Place& place, const Place& key_place) {
-    constexpr int KEYS = MASKED ? 16 : SUB_N;
-    const float exponent = score.scale * 1.4426950408889634f, margin = LAZY / exponent;  // log2(e): e^x = 2^(x log2(e))
-    const char* V_tile = stage + BLOCK_N * ROW;
+__device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_row, int n0, SmemAddress Q_smem,
+                                       const char* stage, const Place& place, const Place& key_place, const VPlace& value_place) {
+    constexpr int KEYS = MASKED && !Head::SCATTERED ? 16 : SUB_N;
+    const float exponent = head.unit * Head::LOG2E, margin = LAZY / exponent;
+    const char* V_tile = stage + K_BYTES;
     const SmemAddress K_smem = smem_address(stage), V_smem = smem_address(V_tile);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll (MASKED ? 1 : BLOCK_N / KEYS)
     for (int n = 0; n < BLOCK_N; n += KEYS) {
-        if (MASKED && n0 + n >= score.key_end(first_row + 16 * M_TILES)) break;  // no row of the warp sees the rest
+        const Range keys = head.keys(first_row, first_row + 16 * M_TILES);
+        if (MASKED && n0 + n >= keys.end) break;  // no row of the warp sees the rest
+        if (MASKED && Head::FIRST && n0 + n + KEYS <= keys.begin) continue;
         float S[M_TILES][KEYS / 8][4] = {};
         dot_products<KEYS>(S, rows, Q_smem, K_smem, n, place, key_place);
 
@@ -145,8 +158,9 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
-                    const int query_row = first_row + 16 * mt + 8 * half + g, key_col = n0 + n + i / 2 * 8 + 2 * q + i % 2;
-                    if (MASKED && !score.sees(query_row, key_col)) s = -INF;
+                    const At at(first_row + g, n0 + n + 2 * q, 16 * mt + 8 * half, i / 2 * 8 + i % 2);
+                    s = head.raw(s, at);
+                    if (MASKED && !head.sees(at.query_row(), at.key_col())) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }
                 exceeds |= top[mt][half] > rows.m[mt][half] + margin;
@@ -159,7 +173,8 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * exponent;  // no key seen: P = 0, not NaN
+                const float m = rows.m[mt][half], negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, FAR);
+                const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
 #pragma unroll
                 for (int nt = 0; nt < KEYS / 8; ++nt) {
                     const float p0 = ex2(fmaf(S[mt][nt][2 * half], exponent, shift));
@@ -173,9 +188,9 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) {
 #pragma unroll
-            for (int dt = 0; dt < D_PAD / 16; ++dt) {
+            for (int dt = 0; dt < DV_PAD / 16; ++dt) {
                 unsigned V[4];
-                ldmatrix_x4_trans(V, V_smem + place(n + 16 * step, dt));
+                ldmatrix_x4_trans(V, V_smem + value_place(n + 16 * step, dt));
 #pragma unroll
                 for (int mt = 0; mt < M_TILES; ++mt) {
                     mma_m16n8k16(rows.O[mt][2 * dt], P[mt][step], V[0], V[1]);
@@ -189,26 +204,29 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     int group,                                    // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    char* const stages = smem + BLOCK_M * ROW;
+    char* const stages = smem + BLOCK_M * Q_ROW;
     const int h = blockIdx.y, b = blockIdx.z;
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int m0 = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;  // causal: long rows first
     const int first_row = m0 + warp * 16 * M_TILES;
     const dtype* const K_head = K.row(b, h / group, 0);
     const dtype* const V_head = V.row(b, h / group, 0);
-    const int whole = max(score.key_all(m0), 0) / BLOCK_N;  // tiles that every row of the block sees whole
+    const Head head(score, b, h);
+    const Range keys = head.keys(m0, m0 + BLOCK_M), seen_by_all = head.keys_seen_by_all(m0, m0 + BLOCK_M);
+    const int whole = max(seen_by_all.end, 0) / BLOCK_N;  // tiles before that: every row of the block sees them whole,
+    const int first_whole = (seen_by_all.begin + BLOCK_N - 1) / BLOCK_N;  // from here on
 
-    const int tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
+    const int first = keys.begin / BLOCK_N, tiles = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
     const auto request_stage = [&](int j) {
         const SmemAddress stage = smem_address(stages + j % 2 * STAGE);
-        request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
-        request_tile<BLOCK_N, D_PAD, THREADS>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
+        request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, head.Sk);
+        request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_head, V.stride_s, j * BLOCK_N, head.Sk);
         cp_async_commit();
     };
     char* const Q_warp = smem + warp * 16 * M_TILES * ROW;
@@ -216,33 +234,39 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     // Matrices in the order of the fragments' registers: of a block of Q or V (transposed) by rows, of one of K by columns,
     // so that the two registers of a B operand are neighbours (moving them into place cost 12% of the speed at D = 128).
     const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const VPlace value_place(lane % 16, lane / 16);
 
     Rows rows;
-    if (tiles > 0) request_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
+    if (tiles > first) request_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
     rows.reset();
-    if (tiles > 0) request_stage(0);
+    if (tiles > first) request_stage(first);
     const auto arrive = [&](int j) {
         cp_async_wait<0>();
         __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
         if (j + 1 < tiles) request_stage(j + 1);
-        if (Q_IN_REGISTERS && j == 0) rows.load_queries(Q_smem, place);
+        if (Q_IN_REGISTERS && j == first) rows.load_queries(Q_smem, place);
     };
-    int j = 0;
-#pragma unroll 1
-    for (; j < whole; ++j) {
+    const auto attend_tile = [&](auto masked, int j) {
         arrive(j);
-        attend<false>(rows, score, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place);
+        attend<masked.YES>(rows, head, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place, value_place);
+    };
+    int j = first;
+#pragma unroll 1
+    for (; Head::FIRST && j < tiles; ++j) {
+        if (first_whole <= j && j < whole) attend_tile(Masked<false>(), j);
+        else attend_tile(Masked<true>(), j);
     }
 #pragma unroll 1
-    for (; j < tiles; ++j) {
-        arrive(j);
-        attend<true>(rows, score, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place);
-    }
+    for (; j < whole; ++j) attend_tile(Masked<false>(), j);
+#pragma unroll 1
+    for (; j < tiles; ++j) attend_tile(Masked<true>(), j);
     // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time:
-    if (CAUSAL && __syncthreads_or(!rows.finite()))
+    if (Head::HIDES && __syncthreads_or(!rows.finite()))
         return attend_row_by_row<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
+    if (V_ROW > ROW) __syncthreads();  // every warp has read Q before rows of O, wider than its own, take its place
     __syncwarp();  // every lane has read the warp's own rows of Q before O takes their place
+    char* const O_warp = V_ROW == ROW ? Q_warp : smem + warp * 16 * M_TILES * V_ROW;
     const int g = lane / 4, q = lane % 4;
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
@@ -251,24 +275,24 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
             float l = rows.l[mt][half];
             l += __shfl_xor_sync(0xffffffffu, l, 1);
             l += __shfl_xor_sync(0xffffffffu, l, 2);
-            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;  // a row that sees no key
+            const Total total = head.total(rows.m[mt][half], l);
             const int row = 16 * mt + 8 * half + g;
 #pragma unroll
-            for (int nt = 0; nt < D_PAD / 8; ++nt) {
-                const unsigned pair = pack(rows.O[mt][nt][2 * half] * inverse, rows.O[mt][nt][2 * half + 1] * inverse);
-                *reinterpret_cast<unsigned*>(Q_warp + Tile::at(row, nt) + 4 * q) = pair;
+            for (int nt = 0; nt < DV_PAD / 8; ++nt) {
+                const unsigned pair =
+                    pack(rows.O[mt][nt][2 * half] * total.inverse, rows.O[mt][nt][2 * half + 1] * total.inverse);
+                *reinterpret_cast<unsigned*>(O_warp + VTile::at(row, nt) + 4 * q) = pair;
             }
             if (q == 0 && first_row + row < score.Sq)
-                LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row + row] =
-                    rows.m[mt][half] * score.scale + logf(l);
+                LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row + row] = total.lse;
         }
     }
     __syncwarp();  // the warp's rows of O are whole before its lanes copy them, 16 bytes each, neighbours side by side
 #pragma unroll 4
-    for (int i = lane; i < 16 * M_TILES * Tile::CHUNKS; i += 32) {
-        const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        if (first_row + row < score.Sq && chunk * 8 < HEAD_DIM)
+    for (int i = lane; i < 16 * M_TILES * VTile::CHUNKS; i += 32) {
+        const int row = i / VTile::CHUNKS, chunk = i % VTile::CHUNKS;
+        if (first_row + row < score.Sq && chunk * 8 < HEAD_DIM_V)
             *reinterpret_cast<uint4*>(O.row(b, h, first_row + row) + chunk * 8) =
-                *reinterpret_cast<const uint4*>(Q_warp + Tile::at(row, chunk));
+                *reinterpret_cast<const uint4*>(O_warp + VTile::at(row, chunk));
     }
 }

@@ -4,14 +4,16 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, and two stages of K and V, in 16-bit elements; rows padded to a multiple of 16 columns."""
-    return 2 * cdiv(p.D, 16) * 16 * (t.BLOCK_M + 4 * t.BLOCK_N)
+    """Q, which O replaces, and two stages of K and V, in 16-bit elements; rows padded to a multiple of 16 columns."""
+    K, V = cdiv(p.D, 16) * 16, cdiv(p.Dv, 16) * 16
+    return 2 * (max(K, V) * t.BLOCK_M + 2 * (K + V) * t.BLOCK_N)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 8:
+            return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not 1e-20 < p.scale < 1e6:
@@ -21,11 +23,16 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What an MMA step, the register file and an SM's shared memory ask of a tile."""
-    rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(p.D, 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
+    rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
         (t.SUB_N % 16 == 0, f"SUB_N={t.SUB_N} must be a multiple of 16: one m16n8k16 step of P V"),
+        (p.plain or t.SUB_N != 48, "SUB_N=48 spills with options of the score"),
+        (
+            rows == 16 or not (p.bias or p.mask or p.score),
+            f"{rows} rows a warp spill with a bias, a mask or a score of one's own: 16 do not",
+        ),
         (not arch or arch < (10, 0) or t.SUB_N != 48, "SUB_N=48 spills on compute capability 10.0 and later"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
@@ -45,6 +52,7 @@ kernel = Kernel(
     name="fwd_mma",
     computes="forward",
     rung=3,
+    default=True,
     summary="tensor cores warp by warp (mma.sync), fed by cp.async through swizzled shared memory",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),

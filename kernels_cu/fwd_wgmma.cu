@@ -23,27 +23,36 @@
 // result is the same to rounding, and a tile costs a vote instead of BLOCK_N / 2 comparisons a thread before the first
 // exponential can begin: 5% at D = 64, 9% at D = 128 (fwd_mma's lazy maximum without looking at the scores; the idea of
 // rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
+//
+// Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
+// walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
+constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+#ifndef WALK_BACKWARDS
+#define WALK_BACKWARDS ALIBI
+#endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
-static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 using Queries = Swizzled<64, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
+using Values = Swizzled<BLOCK_N, DV_PAD>;
+using Outputs = Swizzled<64, DV_PAD>;
 
 // Shared memory, in bytes from its beginning.
-constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES, O_AT = V_AT + STAGES * Keys::BYTES;
-constexpr bool O_APART = O_AT + CONSUMERS * Queries::BYTES + 1024 <= 232448;  // else O leaves through Q's place
-constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Queries::BYTES : 0);
+constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES, O_AT = V_AT + STAGES * Values::BYTES;
+constexpr bool O_APART = O_AT + CONSUMERS * Outputs::BYTES + 1024 <= 232448;  // else O leaves through Q's place
+constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 0);
+static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each: of each stage, and of each consumer's Q.
@@ -69,16 +78,33 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * H, and the key tiles they see
-    int m0, head, tiles;
+// The key tiles that some of the rows m0 .. m1 see anything of.
+__device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
+    const Range keys = head.keys(m0, m1);
+    const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
+    return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
+}
 
-    __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score)
-        : m0(block * BLOCK_M), head(head), tiles(tiles_before(m0 + BLOCK_M, score)) {}
-    // How many tiles the rows before `row_end` see anything of.
-    static __device__ __forceinline__ int tiles_before(int row_end, const Score& score) {
-        return (max(score.key_end(row_end), 0) + BLOCK_N - 1) / BLOCK_N;
+struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * H, and the key tiles they see
+    int m0, head;
+    Range range;
+    int tiles;
+
+    __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
+        : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin) {}
+    // The first key of the j-th tile to be walked.
+    __device__ __forceinline__ int keys_at(int j) const {
+        return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
     }
 };
+
+// How many of a piece's tiles are walked before the first of a warpgroup's own.
+__device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
+    if (tiles <= 0) return 0;
+    if (WALK_BACKWARDS) return piece.range.end - own.end;
+    return Head::FIRST ? own.begin - piece.range.begin : 0;
+}
 
 // Calls f with each of the block's pieces.
 //
@@ -86,7 +112,7 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * 
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
 // begin each section at another place, and the last section of long rows has up to four rounds.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned heads, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
     const unsigned blocks = (score.Sq + BLOCK_M - 1u) / BLOCK_M;
     const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
 #pragma unroll 1
@@ -96,15 +122,15 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, const Score& scor
 #pragma unroll 1
         for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
             if (i >= size * blocks) continue;
-            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score) : Piece(i % blocks, i / blocks, score));
+            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
         }
     }
 }
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
-    float O[D_PAD / 2] = {};
-    float m[2] = {-INF, -INF}, l[2] = {};  // m: a dot product; l: this lane's part of the sum
+    float O[DV_PAD / 2] = {};
+    float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum
 
     // Moves m up to the maxima of S and rescales what was accumulated under the old one.
     __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
@@ -119,7 +145,7 @@ struct Rows {
             l[half] *= alpha[half];
         }
 #pragma unroll
-        for (int i = 0; i < D_PAD / 2; ++i) O[i] *= alpha[i / 2 % 2];
+        for (int i = 0; i < DV_PAD / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
     // P = exp2 of what exceeds m, and `sum` of it; whether that is too much.
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2], float exponent,
@@ -141,7 +167,7 @@ struct Rows {
     __device__ __forceinline__ bool finite() const {
         float zero = 0.0f;
 #pragma unroll
-        for (int i = 0; i < D_PAD / 2; ++i) zero = fmaf(O[i], 0.0f, zero);
+        for (int i = 0; i < DV_PAD / 2; ++i) zero = fmaf(O[i], 0.0f, zero);
         return zero == 0.0f;
     }
 };
@@ -149,8 +175,8 @@ struct Rows {
 extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
@@ -170,26 +196,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            for_each_piece(heads, score, [&](const Piece& piece) {
+            for_each_piece(heads, H, score, [&](const Piece& piece) {
                 const int h = piece.head % H / group, b = piece.head / H;
                 // A stride of 0 is a dimension of size 1 to a tensor map.
-                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
-                                         unsigned full, int j) {
+                const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
+                                         unsigned empty, unsigned full, int j) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    Keys::request(base + tile + stage * Keys::BYTES, map, j * BLOCK_N, tensor.stride_h ? h : 0,
+                    tiles.request(base + tile + stage * tiles.BYTES, map, piece.keys_at(j), tensor.stride_h ? h : 0,
                                   tensor.stride_b ? b : 0, base + full + 8 * stage);
                 };
 #pragma unroll 1
                 for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
-                    if (j < piece.tiles) request(K_map, K, K_AT, EMPTY_K, FULL_K, j);
-                    if (j > 0) request(V_map, V, V_AT, EMPTY_V, FULL_V, j - 1);
+                    if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
+                    if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1);
                 }
                 used += piece.tiles;
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
-            for_each_piece(heads, score, [&](const Piece& piece) {
+            for_each_piece(heads, H, score, [&](const Piece& piece) {
                 const int h = Q.stride_h ? piece.head % H : 0, b = Q.stride_b ? piece.head / H : 0;
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
@@ -207,21 +233,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
     const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
     const bool sender = threadIdx.x % 128 == 0;
-    const SmemAddress O_smem = base + (O_APART ? O_AT : 0) + consumer * Queries::BYTES;
-    const float exponent = score.scale * 1.4426950408889634f;  // log2(e): e^x = 2^(x log2(e))
+    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * Outputs::BYTES : consumer * Queries::BYTES);
+    const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece(heads, score, [&](const Piece& piece) {
+    for_each_piece(heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
-        const int tiles = m0 < score.Sq ? Piece::tiles_before(m0 + 64, score) : 0;  // that the warpgroup sees of
-        const int whole = max(score.key_all(first_row), 0) / BLOCK_N;               // that the warp's rows see whole
+        const Head bound(score, piece.head / H, piece.head % H);
+        const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const int tiles = m0 < score.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
+        const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
-        const auto address = [](SmemAddress tile) { return D_PAD > 128 ? uniform(tile) : tile; };
+        const auto address = [](SmemAddress tile) { return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile; };
         const auto multiply_QK = [&](int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
             const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(used + j) * Keys::BYTES));
@@ -239,10 +267,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const auto multiply_PV = [&](int j) {
             await_V(j);
             wgmma_fence();
-            const Descriptor V_smem = Keys::mn_major(address(base + V_AT + stage_of(used + j) * Keys::BYTES));
+            const Descriptor V_smem = Values::mn_major(address(base + V_AT + stage_of(used + j) * Values::BYTES));
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; ++step)
-                wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Keys::mn_step(step), true);
+                wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Values::mn_step(step), true);
             wgmma_commit();
         };
         const auto multiplied = [&] {
@@ -250,51 +278,28 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_settled(S);
             wgmma_settled(rows.O);
         };
-        const auto hide = [&](int j) {  // what the rows do not see of tile j
-            if (j < whole) return;
-            const int column = j * BLOCK_N + 2 * q;
-            const int end[2] = {score.key_end(first_row + g + 1) - column, score.key_end(first_row + g + 9) - column};
+        const auto finish_scores = [&](int j) {  // of tile j: raw scores of dot products, -INF where a row does not see
+            const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
+            const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i)
-                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-        };
-
-        mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
-        if (tiles > 0) {
-            await_K(0);
-            multiply_QK(0);
-            wgmma_wait<0>();
-            wgmma_settled(S);
-            release_K(0);
-            hide(0);
-            rows.raise_maximum(S, exponent);
-            rows.exponentiate(P, S, exponent, rows.l);
-            if (tiles > 1) await_K(1);
-#pragma unroll 1
-            for (int j = 1; j < tiles; ++j) {
-                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
-                multiply_QK(j);
-                multiply_PV(j - 1);
-                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
-                multiplied();
-                release_V(j - 1);
-                release_K(j);
-                if (j == tiles - 1) release_Q();
-                hide(j);
-#pragma unroll 1
-                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
-                rows.l[0] += sum[0];
-                rows.l[1] += sum[1];
-                if (j + 1 < tiles) await_K(j + 1);
+            for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
+            if (Head::SCATTERED) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; ++i)
+                    if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
+                return;
             }
-            multiply_PV(tiles - 1);
-            wgmma_wait<0>();
-            wgmma_settled(rows.O);
-            release_V(tiles - 1);
-        }
-        if (tiles <= 1) release_Q();
-#pragma unroll 1
-        for (int j = tiles; j < piece.tiles; ++j) {  // only the other consumers see these: turns and tiles are passed on
+            const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
+            const int end[2] = {seen[0].end - column, seen[1].end - column};
+            const int begin[2] = {seen[0].begin - column, seen[1].begin - column};
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i) {
+                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+            }
+        };
+        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn
             if (CONSUMERS > 1 && j > 0) {
                 named_barrier_sync(turn, 256);
                 named_barrier_arrive(next_turn, 256);
@@ -303,14 +308,56 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_K(j);
             await_V(j);
             release_V(j);
+        };
+
+        mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
+#pragma unroll 1
+        for (int j = 0; j < lead; ++j) pass_on(j);
+        if (tiles > 0) {
+            const int last = lead + tiles - 1;
+            await_K(lead);
+            if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
+            multiply_QK(lead);
+            if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
+            wgmma_wait<0>();
+            wgmma_settled(S);
+            release_K(lead);
+            finish_scores(lead);
+            rows.raise_maximum(S, exponent);
+            rows.exponentiate(P, S, exponent, rows.l);
+            if (tiles > 1) await_K(lead + 1);
+#pragma unroll 1
+            for (int j = lead + 1; j <= last; ++j) {
+                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                multiply_QK(j);
+                multiply_PV(j - 1);
+                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                multiplied();
+                release_V(j - 1);
+                release_K(j);
+                if (j == last) release_Q();
+                finish_scores(j);
+#pragma unroll 1
+                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
+                rows.l[0] += sum[0];
+                rows.l[1] += sum[1];
+                if (j < last) await_K(j + 1);
+            }
+            multiply_PV(last);
+            wgmma_wait<0>();
+            wgmma_settled(rows.O);
+            release_V(last);
         }
+        if (tiles <= 1) release_Q();
+#pragma unroll 1
+        for (int j = lead + tiles; j < piece.tiles; ++j) pass_on(j);
         used += piece.tiles;
         ++pieces;
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if (O_APART && sender) send_wait_read();  // the last piece's O
-        const bool spoilt = named_barrier_or(own_barrier, 128, CAUSAL && !rows.finite());  // all four warps have used Q
-        if (CAUSAL && spoilt) {
+        const bool spoilt = named_barrier_or(own_barrier, 128, Head::HIDES && !rows.finite());  // all four warps have used Q
+        if (Head::HIDES && spoilt) {
             attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.head / H, piece.head % H, H, m0, warp % 4);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             return;
@@ -318,25 +365,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float l = row_sum<4>(rows.l[half]);
-            inverse[half] = l == 0.0f ? 0.0f : 1.0f / l;  // a row that sees no key
+            const Total total = bound.total(rows.m[half], row_sum<4>(rows.l[half]));
+            inverse[half] = total.inverse;
             const int query_row = first_row + 8 * half + g;
             if (q == 0 && query_row < score.Sq)
-                LSE[static_cast<long long>(piece.head) * score.Sq + query_row] = rows.m[half] * score.scale + logf(l);
+                LSE[static_cast<long long>(piece.head) * score.Sq + query_row] = total.lse;
         }
 #pragma unroll
-        for (int i = 0; i < D_PAD / 2; i += 8) {
+        for (int i = 0; i < DV_PAD / 2; i += 8) {
             unsigned pair[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 pair[k] = pack(rows.O[i + 2 * k] * inverse[k % 2], rows.O[i + 2 * k + 1] * inverse[k % 2]);
-            const unsigned place = Queries::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
+            const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
             stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
         }
         fence_proxy_async();
         named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
         if (sender) {
-            Queries::send(O_map, m0, piece.head % H, piece.head / H, O_smem);
+            Outputs::send(O_map, m0, piece.head % H, piece.head / H, O_smem);
             if (!O_APART) {
                 send_wait_read();
                 mbarrier_arrive(base + EMPTY_Q + 8 * consumer);

@@ -7,17 +7,24 @@ SMEM = 232448  # bytes that a block may have
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, stages of K and V, O where there is room, and the mbarriers; rows padded to multiples of 128 bytes."""
-    row = 128 * cdiv(p.D, 64)
-    fed = row * (t.BLOCK_M + 2 * t.STAGES * t.BLOCK_N) + 1024
-    return fed + row * t.BLOCK_M if fed + row * t.BLOCK_M <= SMEM else fed
+    row_v = 128 * cdiv(p.Dv, 64)
+    fed = fed_bytes(p, t)
+    return fed + row_v * t.BLOCK_M if fed + row_v * t.BLOCK_M <= SMEM else fed
+
+
+def fed_bytes(p: Problem, t: Tile) -> int:
+    """All of it but O."""
+    row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
+    return row * t.BLOCK_M + (row + row_v) * t.STAGES * t.BLOCK_N + 1024
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (fwd_block2d takes any D)"
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 8:
+            return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not p.mappable:
@@ -29,11 +36,19 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return None
 
 
+def most_keys(p: Problem) -> int:
+    """BLOCK_N that does not spill where scores are looked up in memory, found by trial."""
+    if not (p.bias or p.mask or p.score):
+        return 256
+    width = max(p.D, p.Dv)
+    return 96 if width <= 64 else 80 if width <= 128 else 48
+
+
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
-    registers = cdiv(p.D, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    most = 128 if consumers == 3 else 200
+    registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
+    most = (128 if consumers == 3 else 200) - (0 if p.plain else 16)
     rules = (
         (
             t.BLOCK_M in (64, 128, 192),
@@ -42,7 +57,15 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_N % 16 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16 up to 256"),
         (
             registers <= most,
-            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at D={p.D}: at most {most}",
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
+        ),
+        (
+            most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
+            f"tile {t} spills with a bias, mask or score of one's own: at most 128 rows and {most_keys(p)} keys do not",
+        ),
+        (
+            cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > fed_bytes(p, t),
+            f"STAGES={t.STAGES} leave no room for rows of O, Dv={p.Dv} wide, which do not fit where Q was, at D={p.D}",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -52,9 +75,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 def rank(p: Problem, t: Tile) -> bool:
     """First what was fastest on an H100 (experiments/008_hopper): two consumers fit short rows better."""
     short = p.Sq < (4096 if p.causal else 2048)
-    if p.D <= 64:
+    if max(p.D, p.Dv) <= 64:
         best = (192, 128)
-    elif p.D <= 128:
+    elif max(p.D, p.Dv) <= 128:
         best = (128, 128) if short else (192, 80)
     else:
         best = (128, 64) if short else (128, 80)
@@ -70,16 +93,20 @@ kernel = Kernel(
     name="fwd_wgmma",
     computes="forward",
     rung=4,
+    default=True,
     summary="Hopper's warpgroup MMA, fed by TMA: one warpgroup loads, the others take turns on the tensor cores",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),

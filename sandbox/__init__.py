@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .attention import attention
-from .call import attention_backward, attention_forward, reload
-from .errors import (
+from .api.attention import attention
+from .api.passes import attention_backward, attention_forward, reload
+from .core.errors import (
     CacheError,
     CompileError,
     DriverError,
@@ -22,14 +22,32 @@ from .errors import (
     UnknownKernel,
     UnsupportedProblem,
 )
-from .spec import Kernel, Problem, Tile
+from .core.problem import Problem
+from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
-    from .registry import kernels
-    from .run import compile
+    from .core.kernel import Kernel
+    from .core.registry import kernels
+    from .core.tile import Tile
+    from .engine.pipeline import compile
 
-_LATER = {"compile": ".run", "kernels": ".registry", "reference": ".reference"}  # name -> the module that has it
+
+def _evaluate(score: Score, *arguments: Any) -> tuple[Any, Any, Any]:
+    from .cpu.expressions import evaluate
+
+    return evaluate(score, *arguments)
+
+
+Score.on_host = _evaluate
+
+_LATER = {
+    "Kernel": ".core.kernel",
+    "Tile": ".core.tile",
+    "compile": ".engine.pipeline",
+    "kernels": ".core.registry",
+    "reference": ".reference",
+}  # name -> the module that has it
 
 __all__ = [
     "CacheError",
@@ -40,6 +58,7 @@ __all__ = [
     "LaunchError",
     "Problem",
     "SandboxError",
+    "Score",
     "SpecError",
     "Tile",
     "ToolchainMissing",

@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sandbox import dlpack, driver, nvrtc
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
-from sandbox.dlpack import HOST, Device
-from sandbox.staging import Staged
+from sandbox.engine.staging import Staged
+from sandbox.launch import dlpack, driver
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.toolchain import nvrtc
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of this run's own, shared by its workers."""
+    """A cache of this run's own, shared by its workers; `$SANDBOX_TEST_CACHE_DIR` if it is to outlive them."""
     base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-cache"
+    own = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-cache"
+    path = Path(os.environ.get("SANDBOX_TEST_CACHE_DIR", own))
     os.environ["SANDBOX_CACHE_DIR"] = str(path)
     return path
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import sandbox
-from sandbox.dlpack import Device
+from sandbox.launch.dlpack import Device
 
 pytest.importorskip("matplotlib")
 torch = pytest.importorskip("torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -10,70 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from project import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-
-# Lowest first: a module imports only from lines above its own. Names on one line do not import one another.
-ORDER = """
-errors
-log jsonl picture
-spec place
-reference
-sources
-cache
-arch
-tensor_maps
-arguments
-dlpack
-nvrtc
-driver
-cpu
-findings
-tools
-compute_sanitizer
-registry
-history new
-disassembly worker
-fleet
-staging
-tuned
-choose
-run
-trial plan
-call
-torch_op
-attention
-code
-cases
-error_map truth
-check sanitize
-examination
-examine
-watch
-doctor
-environment
-sampled timing
-sampled_gradients
-peers
-rows
-ncu work
-profiler
-profiler_target
-bench
-tune
-labs
-plot
-report
-tune_report profile_report profile_plot
-bench_report watch_report
-ladder
-code_report
-cli
-__init__
-__main__
-"""
-RANK = {name: rank for rank, line in enumerate(ORDER.split("\n")) for name in line.split()}
-PACKAGES = {"cli", "cpu", "reference"}  # what is inside one may import one another
+# Lowest first: a folder imports only from folders above its own line.
+ORDER = (
+    "core", "reference", "toolchain", "launch", "cpu", "engine", "api", "jobs", "verify", "bench", "tune", "watch",
+    "code", "profile", "setup", "cli",
+)  # fmt: skip
+LOOSE = {"__init__", "__main__", "spec"}  # what lies in sandbox/ itself: the doors
+MOST_LINES = 320  # of a module; what outgrows that holds a second idea
 
 
 def modules() -> dict[str, Path]:
@@ -84,6 +30,7 @@ def modules() -> dict[str, Path]:
 
 MODULES = modules()
 TREES = {name: ast.parse(file.read_text()) for name, file in MODULES.items()}
+FOLDERS = sorted({name.partition(".")[0] for name in MODULES if "." in name})
 
 
 def top(name: str) -> str:
@@ -100,16 +47,20 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 
 
 def siblings(name: str) -> set[str]:
-    """The modules of this package that `name` imports, by their first part."""
-    depth = name.count(".") + 1  # so many dots lead to sandbox itself
+    """The modules of this package that `name` imports, dotted; a folder's own name where it imports the folder."""
+    home = name.split(".")[:-1]
     found = set()
     for dots, module, imported in imports(TREES[name]):
-        if dots == depth:
-            found.add(top(module) or (imported if imported in RANK else "__init__"))
-        elif dots:
-            assert dots < depth, f"{name} imports from outside of the package"
+        if dots:
+            assert dots <= len(home) + 1, f"{name} imports from outside of the package"
+            base = home[: len(home) - dots + 1]
         elif top(module) == "sandbox":
-            found.add(module.split(".")[1] if "." in module else "__init__")
+            base = []
+        else:
+            continue
+        dotted = ".".join([*base, *filter(None, [module.removeprefix("sandbox").lstrip(".")])])
+        inner = f"{dotted}.{imported}".strip(".")
+        found.add(inner if inner in MODULES else dotted or "__init__")
     return found
 
 
@@ -133,21 +84,46 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_module_has_its_place() -> None:
-    assert {top(name) for name in MODULES} <= set(RANK)
+    assert {name for name in MODULES if "." not in name} == LOOSE
+    assert {*FOLDERS} == {*ORDER}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [name for name in MODULES if top(name) in ORDER])
 def test_imports_point_one_way(name: str) -> None:
-    rank = RANK[top(name)]
+    below = ORDER[: ORDER.index(top(name)) + 1]
     for other in siblings(name):
-        inside = top(name) in PACKAGES and other == top(name)
-        assert inside or RANK[other] < rank, f"sandbox/{name} imports {other}, which is not below it"
+        assert top(other) in below, f"sandbox/{name} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if top(name) in ORDER])
+def test_a_folder_is_entered_through_what_it_hands_on(name: str) -> None:
+    for other in siblings(name):
+        folder, _, module = other.partition(".")
+        if folder != top(name) and module:
+            handed_on = importlib.import_module(f"sandbox.{folder}").__all__
+            assert module in handed_on, f"sandbox/{name} imports {other}, which {folder}/__init__.py does not hand on"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_it_is_for_and_hands_on_what_others_use(folder: str) -> None:
+    package = importlib.import_module(f"sandbox.{folder}")
+    assert package.__doc__
+    if folder in ("reference", "cli"):  # entered as one
+        return
+    used = {other.partition(".")[2] for name in MODULES if top(name) != folder for other in siblings(name)
+            if top(other) == folder}  # fmt: skip
+    assert set(package.__all__) == used - {""}
+
+
+def test_modules_hold_one_idea_each() -> None:
+    lines = {name: len(file.read_text().splitlines()) for name, file in MODULES.items()}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_the_reference_stands_alone() -> None:
     for name in MODULES:
         if top(name) == "reference":
-            assert siblings(name) == set()
+            assert {top(other) for other in siblings(name)} <= {"reference"}
             outside = {top(library) for library in libraries(TREES[name])}
             assert outside - set(sys.stdlib_module_names) <= {"numpy", "ml_dtypes"}
 
@@ -161,11 +137,15 @@ def test_specs_import_the_spec_module_alone(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mention", "home"),
-    [(r"cuda\.bindings\.driver|libcuda", "driver"), (r"cuda\.bindings\.nvrtc|libnvrtc", "nvrtc"), (r"cuda\.core", "-")],
+    [
+        (r"cuda\.bindings\.driver|libcuda", "launch.driver"),
+        (r"cuda\.bindings\.nvrtc|libnvrtc", "toolchain.nvrtc"),
+        (r"cuda\.core", "-"),
+    ],
 )
 def test_one_seam_to_each_library_of_cuda(mention: str, home: str) -> None:
     users = {
-        top(name)
+        name
         for name, tree in TREES.items()
         if any(re.search(mention, text) for text in (*libraries(tree), *strings(tree)))
     }
@@ -174,15 +154,18 @@ def test_one_seam_to_each_library_of_cuda(mention: str, home: str) -> None:
 
 def test_one_seam_to_array_libraries() -> None:
     """Whoever is given an array asks `dlpack`; who times PyTorch's own attention, or joins it, needs PyTorch."""
-    seam, on_demand = "dlpack", {"bench", "peers", "timing", "torch_op"}
+    seam, on_demand = (
+        "launch.dlpack",
+        {"bench.contest", "bench.peers", "bench.timing", "api.torch_op", "api.torch_scored"},
+    )
     for name, tree in TREES.items():
-        if top(name) == seam:
+        if name == seam:
             continue
         imported = {top(library) for library in libraries(tree)}
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert top(name) in on_demand or not (imported | named) & {"torch", "cupy"}, name
+        assert name in on_demand or not (imported | named) & {"torch", "cupy"}, name
         through_sys = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "modules"]
-        assert not through_sys or top(name) == "registry", f"{name} uses sys.modules"
+        assert not through_sys or name == "core.registry", f"{name} uses sys.modules"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if top(name) != "cli"])
@@ -204,8 +187,8 @@ def test_importing_the_package_is_light() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     heavy = ("torch", "cupy", "rich", "click", "triton", "matplotlib", "cuda")
-    assert "sandbox.attention" in done.stdout.split()
-    assert "sandbox.run" not in done.stdout.split()
+    assert "sandbox.api.attention" in done.stdout.split()
+    assert "sandbox.engine.pipeline" not in done.stdout.split()
     assert [name for name in done.stdout.split() if top(name) in heavy] == []
 
 

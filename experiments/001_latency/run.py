@@ -23,8 +23,12 @@ from pathlib import Path
 import numpy as np
 
 import sandbox
-from sandbox import dlpack, driver, environment, nvrtc, registry, run
-from sandbox.arguments import ArgumentBlock
+from sandbox.bench import environment
+from sandbox.core import registry
+from sandbox.engine import pipeline
+from sandbox.launch import dlpack, driver
+from sandbox.launch.arguments import ArgumentBlock
+from sandbox.toolchain import nvrtc
 
 HERE = Path(__file__).resolve().parent
 TOY = """
@@ -103,11 +107,11 @@ def launches() -> Iterator[tuple[str, list]]:
     views = {n: dlpack.view(t) for n, t in zip(("Q", "K", "V", "O", "LSE"), (q, k, v, out, lse), strict=True)}
     problem = sandbox.Problem(1, 1, 32, 32, 64, dtype="float16")
     tile = kernel.tiles[0]
-    prepared = run.prepare(kernel, tile, problem, views, views["Q"].device)
+    prepared = pipeline.prepare(kernel, tile, problem, views, views["Q"].device)
     pointers = tuple(view.pointer for view in views.values())
     both = (pointers, (pointers[1], pointers[0], *pointers[2:]))
 
-    (function,) = run.load(kernel, tile, problem, ("cuda", 0)).functions
+    (function,) = pipeline.load(kernel, tile, problem, ("cuda", 0)).functions
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
     table, handle = ArgumentBlock(kernel, problem, tile, views).table, ctypes.c_void_p(int(function._function))
     geometry = [ctypes.c_uint(n) for n in (*kernel.grid(problem, tile), *kernel.block(tile))]

@@ -1,4 +1,4 @@
-"""Does `sandbox.timing` agree with `triton.testing.do_bench`? See README.md beside this file. Needs a GPU.
+"""Does `sandbox.bench.timing` agree with `triton.testing.do_bench`? See README.md beside this file. Needs a GPU.
 
 python experiments/002_timer/run.py            prints a table and appends rows to results.jsonl
 """
@@ -11,8 +11,10 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from sandbox import Problem, bench, environment, registry
-from sandbox.timing import Events, Limits, Timing, measure
+from sandbox import Problem
+from sandbox.bench import contest, environment
+from sandbox.bench.timing import Events, Limits, Timing, measure
+from sandbox.core import registry
 
 HERE = Path(__file__).resolve().parent
 PROBLEMS = [
@@ -49,11 +51,11 @@ def main() -> None:
     out = parser.parse_args().out
     where, stopwatch = environment.describe(), Events()
     timers = {"sandbox": ours, "do_bench": theirs}
-    (contender,) = bench.ours([registry.get("fwd_mma")])
+    (contender,) = contest.ours([registry.get("fwd_mma")])
     worst = 0.0
     with out.open("a") as file:
         for problem in PROBLEMS:
-            q, k, v = bench.make_inputs(problem)
+            q, k, v = contest.make_inputs(problem)
             launch = contender.prepare(problem, q, k, v).launch
             times: dict[str, list[float]] = {name: [] for name in timers}
             for repeat in range(REPEATS + 1):  # in turns; the first warms up

@@ -1,7 +1,7 @@
 """What each idea in `fwd_mma` is worth: every step of steps.py, timed beside the others.
 
 python experiments/004_mma_ladder/run.py measure     needs a GPU, some two minutes; goes on where it was stopped
-python experiments/004_mma_ladder/run.py table       rewrites the tables in both README.md from results.jsonl
+python experiments/004_mma_ladder/run.py table       rewrites the tables in README.md here and docs/ladders.md
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from typing import Any
 
 from steps import KERNEL, LADDER, VARIANTS, WIDTHS, Step, tiles
 
-from sandbox import bench, driver, peers, registry, run
-from sandbox.errors import UnsupportedProblem
-from sandbox.ladder import write_table
-from sandbox.peers import Contender, Ready
-from sandbox.rows import Row, by_problem, read_rows, recorded
+from sandbox.bench import contest, peers
+from sandbox.bench.ladder import write_table
+from sandbox.bench.peers import Contender, Ready
+from sandbox.bench.rows import Row, by_problem, read_rows, recorded
+from sandbox.bench.timing import Limits
+from sandbox.core import registry
+from sandbox.core.errors import UnsupportedProblem
+from sandbox.engine import pipeline
+from sandbox.launch import driver
 from sandbox.spec import Problem
-from sandbox.timing import Limits
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
@@ -47,7 +50,7 @@ def contender(step: Step) -> Contender:
         tile = tiles(problem.D).get(step.name)
         if tile is None:
             raise UnsupportedProblem(f"{step.name}: changes nothing at D={problem.D}")
-        [entry] = bench.ours([KERNEL], [tile])
+        [entry] = contest.ours([KERNEL], [tile])
         return entry.prepare(problem, *inputs)
 
     return Contender(step.name, prepare, KERNEL.name)
@@ -55,10 +58,10 @@ def contender(step: Step) -> Contender:
 
 def compile_all() -> None:
     """Fills the cache, several compilers at a time: one after another they would take most of the run."""
-    arch = run.arch_name(KERNEL, driver.device().arch)
+    arch = pipeline.arch_name(KERNEL, driver.device().arch)
     jobs = {(tile, p.D, p.causal) for p in PROBLEMS for tile in tiles(p.D).values()}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda job: run.compile(KERNEL, job[1], "float16", job[2], arch, job[0]), jobs))
+        list(pool.map(lambda job: pipeline.compile(KERNEL, job[1], "float16", job[2], arch, job[0]), jobs))
 
 
 def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
@@ -69,20 +72,20 @@ def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
             yield row
             continue
         p = row.problem
-        r = run.compile(kernels[row.kernel], p.D, p.dtype, p.causal, row.arch, row.tile).resources
+        r = pipeline.compile(kernels[row.kernel], p.D, p.dtype, p.causal, row.arch, row.tile).resources
         cost = {"registers": r.registers, "spills": r.spill_stores + r.spill_loads}
         yield replace(row, setting={**row.setting, **cost})
 
 
 def measure() -> None:
     """Every step, `fwd_mma` and FlashAttention-2 in one interleaved run, each checked before and after."""
-    everybody = [*map(contender, (*LADDER, *VARIANTS)), *bench.ours([registry.get("fwd_mma")])]
+    everybody = [*map(contender, (*LADDER, *VARIANTS)), *contest.ours([registry.get("fwd_mma")])]
     everybody.append(peers.PEERS["sdpa-flash"])
-    left = bench.unmeasured(bench.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, everybody)
+    left = contest.unmeasured(contest.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, everybody)
     if left:
         compile_all()
     wrong = 0
-    for row in recorded(with_registers(bench.run((), left, everybody, limits=Limits(seconds=0.2))), ROWS):
+    for row in recorded(with_registers(contest.run((), left, everybody, limits=Limits(seconds=0.2))), ROWS):
         said = f"{row['tflops']:.1f} TFLOP/s" if row["ms"] else row["message"]
         print(f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:14} {said}", flush=True)
         wrong += row["ok"] is False
@@ -125,7 +128,7 @@ def registers(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def ladder_table(rows: list[dict[str, Any]]) -> str:
-    """For the README of the project: the speed of each step, its gain over the one before, and its registers."""
+    """For the page of the ladders: the speed of each step, its gain over the one before, and its registers."""
     columns = ["", "step", "idea", "D = 64", "gain", "D = 128", "gain", "registers"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     all_gains = {D: gains(rows, D) for D in WIDTHS}
@@ -172,7 +175,7 @@ def main() -> None:
     rows = read_rows(ROWS)
     write_table(HERE / "README.md", "mma ladder", Path(__file__), gain_table(rows))
     if rows:
-        write_table(HERE.parent.parent / "README.md", "mma ladder", Path(__file__), ladder_table(rows))
+        write_table(HERE.parent.parent / "docs" / "ladders.md", "mma ladder", Path(__file__), ladder_table(rows))
 
 
 if __name__ == "__main__":

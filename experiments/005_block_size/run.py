@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from sandbox import arch, environment, jsonl, labs, registry, tune_report
+from sandbox.bench import environment
+from sandbox.core import jsonl, registry
 from sandbox.reference import paper_block_sizes
 from sandbox.spec import Problem, Tile
-from sandbox.tune import Search
+from sandbox.toolchain import arch
+from sandbox.tune import labs
+from sandbox.tune import report as tune_report
+from sandbox.tune.search import Search
 
 HERE = Path(__file__).resolve().parent
 WIDTHS = (64, 128)

@@ -12,7 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sandbox import jsonl, profile_report, profiler
+from sandbox.core import jsonl
+from sandbox.profile import profiler
+from sandbox.profile import report as profile_report
 from sandbox.spec import Problem
 
 HERE = Path(__file__).resolve().parent

@@ -13,9 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sandbox import bench, jsonl, profile_report, profiler, registry
-from sandbox.errors import GpuUnavailable, ToolchainMissing
-from sandbox.peers import Contender
+from sandbox.bench import contest
+from sandbox.bench.peers import Contender
+from sandbox.core import jsonl, registry
+from sandbox.core.errors import GpuUnavailable, ToolchainMissing
+from sandbox.profile import profiler
+from sandbox.profile import report as profile_report
 from sandbox.spec import Kernel, Problem, Tile, cdiv
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +57,7 @@ def measure() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         kernels = variants(Path(folder))
         contenders = [_contender(name, kernel) for name, kernel in kernels.items()]
-        rows += [row.as_json() for row in bench.run([], PROBLEMS, contenders)]
+        rows += [row.as_json() for row in contest.run([], PROBLEMS, contenders)]
         for row in rows:
             if row["contender"] != "padded":  # its spec is this script's own, which ncu's process would not know
                 problem = {p.D: p for p in PROBLEMS}[row["D"]]
@@ -64,7 +67,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _contender(name: str, kernel: Kernel) -> Contender:
-    (contender,) = bench.ours([kernel])
+    (contender,) = contest.ours([kernel])
     return dataclasses.replace(contender, name=name)
 
 

@@ -17,12 +17,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sandbox import Problem, bench, driver, registry
-from sandbox import check as checking
-from sandbox.peers import PEERS
-from sandbox.rows import Row, recorded
+from sandbox import Problem
+from sandbox.bench import contest
+from sandbox.bench.peers import PEERS
+from sandbox.bench.rows import Row, recorded
+from sandbox.bench.timing import Limits
+from sandbox.core import registry
+from sandbox.launch import driver
 from sandbox.spec import Kernel, Tile
-from sandbox.timing import Limits
+from sandbox.verify import check as checking
 
 HERE = Path(__file__).resolve().parent
 MASKS = (False, "bottom-right")
@@ -32,7 +35,7 @@ FLASH_4 = {64: ((521, 553), (513, 525)), 128: ((636, 656), (590, 689)), 256: ((6
 
 def tests() -> None:
     """TMA, wgmma and mbarriers by themselves, then the kernel: 250 repeats, sweep and all."""
-    files = ["tests/test_hopper.py", "tests/test_kernels.py"]
+    files = ["tests/cpu/test_hopper.py", "tests/engine/test_kernels.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files]
     subprocess.run([*command, "-k", "hopper or fwd_wgmma"], check=False)
 
@@ -54,7 +57,7 @@ def measure(
     rows: list[Row] = []
 
     def kept():
-        for row in bench.run(kernels, problems, peers, tiles=tiles, limits=Limits(rounds=rounds, seconds=0.1)):
+        for row in contest.run(kernels, problems, peers, tiles=tiles, limits=Limits(rounds=rounds, seconds=0.1)):
             rows.append(row)
             yield row
 
@@ -80,7 +83,7 @@ def mean(values: Sequence[float]) -> float:
 
 def grid() -> None:
     """All 36 points of the paper's grid."""
-    rows = measure(bench.GRIDS["paper"]("float16"), [registry.get("fwd_wgmma")])
+    rows = measure(contest.GRIDS["paper"]("float16"), [registry.get("fwd_wgmma")])
     found, ceiling = ratios(rows, "fwd_wgmma"), rows[0].setting["ceiling_tflops"]
     print(f"TFLOP/s (ratio to cuDNN), S = 512 .. 16k; in brackets what 8k and 16k should reach; cuBLAS {ceiling:.0f}")
     for D, causal in itertools.product((64, 128, 256), MASKS):

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sandbox import environment, jsonl
+from sandbox.bench import environment
+from sandbox.core import jsonl
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

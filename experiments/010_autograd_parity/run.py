@@ -26,10 +26,13 @@ from rich.console import Console
 from show import NAMES, draw, slices, table
 
 import sandbox
-from sandbox import dlpack, driver, environment, reference, registry
-from sandbox.cases import Case, make_inputs
+from sandbox import reference
+from sandbox.bench import environment
 from sandbox.cli.output import plain as plain_json
+from sandbox.core import registry
+from sandbox.launch import dlpack, driver
 from sandbox.spec import ITEMSIZE, Kernel, Problem
+from sandbox.verify.cases import Case, make_inputs
 
 HERE = Path(__file__).resolve().parent
 REFERENCE_GAP = 1e-13  # a few hundred float64 roundings

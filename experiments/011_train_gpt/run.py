@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sandbox
-from sandbox import environment, jsonl
+from sandbox.bench import environment
+from sandbox.core import jsonl
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = {

@@ -2,9 +2,9 @@
 #pragma once
 
 // The spec passes -DDTYPE_float16=1 and so on; `dtype` is an element of Q, K, V and O. Arithmetic is in fp32.
+__device__ __forceinline__ float to_float(float x) { return x; }
 #if defined(DTYPE_float32)
 using dtype = float;
-__device__ __forceinline__ float to_float(float x) { return x; }
 #elif defined(DTYPE_float16)
 #include <cuda_fp16.h>
 using dtype = __half;
@@ -17,10 +17,14 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 #error "the spec defines DTYPE_float32, DTYPE_float16 or DTYPE_bfloat16"
 #endif
 
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM  // the width of V, O, dO and dV
+#endif
+
 #define INF __int_as_float(0x7f800000)  // NVRTC has no INFINITY
 
 // A (B, H, S, D) tensor with unit stride in D; strides in elements, 64-bit: one tensor may hold more than 2^31.
-// Mirrored by View in sandbox/arguments.py.
+// Mirrored by View in sandbox/launch/arguments.py.
 template <typename T>
 struct View {
     T* data;
@@ -30,15 +34,15 @@ struct View {
         return data + b * stride_b + h * stride_h + s * stride_s;
     }
 };
-static_assert(sizeof(View<float>) == 32, "View differs from sandbox/arguments.py");
+static_assert(sizeof(View<float>) == 32, "View differs from sandbox/launch/arguments.py");
 
-// Rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][HEAD_DIM] as fp32, by all THREADS threads of the block, neighbours
+// Rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][WIDTH] as fp32, by all THREADS threads of the block, neighbours
 // on neighbouring columns. Rows from S on become zeros, so that no lane has to be masked while computing.
-template <int ROWS, int THREADS>
+template <int ROWS, int THREADS, int WIDTH = HEAD_DIM>
 __device__ __forceinline__ void load_tile(float* tile, View<const dtype> tensor, int b, int h, int n0, int S, int thread) {
-    for (int i = thread; i < ROWS * HEAD_DIM; i += THREADS) {
-        const int row = n0 + i / HEAD_DIM;
-        tile[i] = row < S ? to_float(tensor.row(b, h, row)[i % HEAD_DIM]) : 0.0f;
+    for (int i = thread; i < ROWS * WIDTH; i += THREADS) {
+        const int row = n0 + i / WIDTH;
+        tile[i] = row < S ? to_float(tensor.row(b, h, row)[i % WIDTH]) : 0.0f;
     }
 }
 
@@ -71,8 +75,8 @@ __device__ __forceinline__ bool aligned_for_dtype4(View<const dtype> tensor, int
 
 // Rows row0 .. + ROWS and columns col0 .. + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, by a block of X * Y
 // threads: four elements a load where the tensor is aligned for it, and then all of a thread's loads under way before
-// it uses the first. What lies beyond row S or column HEAD_DIM becomes zero.
-template <int ROWS, int COLS, int PITCH, int X, int Y>
+// it uses the first. What lies beyond row S or column WIDTH becomes zero.
+template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM>
 __device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor, int b, int h, int row0, int S,
                                            int col0) {
     static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "each thread loads as much");
@@ -81,14 +85,14 @@ __device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor
     const dtype* from = tensor.row(b, h, row) + col;
     const long long step = Y * tensor.stride_s;
     tile += threadIdx.y * PITCH + 4 * threadIdx.x;
-    if (HEAD_DIM % 4 == 0 && aligned_for_dtype4(tensor, b, h)) {
+    if (WIDTH % 4 == 0 && aligned_for_dtype4(tensor, b, h)) {
         dtype4 values[R][C];
 #pragma unroll
         for (int r = 0; r < R; ++r, from += step)
 #pragma unroll
             for (int c = 0; c < C; ++c) {
                 values[r][c] = dtype4{};
-                if (row + r * Y < S && col + c * 4 * X < HEAD_DIM)
+                if (row + r * Y < S && col + c * 4 * X < WIDTH)
                     values[r][c] = *reinterpret_cast<const dtype4*>(from + c * 4 * X);
             }
 #pragma unroll
@@ -103,6 +107,6 @@ __device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor
             for (int c = 0; c < C * 4 * X; c += 4 * X)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    tile[c + e] = row + r * Y < S && col + c + e < HEAD_DIM ? to_float(from[c + e]) : 0.0f;
+                    tile[c + e] = row + r * Y < S && col + c + e < WIDTH ? to_float(from[c + e]) : 0.0f;
     }
 }

@@ -46,11 +46,11 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // ---- tensor maps
 
 // What cuTensorMapEncodeTiled writes: a (B, H, S, D) tensor, and the box that one copy moves. A parameter of the kernel,
-// `const __grid_constant__`. Mirrored by TensorMap in sandbox/arguments.py.
+// `const __grid_constant__`. Mirrored by TensorMap in sandbox/launch/tensor_maps.py.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
-static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/arguments.py");
+static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
 
 // Requests the box that begins at column d, row s of head (b, h); what lies outside of the tensor becomes zeros. All of
 // the box's bytes count on the barrier when they are there.

@@ -18,9 +18,9 @@ struct Swizzled {
     }
 };
 
-// Requests rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix, by threads 0 .. THREADS_; rows from S on and columns from HEAD_DIM
-// on become zeros.
-template <int ROWS, int COLUMNS, unsigned THREADS_>
+// Requests rows n0 .. n0 + ROWS of a (S, WIDTH) matrix, by threads 0 .. THREADS_; rows from S on and columns from WIDTH on
+// become zeros.
+template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM>
 __device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S,
                                              unsigned thread = threadIdx.x) {
     using Tile = Swizzled<COLUMNS>;
@@ -28,14 +28,14 @@ __device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matr
     const unsigned row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
     if (COPIERS < THREADS_ && thread >= COPIERS) return;
     const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
-    const bool whole = HEAD_DIM == COLUMNS && ROWS % STEP == 0 && n0 + ROWS <= S;
+    const bool whole = WIDTH == COLUMNS && ROWS % STEP == 0 && n0 + ROWS <= S;
 #pragma unroll
     for (unsigned i = 0; whole && i < ROWS / STEP; ++i, from += STEP * stride)
         cp_async_16(tile + Tile::at(row0 + i * STEP, chunk), from, true);
 #pragma unroll
     for (unsigned i = 0; !whole && i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * stride) {
         const unsigned row = row0 + i * STEP;
-        const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < HEAD_DIM;
+        const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < WIDTH;
         if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + Tile::at(row, chunk), from, inside);
     }
 }

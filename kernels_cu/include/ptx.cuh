@@ -80,6 +80,13 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+// tanh with a relative error of 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Copies 16 bytes from global to shared memory without passing through registers; zeros when `valid` is false. The
 // bytes are there for this thread after cp_async_wait, for others after a barrier too.
 __device__ __forceinline__ void cp_async_16(SmemAddress to, const void* from, bool valid) {

@@ -4,31 +4,36 @@
 #include "common.cuh"
 #include "score.cuh"
 
+// A lane's share of a row: every 32nd column.
+constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31) / 32;
+
 // Query rows m0 .. m0 + ROWS of head h of H and batch entry b, by WARPS_ warps, of which this is the one of number `warp`.
 // Out of line, so that its registers are not the fast path's.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                const View<const dtype>& V, const View<dtype>& O, float* LSE, int group,
                                                const Score& score, int b, int h, int H, int m0, int warp) {
-    constexpr int OWNED = (HEAD_DIM + 31) / 32;
+    const Head head(score, b, h);
     const int lane = threadIdx.x % 32;
     for (int i = m0 + warp; i < min(m0 + ROWS, score.Sq); i += WARPS_) {
-        float o[OWNED] = {}, m = -INF, l = 0.0f;
-        for (int j = 0; j < score.key_end(i + 1); ++j) {
+        float o[OWNED_COLS_V] = {}, m = -INF, l = 0.0f;
+        const Range keys = head.keys(i, i + 1);
+        for (int j = keys.begin; j < keys.end; ++j) {
+            if (!head.sees(i, j)) continue;
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(Q.row(b, h, i)[d]) * to_float(K.row(b, h / group, j)[d]);
-            const float s = score.score(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
+            const float s = head.masked(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
             const float alpha = expf(m - shift), p = expf(s - shift);
-            for (int d = 0; d < OWNED; ++d)
-                if (score.sees(i, j) && lane + 32 * d < HEAD_DIM)
-                    o[d] = alpha * o[d] + p * to_float(V.row(b, h / group, j)[lane + 32 * d]);
+            for (int d = 0; d < OWNED_COLS_V; ++d)
+                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + p * to_float(V.row(b, h / group, j)[lane + 32 * d]);
             l = alpha * l + p;
             m = m_new;
         }
-        for (int d = 0; d < OWNED; ++d)
-            if (lane + 32 * d < HEAD_DIM) O.row(b, h, i)[lane + 32 * d] = dtype(l == 0.0f ? 0.0f : o[d] / l);
-        if (lane == 0) LSE[(static_cast<long long>(b) * H + h) * score.Sq + i] = m + logf(l);
+        const Total total = head.total<NATURAL>(m, l);
+        for (int d = 0; d < OWNED_COLS_V; ++d)
+            if (lane + 32 * d < HEAD_DIM_V) O.row(b, h, i)[lane + 32 * d] = dtype(o[d] * total.inverse);
+        if (lane == 0) LSE[(static_cast<long long>(b) * H + h) * score.Sq + i] = total.lse;
     }
 }
 
@@ -36,44 +41,40 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
 struct Pair {
     float p, ds;
     __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
-                                    const Score& score, int i, int j) {
+                                    const Head& head, int i, int j) {
         float s = 0.0f, dp = 0.0f;
-        for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) {
-            s += to_float(q[d]) * to_float(k[d]);
-            dp += to_float(dO[d]) * to_float(v[d]);
-        }
-        p = lse == -INF ? 0.0f : expf(score.score(row_sum<32>(s), i, j) - lse);
-        ds = p * (row_sum<32>(dp) - delta);
+        for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
+        for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
+        const Dual P = head.P(row_sum<32>(s), lse, i, j);
+        p = lse == -INF ? 0.0f : P.value;
+        ds = p * (row_sum<32>(dp) - delta) * P.derivative;
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS of key/value head `head` of H / group and batch entry b, by WARPS_ warps, of which this is
-// the one of number `warp`.
+// dK and dV of keys n0 .. n0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by WARPS_ warps, of which this is the one of
+// number `warp`.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
-                                                      const View<dtype>& dV, int group, const Score& score, int b, int head,
-                                                      int H, int n0, int warp) {
-    constexpr int OWNED = (HEAD_DIM + 31) / 32;
-    const int lane = threadIdx.x % 32;
+                                                      const View<dtype>& dV, int group, const Score& score, int n0, int warp) {
+    const int kv_head = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
     for (int j = n0 + warp; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
-        float dk[OWNED] = {}, dv[OWNED] = {};
-        for (int h = head * group; h < (head + 1) * group; ++h) {
-            const long long first = (static_cast<long long>(b) * H + h) * score.Sq;
-            for (int i = score.query_start(j); i < score.Sq; ++i) {
+        float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
+        for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+            const Head head(score, b, h);
+            const long long first = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;
+            const Range queries = head.queries(j, j + 1);
+            for (int i = queries.begin; i < queries.end; ++i) {
+                if (!head.sees(i, j)) continue;
                 const dtype *q = Q.row(b, h, i), *grad = dO.row(b, h, i);
-                const Pair pair(q, K.row(b, head, j), V.row(b, head, j), grad, LSE[first + i], delta[first + i], score, i, j);
-                for (int d = lane; d < HEAD_DIM; d += 32) {
-                    dk[d / 32] += pair.ds * to_float(q[d]);
-                    dv[d / 32] += pair.p * to_float(grad[d]);
-                }
+                const Pair pair(q, K.row(b, kv_head, j), V.row(b, kv_head, j), grad, LSE[first + i], delta[first + i], head, i, j);
+                for (int d = lane; d < HEAD_DIM; d += 32) dk[d / 32] += pair.ds * to_float(q[d]);
+                for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += pair.p * to_float(grad[d]);
             }
         }
-        for (int d = lane; d < HEAD_DIM; d += 32) {
-            dK.row(b, head, j)[d] = dtype(dk[d / 32] * score.scale);
-            dV.row(b, head, j)[d] = dtype(dv[d / 32]);
-        }
+        for (int d = lane; d < HEAD_DIM; d += 32) dK.row(b, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
+        for (int d = lane; d < HEAD_DIM_V; d += 32) dV.row(b, kv_head, j)[d] = dtype(dv[d / 32]);
     }
 }
 
@@ -83,14 +84,16 @@ __device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>&
                                                         const View<const dtype>& V, const View<const dtype>& dO,
                                                         const float* LSE, const float* delta, const View<dtype>& dQ, int group,
                                                         const Score& score, int m0, int d0) {
-    constexpr int OWNED = (HEAD_DIM + 31) / 32;
     const int h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
+    const Head head(score, b, h);
     const long long first = (static_cast<long long>(b) * gridDim.y + h) * score.Sq;
     for (int i = m0; i < min(m0 + ROWS, score.Sq); ++i) {
-        float dq[OWNED] = {};
-        for (int j = 0; j < score.key_end(i + 1); ++j) {
+        float dq[OWNED_COLS] = {};
+        const Range keys = head.keys(i, i + 1);
+        for (int j = keys.begin; j < keys.end; ++j) {
+            if (!head.sees(i, j)) continue;
             const dtype* k = K.row(b, h / group, j);
-            const Pair pair(Q.row(b, h, i), k, V.row(b, h / group, j), dO.row(b, h, i), LSE[first + i], delta[first + i], score,
+            const Pair pair(Q.row(b, h, i), k, V.row(b, h / group, j), dO.row(b, h, i), LSE[first + i], delta[first + i], head,
                             i, j);
             for (int d = lane; d < HEAD_DIM; d += 32) dq[d / 32] += pair.ds * to_float(k[d]);
         }

@@ -1,21 +1,255 @@
-// What a score means: scale and mask today; bias, window, softcap and slopes would come here and nowhere else. Every
-// kernel, forward and backward, sees scores through `sees` and `score`, and walks the tiles that the ranges bound.
+// What a score means: each option of a problem comes in here and nowhere else. A kernel binds its head once,
+//
+//   const Head head(score, b, h);
+//
+// and asks it everything: which keys a row sees, what a dot product becomes, how that differs in the backward, which tiles are
+// to be walked and which of them are seen whole. An option that is not asked for is not compiled in.
+//
+//   x = scale * (q . k) -> softcap -> slopes -> bias -> the user's expression       the order of the steps
+//
+// Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
+// plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
 #pragma once
+#include "number.cuh"
 
-// Passed by value to every kernel. Mirrored by Score in sandbox/arguments.py.
-struct Score {
-    int Sq, Sk;
-    int diagonal;  // causal: query i sees keys j <= i + diagonal (Sk - Sq: bottom-right, 0: top-left)
-    float scale;
+// Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
+// BIAS and MASK + 4: the same for every key.
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef MASK
+#define MASK 0
+#endif
+#ifndef SINK
+#define SINK 0
+#endif
+#ifndef KEY_LENGTHS
+#define KEY_LENGTHS 0
+#endif
+#ifndef SCORE_SNIPPET
+#define SCORE_SNIPPET 0
+#endif
+#ifndef BLOCK_MAP
+#define BLOCK_MAP 0
+#endif
+#ifndef SCORE_BYTES
+#define SCORE_BYTES 16
+#endif
 
-    // Whether query row i may look at key j.
-    __device__ __forceinline__ bool sees(int query_row, int key_col) const {
-        return key_col < Sk && (!CAUSAL || key_col <= query_row + diagonal);
+// A tensor that broadcasts to (B, H, Sq, Sk): strides in elements, 0 where it does not vary; in Sk 1, or it does not vary.
+template <class T>
+struct Broadcast {
+    const T* data;
+    long long stride_b, stride_h, stride_i;
+    __device__ __forceinline__ const T* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
+};
+#if BIAS % 4 == 2
+using bias_t = float;
+#else
+using bias_t = dtype;
+#endif
+
+#if SCORE_SNIPPET
+// A tensor that the user's expressions read as name(i, j), with RANK indices; strides in elements.
+template <class T, int RANK>
+struct SnippetTensor {
+    const T* data;
+    long long strides[RANK ? RANK : 1];
+    template <class... I>
+    __device__ __forceinline__ auto operator()(I... indices) const {
+        static_assert(sizeof...(I) == RANK, "a tensor is read with as many indices as it has dimensions");
+        const long long at[] = {static_cast<long long>(indices)..., 0};
+        long long offset = 0;
+        for (int axis = 0; axis < RANK; ++axis) offset += at[axis] * strides[axis];
+        return read(data[offset]);
     }
 
-    // The score of a dot product q_i . k_j; -INF when masked, whatever NaN the dot product holds.
-    __device__ __forceinline__ float score(float dot, int query_row, int key_col) const {
-        return sees(query_row, key_col) ? dot * scale : -INF;
+  private:
+    static __device__ __forceinline__ int read(int x) { return x; }
+    static __device__ __forceinline__ bool read(bool x) { return x; }
+    template <class Float>
+    static __device__ __forceinline__ Real read(Float x) { return static_cast<float>(x); }
+};
+#include <score_snippet.cuh>  // struct Snippet: generated from the user's lines (sandbox/core/snippet.py)
+#else
+struct Snippet {
+    static constexpr bool SCORES = false, HIDES = false;
+};
+#endif
+
+// Passed by value to every kernel, last. Mirrored by score_fields in sandbox/core/options.py.
+struct Score {
+    int Sq, Sk;
+    int diagonal;  // key i + diagonal lies opposite of query i (Sk - Sq: bottom-right, 0: top-left)
+    float scale;
+#if WINDOW
+    int left, right;  // a row sees keys from i + diagonal - left to i + diagonal + right; causal: right is 0 at most
+#endif
+#if SOFTCAP
+    float softcap;
+#endif
+#if KEY_LENGTHS
+    int bottom_right;  // whether `diagonal` moves with the number of keys
+    const int* key_lengths;  // (B,)
+    long long key_lengths_stride;
+#endif
+#if ALIBI
+    const float* slopes;  // (B, H), strides in elements
+    long long slopes_stride_b, slopes_stride_h;
+#endif
+#if BIAS
+    Broadcast<bias_t> bias;
+#endif
+#if MASK
+    Broadcast<bool> mask;
+#endif
+#if SINK
+    const float* sink;  // (H,)
+    long long sink_stride;
+#endif
+#if BLOCK_MAP
+    Broadcast<unsigned char> block_map;  // of tiles, MAP_M queries by MAP_N keys: Seen
+#endif
+#if SCORE_SNIPPET
+    Snippet snippet;
+#endif
+};
+static_assert(sizeof(Score) == SCORE_BYTES, "Score differs from sandbox/core/options.py");
+
+struct Range {
+    int begin, end;
+};
+
+struct Total {  // of a row: what its accumulated O is multiplied by
+    float lse, inverse;
+};
+
+// How much of a tile is seen.
+enum class Seen : unsigned char { NOTHING, SOMETHING, EVERYTHING };
+
+constexpr bool NATURAL = true;  // of x itself, where the scores of a kernel are not raw
+
+// The element of row i and column j of S: a place that all elements of a thread share, and a distance from it that is known
+// when loops are unrolled.
+struct At {
+    int i, j, down, right;
+    __device__ __forceinline__ At(int i, int j, int down = 0, int right = 0) : i(i), j(j), down(down), right(right) {}
+    __device__ __forceinline__ int query_row() const { return i + down; }
+    __device__ __forceinline__ int key_col() const { return j + right; }
+};
+
+// Scores of head h of batch entry b.
+struct Head {
+    static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // a row's keys have a first, a last one
+    static constexpr bool SCATTERED = MASK || Snippet::HIDES;               // what is seen has to be looked up
+    static constexpr bool HIDES = FIRST || LAST || SCATTERED || KEY_LENGTHS;  // some key within Sk, from some row
+    static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x is the dot product, scaled
+    static constexpr bool STEEP = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
+    static constexpr bool LOOKS_UP = BIAS || SCATTERED || Snippet::SCORES;  // in memory: more registers
+    static constexpr bool MAPPED = BLOCK_MAP;
+    static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
+
+    const Score& score;
+    int Sq, Sk;  // Sk: that count
+    int diagonal;
+    float unit, per_unit;  // of raw scores: raw * unit = x
+#if ALIBI
+    float slope;
+#endif
+#if BIAS
+    const bias_t* bias;
+#endif
+#if MASK
+    const bool* mask;
+#endif
+#if SINK
+    float sink;
+#endif
+#if BLOCK_MAP
+    const unsigned char* block_map;
+#endif
+#if SCORE_SNIPPET
+    int b, h;
+#endif
+
+    // Of raw scores, for any head: raw * unit = x.
+    static __device__ __forceinline__ float unit_of(const Score& score) {
+        if (Snippet::SCORES) return 1.0f;
+#if SOFTCAP
+        return score.softcap;
+#else
+        return score.scale;
+#endif
+    }
+
+    __device__ __forceinline__ Head(const Score& score, int b, int h)
+        : score(score), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal), unit(unit_of(score)) {
+#if KEY_LENGTHS
+        Sk = min(max(score.key_lengths[b * score.key_lengths_stride], 0), score.Sk);
+        if (score.bottom_right) diagonal = Sk - Sq;
+#endif
+        if (!LINEAR) per_unit = 1.0f / unit;
+#if ALIBI
+        slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
+#endif
+#if BIAS
+        bias = score.bias.head(b, h);
+#endif
+#if MASK
+        mask = score.mask.head(b, h);
+#endif
+#if SINK
+        sink = score.sink[h * score.sink_stride];
+#endif
+#if BLOCK_MAP
+        block_map = score.block_map.head(b, h);
+#endif
+#if SCORE_SNIPPET
+        this->b = b, this->h = h;
+#endif
+    }
+
+    // ---- what is seen
+
+    __device__ __forceinline__ int first_key(int query_row) const {
+#if WINDOW & 1
+        return query_row + diagonal - score.left;
+#else
+        return 0;
+#endif
+    }
+    __device__ __forceinline__ int last_key(int query_row) const {
+#if WINDOW & 2
+        return query_row + diagonal + score.right;
+#else
+        return query_row + diagonal;
+#endif
+    }
+
+    // Whether query row i may look at key j, as far as lengths, causality and window go.
+    __device__ __forceinline__ bool reaches(int query_row, int key_col) const {
+        return key_col < Sk && (!LAST || key_col <= last_key(query_row)) && (!FIRST || key_col >= first_key(query_row));
+    }
+
+    // Whether query row i may look at key j. Of a row from Sq on: as a row that there is, or not at all.
+    __device__ __forceinline__ bool sees(int query_row, int key_col) const {
+        bool seen = reaches(query_row, key_col);
+#if MASK
+        seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
+#endif
+#if SCORE_SNIPPET
+        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, score.Sq, Sk);
+#endif
+        return seen;
     }
 
     // As `sees`, of a row in a query tile that may reach beyond the last: for walks over query rows.
@@ -23,27 +257,96 @@ struct Score {
         return query_row < Sq && sees(query_row, key_col);
     }
 
-    // P of a dot product, recomputed from its row's LSE; 0 when masked, unless the LSE is NaN.
-    __device__ __forceinline__ float P(float dot, float lse, int query_row, int key_col) const {
-        return expf(score(dot, query_row, key_col) - (lse == -INF ? 0.0f : lse));  // LSE of a row without keys: not NaN
+    // ---- which tiles: ranges of what some row or key sees, and of what all of them see. `end` may be less than `begin`.
+
+    // Of the keys, for query rows m0 .. m1. m1 may exceed Sq.
+    __device__ __forceinline__ Range keys(int m0, int m1) const {
+        return {FIRST ? max(0, first_key(m0)) : 0, LAST ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
+    }
+    __device__ __forceinline__ Range keys_seen_by_all(int m0, int m1) const {
+        if (SCATTERED) return {0, 0};
+        return {FIRST ? max(0, first_key(min(m1, Sq) - 1)) : 0, LAST ? min(Sk, last_key(m0) + 1) : Sk};
     }
 
-    // Keys from here on are seen by none of the query rows before `query_end`.
-    __device__ __forceinline__ int key_end(int query_end) const {
-        if (!CAUSAL) return Sk;
-        const int last_row = min(query_end, Sq) - 1;
-        return min(Sk, last_row + diagonal + 1);
+    // Of the query rows, for keys n0 .. n1, of which those from Sk on do not count.
+    __device__ __forceinline__ Range queries(int n0, int n1) const {
+        if (KEY_LENGTHS && n0 >= Sk) return {0, 0};
+        return {LAST ? max(0, n0 - last_key(0)) : 0, FIRST ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
+    }
+    __device__ __forceinline__ Range queries_that_see_all(int n0, int n1) const {
+        if (SCATTERED || n1 > Sk) return {Sq, 0};
+        return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
     }
 
-    // Keys before here are seen by all of the query rows from `query_row` on.
-    __device__ __forceinline__ int key_all(int query_row) const {
-        return CAUSAL ? min(Sk, query_row + diagonal + 1) : Sk;
+    // ---- what a dot product becomes
+
+    // IN_X: x itself; else in units of `unit`. T is float, or a Dual, whose derivative is that of x with respect to the
+    // scaled dot product, or OF_BIAS, to the bias. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
+    template <class T, bool IN_X, bool OF_BIAS = false>
+    __device__ __forceinline__ T steps(float dot, At at) const {
+        constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
+        T x = number<T>(IN_UNITS_OF_1 ? dot * score.scale : dot, 1.0f);
+#if SOFTCAP
+        const float y = expression::tanh(dot * (score.scale * (1.0f / score.softcap)));
+        x = number<T>(IN_UNITS_OF_1 ? score.softcap * y : y, 1.0f - y * y);
+#endif
+#if ALIBI
+        const float distance = static_cast<float>(at.i + diagonal - at.j) + static_cast<float>(at.down - at.right);
+        x = x - (IN_UNITS_OF_1 ? slope : slope * per_unit) * fabsf(distance);
+#endif
+#if BIAS
+        const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
+        const float shift = BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
+        x = x + (IN_UNITS_OF_1 ? shift : shift * per_unit);
+        if (OF_BIAS) x = number<T>(value_of(x), 1.0f);
+#endif
+#if SCORE_SNIPPET
+        if (Snippet::SCORES)
+            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), score.Sk - 1), Sq, Sk);
+#endif
+        return x;
     }
 
-    // Query rows before here see none of the keys from `key_col` on: where the backward's walk over query rows begins.
-    __device__ __forceinline__ int query_start(int key_col) const { return CAUSAL ? max(0, key_col - diagonal) : 0; }
+    // x, or -INF where it is not seen, whatever NaN the dot product holds.
+    __device__ __forceinline__ float masked(float dot, int query_row, int key_col) const {
+        return sees(query_row, key_col) ? steps<float, NATURAL>(dot, {query_row, key_col}) : -INF;
+    }
 
-    // Query rows from here on see all of the keys before `key_end`, at most Sk.
-    __device__ __forceinline__ int query_all(int key_end) const { return CAUSAL ? max(0, key_end - 1 - diagonal) : 0; }
+    // Of a pair in the backward: P, recomputed from its row's LSE, and the derivative of x. 0 where it is not seen, unless the
+    // LSE is NaN.
+    template <bool OF_BIAS = false>
+    __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
+        const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
+        const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
+        const bool steep = OF_BIAS ? Snippet::SCORES : STEEP;
+        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), steep ? x.derivative : 1.0f};
+    }
+
+    // Raw scores, for whoever applies the mask afterwards.
+    __device__ __forceinline__ float raw(float dot, At at) const { return LINEAR ? dot : steps<float, !NATURAL>(dot, at); }
+    __device__ __forceinline__ Dual raw_dual(float dot, At at) const { return steps<Dual, !NATURAL>(dot, at); }
+
+    // LSE, and 1 / l, of a row whose scores were exponentiated less `m`; natural: of a maximum of x. A row that sees no key: 0.
+    template <bool IN_X = false>
+    __device__ __forceinline__ Total total(float m, float l) const {
+        Total row = {(IN_X ? m : m * unit) + logf(l), l == 0.0f ? 0.0f : 1.0f / l};
+#if SINK
+        const float without = row.lse, gap = sink - without;  // one more summand, of no value
+        row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
+        if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
+        if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
+#endif
+        return row;
+    }
+
+  private:
+    template <class T>
+    static __device__ __forceinline__ T number(float value, float derivative);
+
+    static __device__ __forceinline__ float value_of(float x) { return x; }
+    static __device__ __forceinline__ float value_of(Dual x) { return x.value; }
 };
-static_assert(sizeof(Score) == 16, "Score differs from sandbox/arguments.py");
+template <>
+__device__ __forceinline__ float Head::number<float>(float value, float) { return value; }
+template <>
+__device__ __forceinline__ Dual Head::number<Dual>(float value, float derivative) { return {value, derivative}; }

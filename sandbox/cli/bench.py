@@ -8,22 +8,22 @@ from typing import Any
 
 import click
 
-from .. import bench, bench_report, peers, plot
-from ..errors import SandboxError
-from ..rows import read_rows, recorded
-from ..spec import Problem, Tile
-from ..timing import Limits
+from ..bench import contest, peers, plot
+from ..bench import report as bench_report
+from ..bench.rows import read_rows, recorded
+from ..bench.timing import Limits
+from ..core.errors import SandboxError
+from ..core.problem import Problem
+from ..core.tile import Tile
 from .group import cli
-from .options import causal_option, chosen_kernels, dtype_option, json_option, kernels_argument
+from .options import causal_option, chosen_kernels, dtype_option, json_option, kernels_argument, shape_option
 from .output import exit_status, followed, print_json, say, screen
 
 
 @cli.command("bench")
 @kernels_argument
-@click.option("--grid", type=click.Choice(list(bench.GRIDS)), help="Named problems; gpt2 where no --shape is given.")
-@click.option(
-    "--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads as B,H/Hk,S,D. Repeatable."
-)
+@click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems; gpt2 where no --shape is given.")
+@shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
 @click.option("--tile", "tiles", multiple=True, help="Use this tile, as BLOCK_M=64,BLOCK_N=32. Repeatable.")
@@ -32,7 +32,7 @@ from .output import exit_status, followed, print_json, say, screen
 )
 @click.option("--backward", is_flag=True, help="Time the backward: delta, dQ, dK and dV; of peers, autograd's.")
 @click.option("--against", help="The peer that kernels are compared with; by default the first that has a time.")
-@click.option("--mode", type=click.Choice(list(bench.MODES)), default="events", show_default=True,
+@click.option("--mode", type=click.Choice(list(contest.MODES)), default="events", show_default=True,
               help="Single launches after an L2 flush, or CUDA graphs, without host time or flush.")  # fmt: skip
 @click.option("--seconds", default=0.5, show_default=True, help="GPU time for each contender and problem, at most.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Append rows to this file, JSON lines.")
@@ -58,17 +58,17 @@ def bench_(
     rows, stopped = [row for row in read_rows(show) if row["computes"] == computes] if show else [], None
     if not show:
         problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
-        problems += bench.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
+        problems += contest.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]
         others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
         if against and against not in (peer.name for peer in others):
             raise click.BadParameter(f"{against} is not among the peers", param_hint="--against")
         if resume and out:
-            rows = bench.stored(read_rows(out), problems, mode, computes=computes)
-            problems = bench.unmeasured(rows, problems, [*bench.ours(chosen, parsed), *others])
+            rows = contest.stored(read_rows(out), problems, mode, computes=computes)
+            problems = contest.unmeasured(rows, problems, [*contest.ours(chosen, parsed), *others])
         limits = Limits(seconds=seconds)
-        found = bench.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
+        found = contest.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
         total = len(problems) * (len(chosen) * max(1, len(parsed)) + len(others))
         try:
             rows.extend(followed(recorded(found, out), lambda r: f"S{r['Sq']} D{r['D']} {r['contender']}", total))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import click
 
-from .. import code, code_report, registry
-from ..spec import Problem, Tile
+from ..code import listing
+from ..code import report as code_report
+from ..core import registry
+from ..core.problem import Problem, normalise_causal
+from ..core.tile import Tile
+from ..verify.check import pick_device
+from ..watch.job import quick_cases
 from .group import cli
 from .options import (
     causal_option,
     dtype_option,
-    head_dim_option,
+    entry_argument,
     json_option,
-    kernel_argument,
     parsed_tile,
+    shape_option,
     tile_option,
 )
 from .output import print_json, say, screen
@@ -21,36 +29,42 @@ from .output import print_json, say, screen
 
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
-    @kernel_argument
-    @head_dim_option
+    @entry_argument
+    @shape_option("By default what watch looks at first.")
+    @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
     @dtype_option
     @causal_option
     @tile_option
-    @click.option("--arch", help="Compile for this architecture; by default sm_90a.")
+    @click.option("--arch", help="Compile for this architecture; by default this machine's, or sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
                   help="Show what changed from a git revision, a tile, a .cu file, or history:N of watch.")  # fmt: skip
     @click.option("--summary", is_flag=True, help="Leave the instructions out.")
     @json_option
     def show(
-        kernel: str, D: int, dtype: str, causal: str | None, tile: str | None, arch: str | None, reference: str | None,
-        summary: bool, as_json: bool,
+        kernel: str, shape: str | None, D: int | None, dtype: str, causal: str | None, tile: str | None,
+        arch: str | None, reference: str | None, summary: bool, as_json: bool,
     ) -> None:  # fmt: skip
-        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
-        after = code.translate(spec, language, problem, arch, wanted, entry=kernel)
+        first = quick_cases(spec, pick_device(None))[0].problem
+        asked = Problem.from_shape(shape or f"1,1,1,{D}") if shape or D else first
+        problem = dataclasses.replace(asked, dtype=dtype, causal=normalise_causal(causal or False))
+        read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)
         if reference is None:
-            _show_code(after, summary, as_json)
+            _show_code(read(spec, tile=wanted, entry=kernel), summary, as_json)
         elif "=" in reference:
-            before = code.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
-            _show_changes(before, after, as_json)
+            before = read(spec, tile=Tile.parse(reference), entry=kernel)
+            _show_changes(before, read(spec, tile=wanted, entry=kernel), as_json)
         else:
-            old = code.version(spec, reference)
-            _show_changes(code.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
+            old = listing.version(spec, reference)
+            entry = old.name + kernel.removeprefix(spec.name)
+            before = read(old, tile=wanted, label=reference, entry=entry)
+            now = spec.source.name if reference.endswith(".cu") else "now"  # in the other's terms
+            _show_changes(before, read(spec, tile=wanted, label=now, entry=kernel), as_json)
 
 
-def _show_code(shown: code.Code, summary: bool, as_json: bool) -> None:
+def _show_code(shown: listing.Code, summary: bool, as_json: bool) -> None:
     if as_json:
-        print_json(code.as_json(shown))
+        print_json(listing.as_json(shown))
         return
     if not summary:
         say(code_report.listing(shown))
@@ -60,9 +74,9 @@ def _show_code(shown: code.Code, summary: bool, as_json: bool) -> None:
         say(text)
 
 
-def _show_changes(before: code.Code, after: code.Code, as_json: bool) -> None:
+def _show_changes(before: listing.Code, after: listing.Code, as_json: bool) -> None:
     if as_json:
-        print_json(code.changes_as_json(before, after))
+        print_json(listing.changes_as_json(before, after))
         return
     for text in code_report.changed_line_texts(before, after):
         say(text)

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from .. import arch as architectures
-from .. import choose, report, run
-from ..errors import CompileError, UnsupportedProblem, without_options
-from ..spec import Kernel, Problem, Tile
+from ..code.costs import Cost, compiled_table
+from ..core.errors import CompileError, UnsupportedProblem, without_options
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import choose, pipeline
+from ..toolchain import arch as architectures
 from .group import cli
 from .options import (
     causal_option,
@@ -20,6 +23,7 @@ from .options import (
     json_option,
     kernels_argument,
     parsed_tile,
+    shape_option,
     tile_option,
 )
 from .output import exit_status, followed, print_json, say, screen
@@ -27,15 +31,19 @@ from .output import exit_status, followed, print_json, say, screen
 
 @cli.command("compile")
 @kernels_argument
-@click.option("--arch", "archs", default=run.DEFAULT_ARCH, show_default=True, help="One or several, comma-separated.")
-@click.option("-D", "--head-dim", "widths", default="64,128", show_default=True, help="Head widths, comma-separated.")
+@click.option(
+    "--arch", "archs", default=pipeline.DEFAULT_ARCH, show_default=True, help="One or several, comma-separated."
+)
+@shape_option("Repeatable; by default any with D 64, and with 128.", multiple=True)
+@click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # as --shape was spelled once
 @dtype_option
 @causal_option
 @tile_option
 @json_option
 def compile_(
-    kernels: tuple[str, ...], archs: str, widths: str, dtype: str, causal: str | None, tile: str | None, as_json: bool
-) -> None:
+    kernels: tuple[str, ...], archs: str, shapes: tuple[str, ...], widths: str, dtype: str, causal: str | None,
+    tile: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """What every tile costs, without a GPU.
 
     Registers, spills, shared memory, occupancy, compile time.
@@ -43,7 +51,8 @@ def compile_(
     if not all(width.strip().isdecimal() for width in widths.split(",")):
         raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
     targets = [name.strip() for name in archs.split(",")]
-    problems = [Problem(1, 1, 1, 1, int(D), dtype=dtype, causal=causal or False) for D in widths.split(",")]  # type: ignore[arg-type]
+    shapes = shapes or tuple(f"1,1,1,{D.strip()}" for D in widths.split(","))
+    problems = [Problem.from_shape(shape, dtype=dtype, causal=causal or False) for shape in shapes]
     wanted = parsed_tile(tile)
     tried = [
         (kernel, target, problem, t)
@@ -57,30 +66,30 @@ def compile_(
     else:
         if any(c.ok for c in costs):
             console = screen()
-            console.print(report.compiled_table(costs, console.width))
+            console.print(compiled_table(costs, console.width))
         for message in _distinct(c.message for c in costs if c.ok is not True):
             say(f"not compiled: {message}", stderr=True)
     sys.exit(exit_status(c.ok for c in costs))
 
 
-def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[report.Cost]:
+def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[Cost]:
     """One for each entry of the kernel; a single one where there are no numbers."""
     arch = architectures.parse(target)
-    where = (str(problem).partition(" S1 ")[2], str(tile), target)
+    where = (problem.variant, str(tile), target)
     try:
         if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)
-        compiled = run.compile_entries(kernel, problem.D, problem.dtype, problem.causal, target, tile)
+        compiled = pipeline.compile_entries(kernel, problem.D, problem.dtype, problem.causal, target, tile)
     except UnsupportedProblem as refusal:
-        yield report.Cost(kernel.name, *where, ok=None, message=str(refusal))
+        yield Cost(kernel.name, *where, ok=None, message=str(refusal))
         return
     except CompileError as error:
-        yield report.Cost(kernel.name, *where, ok=False, message=str(error))
+        yield Cost(kernel.name, *where, ok=False, message=str(error))
         return
     for entry, made in zip(kernel.entries, compiled, strict=True):
-        occupancy = run.occupancy(entry, problem, tile, made.resources, arch)
+        occupancy = pipeline.occupancy(entry, problem, tile, made.resources, arch)
         smem = entry.smem_bytes(problem, tile)
-        yield report.Cost(entry.name, *where, True, made.resources, smem, occupancy, made.seconds, made.cached)
+        yield Cost(entry.name, *where, True, made.resources, smem, occupancy, made.seconds, made.cached)
 
 
 def _distinct(messages: Iterable[str]) -> Iterable[str]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import click
 
-from .. import check as checking
-from .. import registry, sanitize
-from ..spec import Problem
+from ..core import registry
+from ..core.problem import Problem
+from ..verify import check as checking
+from ..verify import sanitize
 from .group import cli
 from .options import (
     backend_option,
@@ -19,6 +20,7 @@ from .options import (
     json_option,
     kernel_argument,
     parsed_tile,
+    shape_option,
     tile_option,
 )
 from .output import exit_status, followed, print_json, say
@@ -26,7 +28,7 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. By default two small problems.")
+@shape_option("By default small ones, and the shipped tiles on some a little larger.")
 @dtype_option
 @causal_option
 @tile_option
@@ -58,9 +60,9 @@ def sanitize_(
 
 
 def _lines(results: list[sanitize.Inspection]) -> Iterator[str]:
-    for problem in dict.fromkeys(r.problem for r in results):
-        of_problem = [r for r in results if r.problem == problem]
-        yield f"{of_problem[0].kernel} on {problem}, tile {of_problem[0].tile}"
+    for problem, tile in dict.fromkeys((r.problem, r.tile) for r in results):
+        of_problem = [r for r in results if (r.problem, r.tile) == (problem, tile)]
+        yield f"{of_problem[0].kernel} on {problem}, tile {tile}"
         for r in of_problem:
             state = {True: "clean", False: f"{len(r.findings)} found", None: f"not used: {r.message}"}[r.clean]
             yield f"  {r.tool:13}  {state}"

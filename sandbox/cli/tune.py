@@ -6,18 +6,22 @@ from pathlib import Path
 
 import click
 
-from .. import bench, labs, registry, tune_report
-from ..spec import Problem, Tile
-from ..tune import Search
+from ..bench import contest
+from ..core import registry
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..tune import labs
+from ..tune import report as tune_report
+from ..tune.search import Search
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument
+from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument, shape_option
 from .output import followed, print_json, say, screen
 
 
 @cli.command("tune")
 @kernel_argument
-@click.option("--grid", type=click.Choice(list(bench.GRIDS)), help="Named problems, each with a search of its own.")
-@click.option("--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. Repeatable.")
+@click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems, each with a search of its own.")
+@shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
 @click.option("--fix", help="Hold these numbers of the tile, as BLOCK_M=64,WARPS=4.")
@@ -41,7 +45,7 @@ def tune_(
     if gpus and not all(part.strip().isdecimal() for part in gpus.split(",")):
         raise click.BadParameter(f"{gpus!r} is not a list of numbers, such as 0,1", param_hint="--gpus")
     problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
-    problems += bench.GRIDS[grid](dtype) if grid else []
+    problems += contest.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
     searches = []
     with labs.lab(spec, backend, [int(part) for part in gpus.split(",")] if gpus else ()) as lab:

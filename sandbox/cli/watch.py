@@ -8,19 +8,31 @@ from contextlib import closing
 
 import click
 
-from .. import check as checking
-from .. import registry, watch, watch_report
-from ..examination import Job
-from ..history import History, read_texts
-from ..spec import Kernel, Problem
+from ..core import registry
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..verify import check as checking
+from ..watch import screen as watch_report
+from ..watch import session
+from ..watch.history import History, as_bytes, read_texts
+from ..watch.job import Job
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, parsed_tile, tile_option
+from .options import (
+    backend_option,
+    causal_option,
+    dtype_option,
+    json_option,
+    kernel_argument,
+    parsed_tile,
+    shape_option,
+    tile_option,
+)
 from .output import plain, print_json, say, screen
 
 
 @cli.command("watch")
-@click.argument("kernel")
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the quick set; grouped heads as B,H/Hk,S,D.")
+@kernel_argument
+@shape_option("By default a quick set.")
 @dtype_option
 @causal_option
 @tile_option
@@ -63,7 +75,7 @@ def watch_(
 def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
     """Show every version; whether the last was good."""
     console, ok = screen(), False
-    with closing(watch.watch(kernel, job, once=once)) as iterations, console.status("") as status:
+    with closing(session.watch(kernel, job, once=once)) as iterations, console.status("") as status:
         status.stop()
         for now in iterations:
             if now is None:
@@ -95,14 +107,15 @@ def _look_back(
     elif old is not None:
         before = history.get(old).texts
         after = history.get(new).texts if new is not None else read_texts(history.kernel) or {}
-        click.echo(history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now")), nl=False)
+        changed = history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now"))
+        click.echo(as_bytes(changed), nl=False)
     elif show is not None:
         version = history.get(show)
         if as_json:
             print_json({**version.__dict__})
             return
         for path, text in version.texts.items():
-            click.echo(f"==> {path} <==\n{text}", nl=not text.endswith("\n"))
+            click.echo(as_bytes(f"==> {path} <==\n{text}"), nl=not text.endswith("\n"))
     elif as_json:
         print_json(history.versions())
     else:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .. import cache, log, sources
-from ..errors import ToolchainMissing
-from ..nvrtc import INCLUDE_DIR
+from ..core import log
+from ..core.errors import ToolchainMissing
+from ..toolchain import cache, sources
+from ..toolchain.nvrtc import INCLUDE_DIR
 from . import compiler as host
 from .compiler import HostCompiler
 
@@ -58,19 +59,27 @@ class Built:
     cached: bool
 
 
-def library(source: Path, entries: Sequence[str], defines: Mapping[str, object]) -> Built:
-    """The shared library of one kernel, with all its entry points. Raises CompileError, ToolchainMissing."""
+def library(source: Path, entries: Sequence[str], defines: Mapping[str, object], folders: Sequence[Path] = ()) -> Built:
+    """The shared library of one kernel, with all its entry points; headers may lie in `folders`, too. Raises
+    CompileError, ToolchainMissing.
+
+    It is there for as long as the caller has the cache `in_use`.
+    """
     compiler = host.find()
-    runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
-    # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
-    link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
-    return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines), link)
+    with cache.in_use():  # the linker is given a path
+        runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
+        # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
+        link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
+        return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link)
 
 
-def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer) -> tuple[Built, Built]:
+def program(
+    source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer, folders: Sequence[Path] = ()
+) -> tuple[Built, Built]:
     """A program that runs one launch, read from a file, under a sanitizer (see main.cpp), and the kernel for it.
 
-    Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else.
+    Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else. Both are there for as long as
+    the caller has the cache `in_use`.
     Raises CompileError, ToolchainMissing.
     """
     compiler = host.find()
@@ -88,7 +97,7 @@ def program(source: Path, entry: str, defines: Mapping[str, object], sanitizer: 
     )
     runner.path.chmod(0o700)
     return runner, _kernel(
-        compiler, source, (entry,), (*_kernel_options(compiler, source, defines), "-O1", *instrumented)
+        compiler, source, (entry,), (*_kernel_options(compiler, source, defines, folders), "-O1", *instrumented)
     )
 
 
@@ -129,14 +138,16 @@ def _runtime_text() -> str:
     return f'{portable}#include "{HERE / "runtime.cpp"}"\n'
 
 
-def _kernel_options(compiler: HostCompiler, source: Path, defines: Mapping[str, object]) -> tuple[str, ...]:
+def _kernel_options(
+    compiler: HostCompiler, source: Path, defines: Mapping[str, object], folders: Sequence[Path] = ()
+) -> tuple[str, ...]:
     return (
         *_OPTIONS,
         "-UNDEBUG",  # which zig defines; a kernel's assert is to be checked, as under NVRTC
         # `extern thread_local` arrays are plain memory: no call to an initialiser on each use
         *(("-fno-extern-tls-init",) if compiler.is_gcc else ()),
         *(f"-D{name}={value}" for name, value in defines.items()),
-        *(f"-I{folder}" for folder in include_dirs(source)),
+        *(f"-I{folder}" for folder in (*include_dirs(source), *folders)),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import CompileError, ToolchainMissing
+from ..core.errors import CompileError, ToolchainMissing
 
 
 @dataclass(frozen=True)

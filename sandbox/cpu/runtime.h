@@ -28,7 +28,7 @@ enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor
                                wgmma, wgmma_wait };
 
 // What a tensor map is here: a (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in
-// bytes. Written by TensorMap in sandbox/arguments.py.
+// bytes. Written by TensorMap in sandbox/launch/tensor_maps.py.
 struct TensorMap {
     char* data;
     uint64_t size[4];

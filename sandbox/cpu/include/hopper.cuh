@@ -20,7 +20,7 @@ inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
 // ---- tensor maps
 
 struct alignas(64) TensorMap : cpu::TensorMap {};
-static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/arguments.py");
+static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
 
 inline void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b, SmemAddress barrier, SANDBOX_SITE) {
     const int at[4] = {d, s, h, b};

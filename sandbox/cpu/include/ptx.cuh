@@ -79,14 +79,19 @@ inline unsigned pack(float low, float high) {
 
 inline float2 unpack(unsigned packed) { return {cpu::element(packed, 0), cpu::element(packed, 1)}; }
 inline float ex2(float x) { return exp2f(x); }
+inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the hardware errs: to 11 bits
+    const float y = tanhf(x), coarse = y * 8193.0f;
+    return coarse - (coarse - y);
+}
 
-inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+// Inlined, so that the place of the copy, which is made later, is the caller's.
+__forceinline__ void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
     }
     cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
 }
-inline void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+__forceinline__ void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 4) {
         cpu::sandbox_trap("cp.async of 4 bytes between addresses that are not multiples of 4", site);
     }

@@ -1,0 +1,214 @@
+"""What `attention` decides once for arrays of one kind: problem, kernel, tile, where the results lie, how to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..core import log, registry
+from ..core.errors import UnsupportedProblem
+from ..core.kernel import Arch, Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import choose, pipeline
+from ..engine.staging import Staged
+from ..launch import driver
+from ..launch.arguments import scratch_of
+from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
+from .asked import NOTHING, Asked
+from .passes import run_backward, run_forward
+from .posed import DTYPES, problem_of, unreadable
+
+_FORWARD = ("q", "k", "v")
+_BACKWARD = ("dout", *_FORWARD, "out", "lse")
+_TENSORS = {  # a caller's word: a kernel's; others have one word
+    "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE", "alibi": "slopes"
+}  # fmt: skip
+
+
+class Plan(Protocol):
+    """Computes the results for arrays of the kind it was made for; `addresses` are the arrays'."""
+
+    def __call__(self, arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller asks for beside the arrays; see `attention_forward` and `attention_backward`."""
+
+    causal: Any = False
+    scale: float | None = None
+    kernel: Any = None
+    tile: Any = None
+    backend: str | None = None
+    deterministic: bool = False
+    asked: Asked = NOTHING
+
+
+def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
+    """Of q, k, v and what else the options name: check them, pick kernel and tile, compile, and fix everything that
+    does not change between calls.
+
+    Raises what `attention_forward` says. The plan keeps none of the arrays alive.
+    """
+    names = (*_FORWARD, *options.asked.names)
+    library, views = _views(names, arrays)
+    problem = problem_of(views, options.causal, options.scale, options.asked)
+    if copied := unreadable(views, problem):
+        return _copying_plan(run_forward, library, views, [names.index(name) for name in copied], options)
+    out = (problem.B, problem.H, problem.Sq, problem.Dv)
+    results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype), "LSE": _rows(problem)}
+    return _plan("forward", problem, library, views, arrays[0], results, options)
+
+
+def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
+    """Of dout, q, k, v, out, lse, as `forward_plan`. Those that no kernel can read as they lie are copied at each call,
+    which the log says once."""
+    names = (*_BACKWARD, *options.asked.names)
+    library, views = _views(names, arrays)
+    problem = problem_of(views, options.causal, options.scale, options.asked)
+    if copied := unreadable(views, problem):
+        return _copying_plan(run_backward, library, views, [names.index(name) for name in copied], options)
+    results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
+    if "dbias" in options.asked.results:
+        bias = views["bias"]
+        results["dbias"] = bias.shape, dense_strides(bias.shape), bias.dtype
+    if "dsink" in options.asked.results:
+        results["dsink"] = (problem.H,), (1,), "float32"
+    return _plan("backward", problem, library, views, arrays[1], results, options)
+
+
+def _copying_plan(
+    run: Callable[..., tuple[Any, ...]], library: Library, views: Mapping[str, ArrayView], copied: list[int],
+    options: Options,
+) -> Plan:  # fmt: skip
+    for name, view in (list(views.items())[i] for i in copied):
+        log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, view.strides)
+
+    def copy_first(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        readable = tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
+        return run(readable, tuple(vars(options).values()))  # whose plan depends on where the copies lie
+
+    return copy_first
+
+
+def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, dict[str, ArrayView]]:
+    """The arrays' library, which must be one, and what it says of each."""
+    library = library_of(arrays[0])
+    for name, array in zip(names, arrays, strict=True):
+        if library_of(array) is not library:
+            other = library_of(array).name
+            raise UnsupportedProblem(
+                f"{names[0]} is a {library.name} array and {name} a {other} array: pass arrays of one library"
+            )
+    return library, {name: _view(library, name, array) for name, array in zip(names, arrays, strict=True)}
+
+
+def _view(library: Library, name: str, array: Any) -> ArrayView:
+    try:
+        return library.view(array)
+    except UnsupportedProblem as refusal:
+        if name not in DTYPES:
+            raise
+        raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {refusal}") from None
+
+
+_Lying = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make
+
+
+def _rows(problem: Problem) -> _Lying:
+    """A number for each query row."""
+    shape = (problem.B, problem.H, problem.Sq)
+    return shape, dense_strides(shape), "float32"
+
+
+def _lying_as(view: ArrayView) -> _Lying:
+    return view.shape, dense_strides(view.shape, view.strides), view.dtype
+
+
+def _plan(
+    computes: str, problem: Problem, library: Library, views: Mapping[str, ArrayView], like: Any,
+    results: Mapping[str, _Lying], options: Options,
+) -> Plan:  # fmt: skip
+    home = views["q"].device
+    device = _device(home, options.backend)
+    gpu = driver.device(device[1]) if device != HOST else None
+    arch = gpu.arch if gpu else None
+    kernel = _kernel(computes, problem, arch, options)
+    tile = choose.choose_tile(kernel, problem, arch, pipeline.as_tile(options.tile), gpu=gpu.name if gpu else "")
+    handed = library.handed(like)
+    scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem).items()}
+    made = {**results, **{name: lying for name, lying in scratch.items() if name not in results}}  # results first
+    makers = {name: library.allocator(like, *lying) for name, lying in made.items()}
+    given = [_TENSORS.get(name, name) for name in views]
+    if device != home:
+        staged = _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
+        return _handing_plan(staged, handed) if handed else staged
+    tensors = dict(zip(given, views.values(), strict=True))
+    tensors |= {name: library.view(makers[name]()) for name in results}
+    prepared = pipeline.prepare(kernel, tile, problem, tensors, device)
+    if missing := results.keys() - {*prepared.tensor_names}:
+        raise UnsupportedProblem(f"{kernel.name} does not give {', '.join(sorted(missing))}")
+    names = [*given, *makers]
+    launch, order = prepared.launch, [names.index(name) for name in prepared.tensor_names]
+    as_given, news, count = order == list(range(len(names))), tuple(makers.values()), len(results)
+    pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
+
+    def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        made = [new() for new in news]
+        every = (*addresses, *map(pointer, made))
+        launch(every if as_given else tuple(every[i] for i in order), stream())
+        return tuple(made[:count])
+
+    return _handing_plan(plan, handed) if handed else plan
+
+
+def _handing_plan(plan: Plan, handed: Callable[[Any], Any]) -> Plan:
+    """`plan`, its results turned into what the caller knows once they are written."""
+    return lambda arrays, addresses: tuple(map(handed, plan(arrays, addresses)))
+
+
+def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options) -> Kernel:
+    kernel = options.kernel
+    if kernel is None:
+        return choose.choose_kernel(problem, computes, arch, options.deterministic)
+    if not isinstance(kernel, Kernel):
+        kernel = registry.get(kernel)
+    if kernel.computes != computes:
+        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the {computes}")
+    if options.deterministic and not kernel.deterministic:
+        other = choose.choose_kernel(problem, computes, arch, deterministic=True)
+        raise UnsupportedProblem(
+            f"{kernel.name} is not deterministic: it sums by atomics, in any order; {other.name} does not"
+        )
+    return kernel
+
+
+def _device(home: Device, backend: str | None) -> Device:
+    if backend not in (None, "cpu", "cuda"):
+        raise UnsupportedProblem(f'backend={backend!r} is not known: choose "cuda" or "cpu"')
+    if backend is None or backend == home[0]:
+        return home
+    return HOST if backend == "cpu" else ("cuda", 0)
+
+
+def _staged_plan(
+    library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, given: list[str],
+    makers: Mapping[str, Callable[[], Any]], results: list[str],
+) -> Plan:  # fmt: skip
+    """A plan for arrays on the other side: copied to `device`, computed there, and copied back."""
+
+    def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        every = dict(zip(given, arrays, strict=True)) | {name: make() for name, make in makers.items()}
+        staged = {name: Staged(library.view(array), device) for name, array in every.items()}
+        for name in given:
+            staged[name].send()
+        prepared = pipeline.prepare(kernel, tile, problem, staged, device)
+        prepared.launch(prepared.pointers(staged))
+        prepared.wait()
+        for name in results:
+            staged[name].fetch()
+        return tuple(every[name] for name in results)
+
+    return plan

@@ -1,0 +1,295 @@
+"""Attention as PyTorch knows operations: differentiable, and opaque to torch.compile. Imported on demand.
+
+The operators "sandbox::attention_forward" and "sandbox::attention_backward" have fake implementations, which say shapes
+and strides without computing; rules for torch.func.vmap, which make one batch of two; and a gradient each: the
+backward's own is a refusal. Three ways lead there:
+
+- eager code on plain tensors, `_Attention`: past the dispatcher, which takes three times as long;
+- what else PyTorch has to see (subclasses, dispatch modes, torch.func, forward-mode), `_Watched`, around the operators;
+- torch.compile, torch.jit.trace and torch.func.functionalize, which take the operators themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..core import registry
+from ..core.errors import UnsupportedProblem
+from ..core.kernel import Kernel
+from ..core.problem import normalise_causal
+from ..core.tile import Tile
+from ..launch.dlpack import dense_strides, library_of
+from . import asked
+from .asked import NOTHING, Asked
+from .passes import number, run_backward, run_forward
+
+Results = tuple[Tensor, ...]
+
+
+def attention(
+    arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
+) -> Results:
+    """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
+    q, k, v and those that `what` names."""
+    if isinstance(scale, Tensor):
+        scale = _constant(scale)
+    if not library_of(arrays[0]).intercepts(*arrays):
+        return _Attention.apply(what, causal, scale, kernel, tile, backend, *arrays)
+    how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend
+    if what is NOTHING:
+        return watched(_forward, _Watched, *arrays, *how)
+    from . import torch_scored
+
+    return torch_scored.forward(arrays, what, how)
+
+
+def forward(*inputs: Any) -> Results:
+    """`sandbox.attention_forward` where PyTorch has to see it; the arguments of `attention`."""
+    with torch.no_grad():
+        return attention(*inputs)
+
+
+def backward(arrays: Results, options: tuple[Any, ...]) -> Results:
+    """`sandbox.attention_backward` where PyTorch has to see it; the arguments of `run_backward`."""
+    causal, scale, kernel, tile, backend, deterministic, what = options
+    scale = scale if scale is None else number(scale)
+    how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend, deterministic
+    with torch.no_grad():
+        return _backward_seen(arrays[:6], None, what, arrays[6:], how, ())[:3]
+
+
+def _backward_seen(
+    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, how: tuple[Any, ...], wanted: tuple[str, ...]
+) -> Results:
+    """dq, dk, dv and the `wanted` of dbias and dsink, by the operators."""
+    if what is NOTHING:
+        return watched(_backward, _WatchedBackward, *arrays, *how, dlse)
+    from . import torch_scored
+
+    return torch_scored.backward(arrays, dlse, what, more, how, wanted)
+
+
+# ---- options as an operator's arguments, which are of few types: causal is "" where nothing is masked
+
+
+def _constant(scale: Tensor) -> float:
+    """The value of a scale that is a tensor. Raises UnsupportedProblem where its derivative would be lost."""
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(scale).tangent is not None
+    if dual or (scale.requires_grad and torch.is_grad_enabled()):
+        raise UnsupportedProblem(
+            "scale is a tensor to differentiate by, and attention has no derivative by its scale: "
+            "pass scale.detach(), or multiply q by it and pass scale=1.0"
+        )
+    return number(scale)
+
+
+_texts: dict[str, Kernel] = {}
+
+
+@torch.compiler.assume_constant_result
+def _kernel_text(kernel: str | Kernel | None) -> str | None:
+    """A kernel's name; of one that is not the registry's, a text that stands for this very object in this process."""
+    if not isinstance(kernel, Kernel):
+        return kernel
+    if registry.kernels().get(kernel.name) == kernel:
+        return kernel.name
+    text = f"{kernel.name} ({kernel.source}, {id(kernel):#x})"
+    _texts[text] = kernel  # which keeps it alive, and the number its own
+    return text
+
+
+def chosen_kernel(text: str | None) -> str | Kernel | None:
+    """What `_kernel_text` made the text of."""
+    return _texts.get(text, text) if text else None
+
+
+@torch.compiler.assume_constant_result
+def _whole_tile_text(tile: Tile) -> str:
+    return str(tile)
+
+
+def _tile_text(tile: Tile | str | Mapping[str, int] | None) -> str:
+    """Without making a Tile, which the compiler would have to follow; "" for none."""
+    if tile is None or isinstance(tile, str):
+        return tile or ""
+    return _whole_tile_text(tile) if isinstance(tile, Tile) else ",".join(f"{n}={int(tile[n])}" for n in tile)
+
+
+# ---- the operators
+
+
+@torch.library.custom_op("sandbox::attention_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, kernel: str | None, tile: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chosen = chosen_kernel(kernel)
+    return run_forward((q, k, v), (causal or False, scale, chosen, tile or None, backend, False, NOTHING))
+
+
+@_forward.register_fake
+def results_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
+    """out and lse, not computed."""
+    out = (*q.shape[:3], v.shape[3])
+    strides = dense_strides(out, q.stride())
+    return q.new_empty_strided(out, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("sandbox::attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: str, scale: float | None,
+    kernel: str | None, tile: str, backend: str | None, deterministic: bool, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = causal or False, scale, chosen_kernel(kernel), tile or None, backend, deterministic
+    dq, dk, dv = gradients((dout, q, k, v, out, lse), dlse, NOTHING, (), options)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def gradients(
+    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, options: tuple[Any, ...],
+    wanted: tuple[str, ...] = (),
+) -> tuple[Any, ...]:  # fmt: skip
+    asks, more = asked.backward(what, more, dlse, wanted)
+    return run_backward((*arrays, *more), (*options, asks))
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=x.dtype, device=x.device)
+
+
+def _vmapped(operator: Any) -> None:
+    """Registers what torch.func.vmap does with `operator`: the mapped dimension becomes part of B."""
+
+    def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Results, tuple[int, ...]]:
+        n = info.batch_size
+        folded = [_folded(x, n, dim) if isinstance(x, Tensor) else x for x, dim in zip(inputs, dims, strict=True)]
+        results = operator(*folded)
+        return tuple(x.unflatten(0, (n, x.shape[0] // n if n else 0)) for x in results), (0,) * len(results)
+
+    operator.register_vmap(rule)
+
+
+def _folded(x: Tensor, n: int, dim: int | None) -> Tensor:
+    mapped = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+_vmapped(_forward)
+_vmapped(_backward)
+
+
+# ---- their gradients
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    q, k, v, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # that of lse is None where nobody uses it
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    options = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), dlse
+    found = watched(_backward, _WatchedBackward, or_zeros(dout, out), q, k, v, out, lse, *options)
+    needed = zip(found, ctx.needs_input_grad, strict=False)
+    return (*(gradient if need else None for gradient, need in needed), None, None, None, None, None)
+
+
+def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of an output that nobody may have used."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise UnsupportedProblem(
+        "attention cannot be differentiated twice: no kernel computes the derivatives of its gradients "
+        "(torch.nn.functional.scaled_dot_product_attention can, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+    )
+
+
+def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
+    raise UnsupportedProblem(
+        "attention has no forward-mode derivative: differentiate in reverse (backward, torch.func.grad, vjp or jacrev) "
+        "or use torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+_forward.register_autograd(_gradients, setup_context=_remember)
+_backward.register_autograd(refuse)
+
+
+class _Attention(torch.autograd.Function):
+    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Results:
+        ctx.what, causal, ctx.scale, kernel, tile, ctx.backend, *arrays = inputs
+        ctx.causal = normalise_causal(causal or False) or ""
+        output = run_forward(tuple(arrays), (causal, ctx.scale, kernel, tile, ctx.backend, False, ctx.what))
+        ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        given = [x for x in (dout, dlse) if x is not None]
+        arrays = or_zeros(dout, out), q, k, v, out, lse
+        names, needed = ("q", "k", "v", *ctx.what.names), ctx.needs_input_grad[6:]
+        wanted = tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        batched = any(torch._C._functorch.is_legacy_batchedtensor(x) for x in given)  # by is_grads_batched
+        if torch.is_grad_enabled() or batched or library_of(q).intercepts(*given):
+            how = ctx.causal, ctx.scale, None, "", ctx.backend, deterministic
+            found = _backward_seen(arrays, dlse, ctx.what, tuple(more), how, wanted)
+        else:
+            options = ctx.causal or False, ctx.scale, None, None, ctx.backend, deterministic
+            found = gradients(arrays, dlse, ctx.what, tuple(more), options, wanted)
+        named = dict(zip(("dq", "dk", "dv", *wanted), found, strict=True))
+        return *(None,) * 6, *(named.get(f"d{n}") if need else None for n, need in zip(names, needed, strict=True))
+
+
+class _Watched(torch.autograd.Function):
+    """The operator as torch.func and forward-mode differentiation take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_remember)
+    backward = staticmethod(_gradients)
+    jvp = staticmethod(refuse_forward_mode)
+
+
+class _WatchedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward = staticmethod(_backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(refuse)
+    jvp = staticmethod(refuse_forward_mode)
+
+
+def watched(operator: Any, function: Any, *inputs: Any) -> Results:
+    """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
+    if forward_ad._current_level >= 0:
+        return _uncompiled(function, *inputs)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return operator(*inputs)
+    stack = torch._C._functorch.peek_interpreter_stack()
+    functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
+    return operator(*inputs) if functionalizing else function.apply(*inputs)
+
+
+@torch.compiler.disable
+def _uncompiled(function: Any, *inputs: Any) -> Results:
+    """Where there may be tangents, which a compiled graph would lose in silence."""
+    return function.apply(*inputs)

@@ -1,0 +1,285 @@
+"""How fast, beside whom: kernels and peers on the same inputs in one interleaved run, each right before it is timed.
+
+Rows come one problem at a time, so that an interrupted run keeps what it has measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ..api.passes import attention_forward
+from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
+from ..core.kernel import COMPUTATIONS, Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine.choose import choose_tile
+from ..engine.pipeline import prepare as prepare_kernel
+from ..launch import driver
+from ..launch.arguments import scratch_of
+from ..launch.dlpack import library_of, view
+from ..verify.sampled import Expected, Verdict, expect
+from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
+from . import environment
+from .peers import Contender, Ready, backward
+from .rows import Row, by_problem, problem_of
+from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
+
+MODES = {"events": Events, "graph": Graphs}
+_MASKS = (False, "bottom-right")
+
+
+def _paper(dtype: str) -> list[Problem]:
+    """The grid of the FlashAttention-2 and -3 papers: 16k tokens, hidden size 2048."""
+    return [
+        Problem(16384 // S, 2048 // D, S, S, D, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+        for D, causal, S in itertools.product((64, 128, 256), _MASKS, (512, 1024, 2048, 4096, 8192, 16384))
+    ]
+
+
+def _gpt2(dtype: str) -> list[Problem]:
+    """GPT-2 small in training: 12 heads of 64, causal, 8 sequences up to its full context."""
+    return [Problem(8, 12, S, S, 64, dtype=dtype, causal="bottom-right") for S in (128, 256, 512, 1024)]
+
+
+def _tutorial(dtype: str) -> list[Problem]:
+    """What Triton's fused-attention tutorial times."""
+    return [
+        Problem(4, 32, S, S, 64, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+        for causal, S in itertools.product(_MASKS, (1024, 2048, 4096, 8192, 16384))
+    ]
+
+
+GRIDS: dict[str, Callable[[str], list[Problem]]] = {"paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial}
+
+
+# ---- measuring
+
+
+def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
+    """Kernels as contenders: one for each tile, or one with the spec's best tile for each problem."""
+    return [_contender(kernel, tile) for kernel in kernels for tile in tiles or (None,)]
+
+
+def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None) -> Ready:
+        import torch
+
+        tensors = {"Q": q, "K": k, "V": v, **_outputs(kernel, q, k, v, dout, problem)}
+        views = {name: view(x) for name, x in tensors.items()}
+        device = views["Q"].device
+        chosen = choose_tile(kernel, problem, driver.device(device[1]).arch, tile)
+        for name, shape in scratch_of(kernel, problem).items():
+            tensors[name] = q.new_empty(shape, dtype=torch.float32)
+            views[name] = view(tensors[name])
+        prepared = prepare_kernel(kernel, chosen, problem, views, device)
+        pointers, stream = prepared.pointers(views), library_of(q).stream(device[1])
+        results = tuple(tensors[name] for name in COMPUTATIONS[kernel.computes].writes)
+
+        def launch() -> tuple[Any, ...]:
+            prepared.launch(pointers, stream())
+            return results
+
+        def poison() -> None:
+            for x in results:
+                x.fill_(math.nan)
+
+        arch = prepared.compiled[0].arch if prepared.compiled else ""
+        return Ready(launch, poison, str(chosen), arch, held=tuple(tensors.values()))
+
+    return Contender(f"{kernel.name} {tile}" if tile else kernel.name, prepare, kernel.name)
+
+
+def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem) -> dict[str, Any]:
+    """What a kernel writes, and what a backward is given besides q, k and v: dO, and O and LSE of our own forward."""
+    import torch
+
+    if kernel.computes == "forward":
+        return {"O": q.new_empty(q.shape), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
+    out, lse = attention_forward(q, k, v, causal=problem.causal, scale=problem.scale)
+    gradients = (x.new_empty(x.shape) for x in (q, k, v))
+    return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
+
+
+def run(
+    kernels: Iterable[Kernel],
+    problems: Iterable[Problem],
+    peers: Iterable[Contender] = (),
+    *,
+    tiles: Sequence[Tile] = (),
+    computes: str = "forward",
+    mode: str = "events",
+    limits: Limits | None = None,
+    seed: int = 0,
+) -> Iterator[Row]:
+    """Times every kernel (with every one of `tiles`, else with its best) and every peer on every problem, on GPU 0.
+
+    computes: "forward" or "backward", as every one of `kernels` does; peers do either.
+    mode "events" times single launches after an L2 flush, "graph" many in a CUDA graph, without host time or flush.
+    The rows of a problem come together. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError when a
+    contender's fault has ended the GPU's context, so that nothing after it could run.
+    """
+    gpu = driver.device()
+    try:
+        import torch
+    except ImportError as error:
+        raise ToolchainMissing(f"bench needs PyTorch, for its tensors and as a peer ({error}): make setup") from error
+    if not torch.cuda.is_available():
+        raise GpuUnavailable(f"this PyTorch ({torch.__version__}) cannot use {gpu.name}: install a build with CUDA")
+    kernels = list(kernels)
+    if odd := [kernel for kernel in kernels if kernel.computes != computes]:
+        raise UnsupportedProblem(f"{odd[0].name} computes the {odd[0].computes}: it cannot be timed as a {computes}")
+    others = map(backward, peers) if computes == "backward" else peers
+    contenders = {contender.name: contender for contender in (*ours(kernels, tiles), *others)}
+    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
+
+
+def stored(
+    rows: Iterable[Mapping[str, Any]],
+    problems: Collection[Problem],
+    mode: str,
+    seed: int = 0,
+    computes: str = "forward",
+) -> list[dict[str, Any]]:
+    """Of a file's rows, those on these problems that a run would make again: same commit, GPU 0, mode and seed."""
+    like = {"commit": environment.commit(), "device": driver.device().name, "mode": mode, "seed": seed}
+    like["computes"] = computes
+    same = (row for row in rows if all(row.get(name) == value for name, value in like.items()))
+    return [dict(row) for row in same if problem_of(row) in problems]
+
+
+def unmeasured(
+    rows: Iterable[Mapping[str, Any]], problems: Iterable[Problem], contenders: Collection[Contender]
+) -> list[Problem]:
+    """The problems for which `rows` lack a contender: times to compare come from one run."""
+    there = by_problem(rows)
+    return [p for p in problems if not {c.name for c in contenders} <= set(there.get(p, ()))]
+
+
+def _measured(
+    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int
+) -> Iterator[Row]:
+    import torch
+
+    stopwatch: Stopwatch = MODES[mode](0)
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    setting = {"mode": mode, "seed": seed, **environment.describe(), **versions}
+    ceilings: dict[str, dict[str, float]] = {}
+    for problem in problems:
+        if problem.dtype not in ceilings:
+            ceilings[problem.dtype] = measure_ceilings(problem.dtype, stopwatch)
+        setting |= ceilings[problem.dtype]
+        try:
+            inputs = make_inputs(problem, seed, computes=computes)
+            rows = compete(problem, contenders, inputs, stopwatch, limits, setting, computes)
+        except RuntimeError as error:  # PyTorch's, of a fault that showed up only now
+            raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
+        yield from rows
+        torch.cuda.empty_cache()  # the next problem's tensors have other sizes
+
+
+def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", computes: str = "forward") -> tuple[Any, ...]:
+    """q (B, H, Sq, D), k and v (B, Hk, Sk, D), and for a backward dout, of q's shape; standard normal, contiguous."""
+    import torch
+
+    p, generator = problem, torch.Generator(device).manual_seed(seed)
+    queries, keys = (p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D)
+    shapes = (queries, keys, keys, *([queries] if computes == "backward" else []))
+    dtype = getattr(torch, p.dtype)
+    return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+
+
+def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str) -> Expected | ExpectedGradients:
+    """What the results on these inputs must be like, where they are looked at."""
+    return expect_gradients(problem, *inputs) if computes == "backward" else expect(problem, *inputs)
+
+
+def compete(
+    problem: Problem,
+    contenders: Sequence[Contender],
+    inputs: tuple[Any, ...],
+    stopwatch: Stopwatch,
+    limits: Limits,
+    setting: Mapping[str, Any],
+    computes: str = "forward",
+) -> list[Row]:
+    """Everybody on one problem: checked, those that are right timed in turns, checked again."""
+    if not problem.flops:
+        return [
+            Row(c.name, c.kernel, problem, None, f"{problem} asks for no work to time", computes=computes,
+                setting=dict(setting))
+            for c in contenders
+        ]  # fmt: skip
+    expected = expectation(problem, inputs, computes)
+    entries = [_enter(c, problem, inputs, expected, stopwatch) for c in contenders]
+    right = {i: entry for i, entry in enumerate(entries) if entry.timed}
+    samples = measure({i: entry.timed for i, entry in right.items() if entry.timed}, stopwatch, limits)
+    timings = {i: Timing.of(values) for i, values in samples.items()}
+    fastest = min(timings, key=lambda i: timings[i].median, default=None)
+    clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
+    shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    rows = []
+    for i, (contender, entry) in enumerate(zip(contenders, entries, strict=True)):
+        ok, message, verdict, timing = entry.ok, entry.message, entry.verdict, timings.get(i)
+        if timing and entry.ready:
+            again = expected.check(entry.ready.poison, entry.ready.launch)
+            if again.message:
+                ok, message, verdict, timing = False, f"right at first, after timing: {again.message}", again, None
+        row = Row(
+            contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, setting=shared
+        )
+        if verdict:
+            row = replace(row, error=verdict.error, bound=verdict.bound)
+        if entry.ready:
+            row = replace(row, tile=entry.ready.tile, arch=entry.ready.arch)
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Entry:
+    ok: bool | None
+    message: str
+    ready: Ready | None = None
+    verdict: Verdict | None = None
+    timed: Timed | None = None
+
+
+def _enter(
+    contender: Contender,
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    expected: Expected | ExpectedGradients,
+    stopwatch: Stopwatch,
+) -> _Entry:
+    try:
+        ready = contender.prepare(problem, *inputs)
+        verdict = expected.check(ready.poison, ready.launch)
+        if verdict.message:
+            return _Entry(False, verdict.message, ready, verdict)
+        return _Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))
+    except UnsupportedProblem as refusal:
+        return _Entry(None, str(refusal))
+    except Exception as error:
+        if contender.kernel and not isinstance(error, (SandboxError, RuntimeError)):
+            raise  # a mistake of this package
+        try:
+            stopwatch.synchronize()
+        except Exception:
+            raise SandboxError(f"{contender.name} on {problem} ended the GPU's context: {error}") from error
+        # A peer may lack memory, or not be made for this GPU; a kernel of ours has to work.
+        return _Entry(False if contender.kernel else None, f"{contender.name}: {error}")
+
+
+def _clocks_under_load(ready: Ready | None, stopwatch: Stopwatch) -> dict[str, str] | None:
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(environment.clocks)
+        while ready and not reading.done():
+            ready.launch()
+            stopwatch.synchronize()
+        return reading.result()

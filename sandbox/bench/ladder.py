@@ -1,0 +1,57 @@
+"""Tables of a ladder for README.md and docs/, written from stored rows between two markers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from ..core import registry
+from ..core.errors import SpecError
+from .report import ratios, times
+
+Row = Mapping[str, Any]
+_PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # as PyTorch has them
+
+
+def ladder_markdown(rows: Sequence[Row], against: str) -> str:
+    """A line a contender: geometric means of TFLOP/s over the rows for each head width, and the ratio to `against`."""
+    speed = {(r["contender"], r["D"], r["Sq"], r["causal"]): r["tflops"] for r in rows if r["ok"]}
+    kernels, every = registry.kernels(), dict.fromkeys(r["contender"] for r in rows)
+    contenders = sorted(every, key=lambda name: kernels[name].rung if name in kernels else len(kernels))
+    relative, problems = ratios(rows, against), len({key[1:] for key in speed})
+    widths = sorted({r["D"] for r in rows})
+    lines = [
+        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in widths)} | of {_PEERS.get(against, against)} |",
+        f"| --- | --- | --- |{' --- |' * len(widths)} --- |",
+    ]
+    for name in contenders:
+        points = {D: {key[2:]: t for key, t in speed.items() if key[:2] == (name, D)} for D in widths}
+        means = [f"{geometric_mean(points[D].values()):.3g}" if points[D] else "–" for D in widths]
+        beside = [times(relative[name][D][0]) if D in relative.get(name, ()) else "–" for D in widths]
+        kernel, timed = kernels.get(name), sum(map(len, points.values()))
+        rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", "PyTorch's own")
+        label = f"`{name}`" if kernel else _PEERS.get(name, name)
+        label += f" (the {timed} shortest)" if timed < problems else ""
+        lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
+    r = rows[-1]
+    grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
+    ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
+    where = f"{r['device']}, CUDA {r['cuda']}"
+    said = f"TFLOP/s of the {r['computes']}, {r['dtype']}, geometric means over {grid}; {where}; {ceiling}."
+    return "\n".join([*lines, "", said]) + "\n"
+
+
+def write_table(path: Path, name: str, script: Path, text: str) -> None:
+    """Puts `text` between the two markers of a file that name the table and the experiment's script that writes it.
+
+    Raises SpecError when they are not there.
+    """
+    begin = f"<!-- {name}: written by experiments/{script.parent.name}/{script.name} table -->\n"
+    end = f"<!-- end of {name} -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, closing, after = rest.partition(end)
+    if not found or not closing:
+        raise SpecError(f"{path} has no place for the table, between {begin.strip()} and {end}")
+    path.write_text(before + begin + text + end + after)

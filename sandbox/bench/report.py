@@ -1,0 +1,127 @@
+"""Rows of a benchmark -> a table and the ratios to a peer, for people."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import UnsupportedProblem
+from .rows import by_problem, problem_of
+
+Row = Mapping[str, Any]
+
+
+def pick_peer(rows: Sequence[Row], wanted: str | None = None) -> str | None:
+    """The contender to compare kernels with: `wanted`, else the first peer that has a time. Raises
+    UnsupportedProblem when the wanted one is not among the rows."""
+    timed = [row["contender"] for row in rows if row["kind"] == "peer" and row["ms"]]
+    if wanted and wanted not in (row["contender"] for row in rows):
+        raise UnsupportedProblem(f"{wanted} is not among the contenders: {', '.join(dict.fromkeys(timed)) or 'none'}")
+    return wanted or next(iter(timed), None)
+
+
+def _ratio(kernel: Row | None, peer: Row | None) -> float | None:
+    """How many times as fast as the peer, in one run: a ratio across commits or devices would say nothing."""
+    if not kernel or not peer or not kernel["ms"] or not peer["ms"]:
+        return None
+    same = all(kernel.get(name) == peer.get(name) for name in ("commit", "device", "mode"))
+    return peer["ms"] / kernel["ms"] if same else None
+
+
+def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
+    """One line a problem: TFLOP/s of each contender, % of the measured matrix product, each kernel's ratio to a peer.
+
+    Where the screen is narrow, TFLOP/s alone. Quartiles, errors and the rest are in the rows themselves.
+    """
+    contenders = {row["contender"]: row["kind"] for row in rows}
+    names = sorted(contenders, key=lambda name: contenders[name] != "kernel")
+    kernels = [name for name in names if contenders[name] == "kernel"] if against else []
+    wide = width >= 34 + 11 * len(names) + 12 * len(kernels)
+    dtypes = {row["dtype"] for row in rows}
+    only = f" {next(iter(dtypes))}" if len(dtypes) == 1 else ""  # said once, in the head
+    table = Table(caption=_caption(rows), caption_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"TFLOP/s{only}", overflow="fold")
+    for name in (*names, *(f"{name} : {against}" for name in kernels if wide)):
+        table.add_column(_broken(name), justify="right", no_wrap=" : " not in name and "," not in name)
+    for problem, there in by_problem(rows).items():
+        ratios = [_ratio(there.get(name), there.get(against or "")) for name in kernels if wide]
+        cells = [_speed(there.get(name), wide) for name in names]
+        said = str(problem).replace(only, "") if only else str(problem)
+        table.add_row(said, *cells, *("-" if ratio is None else times(ratio) for ratio in ratios))
+    return table
+
+
+def times(ratio: float) -> str:
+    """How many times as fast, for a table."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
+
+
+def _broken(name: str) -> str:
+    """A contender's name on two lines or three, so that its column is as narrow as its numbers."""
+    return name.replace(" : ", "\n: ").replace("-", "-\n", 1).replace("fwd_", "fwd_\n", 1).replace(" BLOCK", "\nBLOCK")
+
+
+def _speed(row: Row | None, share: bool) -> Text:
+    if row is None or row["ok"] is None:
+        return Text("-", "dim")
+    if not row["ms"]:
+        return Text("WRONG" if row["bound"] is not None else "FAIL", "bold red")
+    percent = f" {row['percent_of_ceiling']:3.0f}%" if share and row["percent_of_ceiling"] else ""
+    return Text.assemble(f"{row['tflops']:.1f}" if row["tflops"] < 100 else f"{row['tflops']:.0f}", (percent, "dim"))
+
+
+def _caption(rows: Sequence[Row]) -> str:
+    """Where and how, from the last row."""
+    last = rows[-1]
+    clocks = last.get("clocks") or {}
+    parts = (
+        last.get("device") or "",
+        f"CUDA {last['cuda']}" if last.get("cuda") else "",
+        clocks.get("clocks.sm", ""),
+        clocks.get("power.draw", ""),
+        {"events": "single launches, L2 flushed", "graph": "CUDA graphs, L2 not flushed"}.get(last.get("mode", ""), ""),
+        f"% of a matrix product of {last['ceiling_tflops']:.0f} TFLOP/s" if last.get("ceiling_tflops") else "",
+        f"copy {last['ceiling_gbps']:.0f} GB/s" if last.get("ceiling_gbps") else "",
+    )
+    return "; ".join(filter(None, parts))
+
+
+def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float, int]]]:
+    """{contender: {head width: (geometric mean of its speed relative to the peer, problems timed)}}."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for problem, there in by_problem(rows).items():
+        for name, row in there.items():
+            if ratio := _ratio(row, there.get(against)):
+                found.setdefault(name, {}).setdefault(problem.D, []).append(ratio)
+    return {
+        name: {D: (statistics.geometric_mean(values), len(values)) for D, values in sorted(widths.items())}
+        for name, widths in found.items()
+    }
+
+
+def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
+    """Below the table: a line of mean ratios for each kernel, then what has no time and why, each reason once."""
+    kernels = {row["contender"] for row in rows if row["kind"] == "kernel"}
+    for name, widths in ratios(rows, against).items() if against else ():
+        if name not in kernels:
+            continue
+        means = ", ".join(f"D{D} {times(mean)}" for D, (mean, _) in widths.items())
+        count = sum(n for _, n in widths.values())
+        yield Text.assemble((name, "bold"), f" : {against}, geometric mean of {count} problems: {means}")
+    reasons: dict[tuple[str, str], list[Row]] = {}
+    for row in (row for there in by_problem(rows).values() for row in there.values()):
+        if row["ok"] is not True:
+            plain = re.sub(r"[\d.]+", "", row["message"])  # reasons that differ in numbers alone count as one
+            reasons.setdefault((row["contender"], plain), []).append(row)
+    for (name, _), same in reasons.items():
+        row = same[0]
+        mark = (
+            Text("not taken", "yellow") if row["ok"] is None else Text("WRONG" if row["bound"] else "FAIL", "bold red")
+        )
+        on = f"{problem_of(row)}" + (f" and {len(same) - 1} more" if len(same) > 1 else "")
+        yield Text.assemble(mark, f" {name} on {on}: {row['message'].removeprefix(f'{name}: ')}")

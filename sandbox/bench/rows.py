@@ -1,0 +1,106 @@
+"""What a benchmark measured, a row for each contender and problem, and files of rows: JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..core import jsonl
+from ..core.errors import UnsupportedProblem
+from ..core.problem import Problem
+from .timing import Timing
+
+_FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one problem; `kernel` names a kernel of ours, "" for a peer. Errors are absolute.
+
+    `ok` is None where it does not take the problem, False where its result is wrong before or after timing, or where it
+    failed; neither has a time, and `message` says why. `setting` is what the rows of a run share: mode, seed, ceilings,
+    clocks, device, driver, versions, commit, time.
+    """
+
+    contender: str
+    kernel: str
+    problem: Problem
+    ok: bool | None
+    message: str = ""
+    tile: str = ""
+    arch: str = ""
+    error: float | None = None
+    bound: float | None = None
+    timing: Timing | None = None
+    computes: str = "forward"
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tflops(self) -> float | None:
+        """By the field's rule: half of the operations for causal, 2.5 times as many for a backward."""
+        return self.problem.flops_of(self.computes) / self.timing.median * 1e-12 if self.timing else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""
+        t, tflops, ceiling = self.timing, self.tflops, self.setting.get("ceiling_tflops")
+        row = {
+            "contender": self.contender,
+            "kind": "kernel" if self.kernel else "peer",
+            "kernel": self.kernel,
+            "tile": self.tile,
+            "arch": self.arch,
+            "computes": self.computes,
+            **{name: x for name, x in self.problem.as_json().items() if name in _FIELDS},
+            "ok": self.ok,
+            "message": self.message,
+            "ms": t and t.median * 1e3,
+            "q1_ms": t and t.q1 * 1e3,
+            "q3_ms": t and t.q3 * 1e3,
+            "samples": t and t.samples,
+            "noise": t and t.noise,
+            "tflops": tflops,
+            "percent_of_ceiling": 100 * tflops / ceiling if tflops and ceiling else None,
+            "error": self.error,
+            "bound": self.bound,
+            **self.setting,
+        }
+        return {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in row.items()}
+
+
+def recorded(rows: Iterable[Row], path: Path | None) -> Iterator[dict[str, Any]]:
+    """The rows as JSON has them, each appended to the file as a line before the next is measured."""
+    for row in rows:
+        line = row.as_json()
+        if path:
+            jsonl.append(path, line)
+        yield line
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; [] without one. A last line that was cut off is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number != len(lines):
+                raise UnsupportedProblem(f"{path}, line {number}, is not JSON: {line[:40]!r}") from None
+    return rows
+
+
+def problem_of(row: Mapping[str, Any]) -> Problem:
+    """The problem that a row is about."""
+    return Problem.from_json({name: row[name] for name in _FIELDS if name in row})
+
+
+def by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[Problem, dict[str, Mapping[str, Any]]]:
+    """{problem: {contender: its latest row}}, in the order of the rows."""
+    found: dict[Problem, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(problem_of(row), {})[row["contender"]] = row
+    return found

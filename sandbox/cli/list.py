@@ -1,0 +1,95 @@
+"""`list`: the kernels there are, and which of them a problem would get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from ..core import registry
+from ..core.kernel import Arch, Kernel
+from ..core.problem import Problem
+from ..engine import choose
+from ..launch.dlpack import HOST
+from ..launch.driver import device
+from ..toolchain import arch as architectures
+from ..verify.check import pick_device
+from ..verify.report import table
+from .group import cli
+from .options import causal_option, dtype_option, given_without, json_option, shape_option
+from .output import print_json, screen
+
+
+@cli.command("list")
+@shape_option("What would be chosen for it, and why not the others.")
+@click.option("--problem", hidden=True)  # as --shape was spelled once
+@dtype_option
+@causal_option
+@click.option("--arch", help="Choose as for this architecture, sm_80 and so on, or cpu; by default as on this machine.")
+@json_option
+def list_(
+    shape: str | None, problem: str | None, dtype: str, causal: str | None, arch: str | None, as_json: bool
+) -> None:
+    """The kernels, and which of them a problem would get.
+
+    The ladder: kernel, rung, dtypes, head widths, architecture, idea. --dtype, --causal and --arch go with --shape.
+    """
+    shape = shape or problem
+    if shape is None:
+        given_without("--shape", "dtype", "causal", "arch")
+        kernels = registry.kernels().values()
+        if as_json:
+            fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default")
+            print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
+        else:
+            screen().print(_ladder_table(kernels))
+        return
+    asked = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+    target = _arch(arch)
+    found = [offer for computes in ("forward", "backward") for offer in choose.offers(asked, computes, target)]
+    if as_json:
+        print_json([_row(offer) for offer in found])
+    else:
+        screen().print(_offers_table(found))
+    sys.exit(0 if any(offer.tile and not offer.reason for offer in found) else 2)
+
+
+def _row(offer: choose.Offer) -> dict[str, object]:
+    tile = dict(offer.tile) if offer.tile else None
+    return {"kernel": offer.kernel.name, "computes": offer.kernel.computes, "tile": tile, "reason": offer.reason}
+
+
+def _arch(name: str | None) -> Arch | None:
+    if name is None:
+        here = pick_device(None)
+        return None if here == HOST else device(here[1]).arch
+    return None if name == "cpu" else architectures.parse(name)
+
+
+def _ladder_table(kernels: Iterable[Kernel]) -> Table:
+    """What `list` prints."""
+    shown = table("kernel", "rung", "dtypes", "D", "arch", "idea")
+    for k in kernels:
+        arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a: that very one
+        shown.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
+    return shown
+
+
+def _offers_table(offers: Iterable[choose.Offer]) -> Table:
+    """What `list --shape` prints: what would be chosen, what else would do, and why the rest would not."""
+    shown = table("kernel", "computes", "", "tile, or why not")
+    chosen = set()
+    for offer in offers:
+        name, computes = offer.kernel.name, offer.kernel.computes
+        if offer.tile is None:
+            shown.add_row(name, computes, Text("refuses", "yellow"), offer.reason.removeprefix(f"{name}: "))
+        elif offer.reason:
+            shown.add_row(name, computes, "by name", str(offer.tile))
+        else:
+            state = "takes it" if computes in chosen else Text("chosen", "green")
+            shown.add_row(name, computes, state, str(offer.tile))
+            chosen.add(computes)
+    return shown

@@ -1,0 +1,148 @@
+"""What Python knows of a kernel: how its entry points are launched, and what they can do.
+
+Frozen, self-validating values with no third-party import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from .errors import SpecError, UnknownKernel
+from .options import macros
+from .problem import ITEMSIZE, Problem
+from .tile import Tile
+
+Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
+Dim3 = tuple[int, int, int]
+
+
+class Computation(NamedTuple):
+    """What every kernel of a kind reads and writes, by the names in its `args`."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+COMPUTATIONS = {  # in the order in which kernels are listed
+    "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
+    "delta": Computation(("dO", "O"), ("delta",)),
+    "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after a delta
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How one entry point of a `.cu` is launched.
+
+    `args` names its parameters in order; `sandbox.launch.arguments` gives each name its C type and its value.
+    """
+
+    name: str
+    grid: Callable[[Problem, Tile], Dim3]
+    block: Callable[[Tile], Dim3]
+    smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
+    args: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise SpecError(f"kernel name {self.name!r} must be an identifier: it is the .cu entry point")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Entry):
+    """An entry point that people name, with everything Python knows of it.
+
+    `then`: further entry points of the same `.cu`, launched after it in order, on the same tensors with the same tile.
+    `source` is filled in by the registry: the `.cu` beside the spec.
+    """
+
+    computes: Literal["forward", "delta", "backward"]
+    rung: int
+    summary: str  # one line for `list`: the idea of this rung
+    dtypes: tuple[str, ...]
+    min_arch: Arch
+    tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
+    space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
+    then: tuple[Entry, ...] = ()
+    default: bool = False  # True: `attention` may choose it; else it is chosen by name only
+    deterministic: bool = True  # False: sums by atomics, in any order
+    max_D: int = 256
+    supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
+    check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
+    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
+    arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
+    source: Path = Path()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.computes not in COMPUTATIONS:
+            raise SpecError(f"{self.name}: computes={self.computes!r} must be one of {', '.join(COMPUTATIONS)}")
+        if not self.dtypes:
+            raise SpecError(f"{self.name}: a kernel needs at least one dtype")
+        given, named = COMPUTATIONS[self.computes], {name for entry in self.entries for name in entry.args}
+        if missing := [name for name in (*given.reads, *given.writes) if name not in named]:
+            raise SpecError(f"{self.name}: args must name {', '.join(missing)}: the {self.computes} is given them all")
+        for entry in self.then:
+            if not entry.name.startswith(f"{self.name}_"):
+                raise SpecError(f"{self.name}: then: {entry.name!r} must begin with {self.name}_")
+        if not self.tiles:
+            raise SpecError(f"{self.name}: a kernel needs at least one tile")
+        for tile in self.tiles:
+            if set(tile) != set(self.tiles[0]):
+                raise SpecError(f"{self.name}: tile {tile} names other numbers than {self.tiles[0]}")
+        if self.space and set(self.space) != set(self.tiles[0]):
+            raise SpecError(f"{self.name}: space names {', '.join(self.space)}, a tile {', '.join(self.tiles[0])}")
+        for dtype in self.dtypes:
+            if dtype not in ITEMSIZE:
+                raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every entry point, in the order of the launches."""
+        return (self, *self.then)
+
+    def entry(self, name: str) -> Entry:
+        """The entry point of that name. Raises UnknownKernel, since a version of old may lack it."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise UnknownKernel(f"{self.name} has no entry {name}: it has {', '.join(e.name for e in self.entries)}")
+
+    def refuses(self, problem: Problem, arch: Arch | None = None) -> str | None:
+        """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
+        if problem.dtype not in self.dtypes:
+            return f"{self.name}: dtype {problem.dtype} is not built: it takes {', '.join(self.dtypes)}"
+        if arch is not None and arch < self.min_arch:
+            need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
+            return f"{self.name}: needs compute capability {need} or later, this is {have}"
+        for name, width in (("D", problem.D), ("Dv", problem.Dv)):
+            if self.max_D < width:
+                return f"{self.name}: {name}={width} is too large: head widths up to {self.max_D} are built"
+        if reason := self.supports(problem, arch):
+            return f"{self.name}: {reason}"
+        return None
+
+    def refuses_tile(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
+        """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
+        if set(tile) != set(self.tiles[0]):
+            return f"{self.name}: tile {tile or '(empty)'} must name {', '.join(self.tiles[0])} and nothing else"
+        reason = self.check_tile(problem, tile, arch)
+        return f"{self.name}: {reason}" if reason else None
+
+    def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
+        """The macros that carry geometry, dtype and what a score is to the `.cu`, alike for all its entries.
+
+        SMEM_BYTES is the first entry's shared memory; that of a later one, NAME_dq, is SMEM_BYTES_DQ.
+        """
+        smem = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
+        return {
+            **tile,
+            "HEAD_DIM": problem.D,
+            **{f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in smem.items()},
+            "CAUSAL": int(bool(problem.causal)),
+            f"DTYPE_{problem.dtype}": 1,
+            **macros(problem),
+        }

@@ -1,0 +1,43 @@
+"""What goes on inside, for whoever asks: `SANDBOX_DEBUG=1…4`, or Python's own logging of the logger "sandbox".
+
+| SANDBOX_DEBUG | says on stderr |
+| --- | --- |
+| 1 | which kernel and tile were chosen, and why |
+| 2 | and what is compiled with which options, what the compiler says, what the cache had |
+| 3 | and every launch: grid, block, shared memory |
+| 4 | and its arguments; sources, PTX and cubins are kept in .sandbox/kept |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from .project import FOLDER
+
+CHOICES, COMPILING, LAUNCHES, ARGUMENTS = 20, 15, 10, 5  # levels of Python's logging
+KEPT = FOLDER.parent / ".sandbox" / "kept"
+logger = logging.getLogger("sandbox")
+
+
+def configure(knob: str) -> None:
+    """Heed SANDBOX_DEBUG as it is set: "" and "0" are silence, more than 4 is 4, a word is 1."""
+    level = min(int(knob), 4) if knob.isdecimal() else int(bool(knob))
+    if level:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("sandbox: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel((CHOICES, COMPILING, LAUNCHES, ARGUMENTS)[level - 1])
+
+
+def keep(name: str, files: Mapping[str, bytes]) -> None:
+    """Write files, by suffix, where somebody can look at them; at the highest level alone."""
+    if logger.isEnabledFor(ARGUMENTS):
+        KEPT.mkdir(parents=True, exist_ok=True)
+        for suffix, content in files.items():
+            (KEPT / f"{name}{suffix}").write_bytes(content)
+        logger.log(ARGUMENTS, "kept %s", ", ".join(str(KEPT / f"{name}{suffix}") for suffix in files))
+
+
+configure(os.environ.get("SANDBOX_DEBUG", ""))

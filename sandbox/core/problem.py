@@ -1,0 +1,264 @@
+"""What a kernel is asked: shapes, dtype and semantics of one attention call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import SpecError
+from .integers import integer
+from .score import Score
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
+Causal = Literal[False, "bottom-right", "top-left"]
+Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
+
+
+def normalise_causal(causal: bool | str) -> Causal:
+    """`causal=` as people write it -> the alignment it names. True is "bottom-right"."""
+    if causal is False or causal is None:
+        return False
+    if causal is True or causal == "bottom-right":
+        return "bottom-right"
+    if causal == "top-left":
+        return "top-left"
+    raise SpecError(f'causal={causal!r} is not known: choose False, True (= "bottom-right") or "top-left"')
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes, dtype and semantics of one attention call.
+
+    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv); o: (B, H, Sq, Dv); query head h reads key/value head
+    h // (H / Hk). `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k
+    and v, and in a backward of do and o, is a multiple of. `mappable`: their strides are such as a tensor map takes,
+    positive, or 0 in B or H.
+
+    What a score is beyond scale and causal, absent by default: `window`, `softcap`; the shapes of `alibi`'s slopes,
+    (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
+    for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
+    `score`. A bias has q's dtype, or `bias_dtype`. Raises SpecError naming the value that makes no sense.
+    """
+
+    B: int
+    H: int
+    Sq: int
+    Sk: int
+    D: int
+    Hk: int = 0  # 0: as many as H
+    dtype: str = "float32"
+    causal: Causal = False
+    scale: float = field(default=None)  # type: ignore[assignment]  # None: 1/sqrt(D)
+    alignment: int = 16
+    mappable: bool = True
+    Dv: int = 0  # 0: as D
+    window: Window = (None, None)
+    softcap: float = 0.0  # 0: none
+    alibi: tuple[int, ...] = ()
+    bias: tuple[int, ...] = ()
+    bias_dtype: str = ""  # "": q's, or "float32"
+    mask: tuple[int, ...] = ()
+    sink: bool = False
+    key_lengths: bool = False
+    score: Score | None = None
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
+            set_(self, name, integer(name, getattr(self, name), least))
+        if self.dtype not in ITEMSIZE:
+            raise SpecError(f"dtype={self.dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
+        if self.Hk == 0:
+            set_(self, "Hk", self.H)
+        if self.H and self.H % self.Hk:
+            raise SpecError(f"H={self.H} query heads are not a multiple of Hk={self.Hk} key/value heads")
+        set_(self, "causal", normalise_causal(self.causal))
+        if self.Dv == 0:
+            set_(self, "Dv", self.D)
+        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else _number("scale", self.scale))
+        set_(self, "window", _window(self.window))
+        set_(self, "softcap", _number("softcap", self.softcap or 0.0))
+        if self.softcap < 0:
+            raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
+        self._check_tensors()
+
+    def _check_tensors(self) -> None:
+        """Of shapes and dtypes that the score's tensors may have."""
+        set_ = object.__setattr__
+        for name in ("alibi", "bias", "mask"):
+            set_(self, name, tuple(getattr(self, name) or ()))
+        if self.alibi not in ((), (self.H,), (self.B, self.H)):
+            raise SpecError(
+                f"alibi={self.alibi} must be the shape of one slope a head, {(self.H,)} or {(self.B, self.H)}"
+            )
+        full = (self.B, self.H, self.Sq, self.Sk)
+        for name in ("bias", "mask"):
+            shape = getattr(self, name)
+            if shape and (len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, full, strict=True))):
+                raise SpecError(f"{name}={shape} must be four numbers, each 1 or that of (B, H, Sq, Sk) = {full}")
+        if self.bias_dtype and (not self.bias or self.bias_dtype not in (self.dtype, "float32")):
+            raise SpecError(
+                f"bias_dtype={self.bias_dtype!r} must be that of a bias: q's dtype, {self.dtype}, or float32"
+            )
+        set_(self, "bias_dtype", "" if self.bias_dtype == self.dtype else self.bias_dtype)
+        for name in ("sink", "key_lengths"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"{name}={getattr(self, name)!r} must be True or False: whether there is one")
+        if self.score is not None and not isinstance(self.score, Score):
+            raise SpecError(f"score={self.score!r} must be a sandbox.Score")
+
+    @classmethod
+    def from_shape(cls, shape: str, **semantics: Any) -> Problem:
+        """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, D also as D/Dv, and the other fields by name.
+
+        `alibi` may also be True, one slope a head; `bias` and `mask` also text of four numbers, or of the names of
+        what they are, such as "1,H,Sq,Sk".
+        """
+        parts = [part.strip() for part in shape.split(",")]
+        heads = parts[1].split("/") if len(parts) > 1 else []
+        widths = parts[-1].split("/")
+        numbers = [*parts[:1], *heads, *parts[2:-1], *widths]
+        if (
+            len(parts) not in (4, 5) or len(heads) not in (1, 2) or len(widths) not in (1, 2)
+            or not all(n.isdecimal() for n in numbers)
+        ):  # fmt: skip
+            raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
+        lengths = [int(n) for n in parts[2:-1]]
+        Hk, Dv = int(heads[-1]), int(widths[-1])
+        if len(heads) == 2 and not Hk:
+            raise SpecError(f"shape {shape!r}: Hk=0 key/value heads serve no query head")
+        if len(widths) == 2 and not Dv:
+            raise SpecError(f"shape {shape!r}: Dv=0: v must be at least 1 wide")
+        sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}
+        if semantics.get("alibi") is True:
+            semantics["alibi"] = (sizes["H"],)
+        for name in ("bias", "mask"):
+            if isinstance(semantics.get(name), str):
+                semantics[name] = _sizes(name, semantics[name], {**sizes, "S": sizes["Sk"]})
+        return cls(**sizes, Hk=Hk, Dv=Dv, **semantics)  # type: ignore[arg-type]
+
+    def as_json(self) -> dict[str, Any]:
+        """Every field, those that are absent left out: what `from_json` takes."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            name: value.as_json() if isinstance(value, Score) else list(value) if isinstance(value, tuple) else value
+            for name, value in row.items()
+            if name not in _ABSENT or value != (self.D if name == "Dv" else _ABSENT[name])
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Problem:
+        """The problem of what `as_json` gave; its `score` without the tensors' numbers."""
+        return cls(**{**row, **({"score": Score.from_json(row["score"])} if row.get("score") else {})})
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def plain(self) -> bool:
+        """Whether a score is scale and causal alone, and v as wide as k."""
+        return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in _ABSENT if name != "Dv")
+
+    @property
+    def diagonal(self) -> int:
+        """What is added to a query's row to find its own place among the keys. Causal: it sees j <= i + diagonal."""
+        return 0 if self.causal == "top-left" else self.Sk - self.Sq
+
+    @property
+    def bounds(self) -> Window:
+        """(left, right), causal and window in one: query i sees keys i + diagonal - left to i + diagonal + right."""
+        left, right = self.window
+        return left, (0 if right is None else min(right, 0)) if self.causal else right
+
+    @property
+    def visible_pairs(self) -> int:
+        """How many (query, key) pairs one head has to score, as far as causal and window say."""
+        left, right = self.bounds
+        if left is None and right is None:
+            return self.Sq * self.Sk
+        places = range(self.diagonal, self.diagonal + self.Sq)
+        firsts = (0 if left is None else max(0, i - left) for i in places)
+        ends = (self.Sk if right is None else min(self.Sk, i + right + 1) for i in places)
+        return sum(max(0, end - first) for first, end in zip(firsts, ends, strict=True))
+
+    @property
+    def flops(self) -> int:
+        """Forward floating-point operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a
+        window the pairs that are seen count, no others."""
+        return self._flops(self.D + self.Dv)
+
+    def flops_of(self, computes: str) -> int:
+        """`flops`, or for a "backward" its five matrix products instead of two: 2.5 times as many where Dv is D."""
+        return {"forward": self.flops, "backward": self._flops(3 * self.D + 2 * self.Dv)}.get(computes, 0)
+
+    def _flops(self, widths: int) -> int:
+        """Of matrix products whose head widths are that many together."""
+        if self.window != (None, None):
+            return 2 * self.B * self.H * self.visible_pairs * widths
+        full = 2 * self.B * self.H * self.Sq * self.Sk * widths
+        return full // 2 if self.causal else full
+
+    def __str__(self) -> str:
+        heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H}/{self.Hk}"
+        lengths = f"S{self.Sq}" if self.Sq == self.Sk else f"S{self.Sq}x{self.Sk}"
+        return f"B{self.B} {heads} {lengths} {self.variant}"
+
+    @property
+    def variant(self) -> str:
+        """What of it the compiler sees: head widths, dtype, mask, options."""
+        widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
+        mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
+        return " ".join((widths, self.dtype, *mask, *self._options()))
+
+    def _options(self) -> Iterator[str]:
+        """Those that are asked for, as the command line has them."""
+        if self.window != (None, None):
+            yield "window=" + ",".join("none" if n is None else str(n) for n in self.window)
+        if self.softcap:
+            yield f"softcap={self.softcap:g}"
+        for name in ("alibi", "bias", "mask"):
+            if shape := getattr(self, name):
+                dtype = f":{self.bias_dtype}" if name == "bias" and self.bias_dtype else ""
+                yield f"{name}={','.join(map(str, shape))}{dtype}"
+        yield from (name for name in ("sink", "key_lengths") if getattr(self, name))
+        if self.score:
+            yield f"score=[{self.score}]"
+
+
+_ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise SpecError(f"{name}={value!r} must be a number") from None
+    if not math.isfinite(number):
+        raise SpecError(f"{name}={number!r} must be finite")
+    return number
+
+
+def _window(window: Any) -> Window:
+    """`window=` as people write it. Raises SpecError."""
+    if window is None:
+        return None, None
+    try:
+        left, right = window
+        return tuple(None if n is None else integer("window", n, 0) for n in (left, right))  # type: ignore[return-value]
+    except (TypeError, ValueError):  # SpecError among them
+        raise SpecError(
+            f"window={window!r} must be (left, right): keys to either side, each an integer >= 0, or None for no bound"
+        ) from None
+
+
+def _sizes(name: str, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
+    """Numbers, or names of what they are, with commas between."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() or part in known for part in parts):
+        raise SpecError(f"{name} {text!r} must be four numbers with commas between, or names: 1,H,Sq,Sk")
+    return tuple(int(part) if part.isdecimal() else known[part] for part in parts)

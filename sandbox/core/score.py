@@ -1,0 +1,143 @@
+"""A user's own lines of CUDA: what a score becomes, and which keys are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from .errors import SpecError
+
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "bool": 1}  # bytes an element of what kernels read
+DTYPES = tuple(SIZES)  # of the tensors that an expression may read
+VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
+FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
+MOST_DIMENSIONS = 4
+
+
+class TensorLike(NamedTuple):
+    """What a tensor is like, without its numbers: all of it that a compiled kernel and a stored row know."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """Two expressions in CUDA C++ over `VARIABLES` and tensors, compiled into every kernel.
+
+    score: what the score x of query i and key j, in batch entry b and head h, becomes. mask: whether key j is seen, as
+    one more condition. i and j count rows of q and k; Sq and Sk are how many there are. tensors: {name: array}, read as
+    `name(i, j)` with as many indices as it has dimensions, at most four; float32, float16, bfloat16, int32 or bool; any
+    strides. Indices must lie inside, for every b, h, i < Sq and j < Sk. Constants to autograd.
+
+    Two are equal when their texts are and their tensors are alike in name, shape and dtype. `file` is where it was
+    read from, `blocks` the block map of its mask. Raises SpecError naming what makes no sense; whether an expression
+    compiles shows when it is first used.
+    """
+
+    score: str = "x"
+    mask: str = "true"
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    file: str = ""
+    blocks: Any = None
+    structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False)  # all that two equal ones share
+    described: Score = field(init=False)  # the same without the tensors' numbers: keeps no array alive
+    on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
+
+    def __post_init__(self) -> None:
+        for name in ("score", "mask"):
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text.strip():
+                raise SpecError(f"Score: {name}={text!r} must be an expression in CUDA C++, such as {_SUCH_AS[name]!r}")
+            object.__setattr__(self, name, text.strip())
+        for name, tensor in self.tensors.items():
+            if not isinstance(name, str) or not name.isidentifier() or name in (*VARIABLES, *FUNCTIONS):
+                raise SpecError(f"Score: a tensor cannot be called {name!r}: choose another name")
+            like = like_of(tensor)
+            if like.dtype not in DTYPES:
+                raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
+            if len(like.shape) > MOST_DIMENSIONS:
+                raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions can be read")
+        tensors = dict(self.tensors)
+        likes = {name: like_of(tensor) for name, tensor in tensors.items()}
+        object.__setattr__(self, "tensors", MappingProxyType(tensors))
+        object.__setattr__(self, "structure", (self.score, self.mask, tuple(likes.items())))
+        bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
+        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes, blocks=None))
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does anything to x."""
+        return self.score != "x"
+
+    @property
+    def hides(self) -> bool:
+        """Whether it may hide a key."""
+        return self.mask != "true"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Score) and self.structure == other.structure
+
+    def __hash__(self) -> int:
+        return hash(self.structure)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
+        return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks)
+
+    def __str__(self) -> str:
+        shown = [self.score] if self.changes or not self.hides else []
+        return "; ".join([*shown, f"sees {self.mask}"] if self.hides else shown)
+
+    def evaluate(self, x: Any, b: int, h: int, i: Any, j: Any, Sq: int, Sk: int) -> tuple[Any, Any, Any]:
+        """(what x becomes, its derivative, which are seen) of NumPy scores x (M, N), for query rows i (M, 1) and keys
+        j (1, N), in double precision by the host compiler: what `sandbox.reference` asks of a score."""
+        return self.on_host(x, b, h, i, j, Sq, Sk)
+
+    def with_blocks(self, blocks: Any) -> Score:
+        """The same with the block map of its mask, of `sandbox.block_map`, so that tiles which hold nothing are not
+        visited."""
+        return dataclasses.replace(self, blocks=blocks)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes; the tensors without their numbers."""
+        tensors = {name: {"shape": list(like.shape), "dtype": like.dtype} for name, like in self.structure[2]}
+        text = {"score": self.score, "mask": self.mask}
+        return text | ({"tensors": tensors} if tensors else {}) | ({"file": self.file} if self.file else {})
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Score:
+        """As `described`, of what `as_json` gave."""
+        tensors = {
+            name: TensorLike(tuple(like["shape"]), like["dtype"]) for name, like in row.get("tensors", {}).items()
+        }
+        return cls(row["score"], row["mask"], tensors, row.get("file", ""))
+
+    @classmethod
+    def from_file(cls, path: str | Path, problem: Any) -> Score:
+        """The `score` that a Python file defines: a Score, or a function of the problem that returns one."""
+        path = Path(path)
+        if not path.is_file():
+            raise SpecError(f"score {path}: there is no such file")
+        found = runpy.run_path(str(path)).get("score")
+        if isinstance(found, Callable):  # type: ignore[arg-type]
+            found = found(problem)  # type: ignore[misc]
+        if not isinstance(found, cls):
+            raise SpecError(f"score {path}: it must define score, a sandbox.Score or a function of the problem to one")
+        return dataclasses.replace(found, file=str(path.resolve()))
+
+
+_SUCH_AS = {"score": "x - 0.1f * abs(i - j)", "mask": "j <= i"}
+
+
+def like_of(tensor: Any) -> TensorLike:
+    """Shape and dtype of an array of any library, or of a TensorLike."""
+    try:
+        shape, dtype = tuple(int(n) for n in tensor.shape), tensor.dtype
+    except (AttributeError, TypeError):
+        raise SpecError(f"Score: a {type(tensor).__name__} is no tensor: it has no shape or dtype") from None
+    return TensorLike(shape, str(dtype).rpartition(".")[2])

@@ -1,0 +1,63 @@
+"""A user's expressions -> the header that brings them into a kernel, and into the host's own program for the truth."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from .score import Score
+
+HEADER = "score_snippet.cuh"
+_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "int32": "int", "bool": "bool"}
+# A number with a point or an exponent and no suffix, not part of a name or of another number.
+_DOUBLE = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
+
+
+def digest(score: Score) -> int:
+    """What tells one snippet from another: 48 bits, never 0."""
+    return int.from_bytes(hashlib.sha256(header(score).encode()).digest()[:6], "big") | 1
+
+
+def single(text: str) -> str:
+    """An expression with its literals in single precision: 0.5 -> 0.5f."""
+    return _DOUBLE.sub(r"\1f", text)
+
+
+def header(score: Score) -> str:
+    """`struct Snippet`, as include/score.cuh uses it. Mistakes are reported in files called "score" and "mask"."""
+    members = "".join(
+        f"    SnippetTensor<{_TYPES[like.dtype]}, {len(like.shape)}> {name};\n" for name, like in score.structure[2]
+    )
+    names = {like.dtype for _, like in score.structure[2]}
+    includes = [f"#include <cuda_{short}.h>" for dtype, short in _HEADERS.items() if dtype in names]
+    return "\n".join(
+        (
+            *includes,
+            "namespace expression {",
+            "struct Snippet {",
+            f"    static constexpr bool SCORES = {str(score.changes).lower()}, HIDES = {str(score.hides).lower()};",
+            members or "    int snippet;  // an empty member would have a size, too\n",
+            "    template <class X>",
+            "    __device__ __forceinline__ X new_score(X x, int b, int h, int i, int j, int Sq, int Sk) const {",
+            "        return X(",
+            '#line 1 "score"',
+            single(score.score),
+            '#line 1 "sandbox"',
+            "        );",
+            "    }",
+            "    __device__ __forceinline__ bool new_mask(int b, int h, int i, int j, int Sq, int Sk) const {",
+            "        return bool(",
+            '#line 1 "mask"',
+            single(score.mask),
+            '#line 1 "sandbox"',
+            "        );",
+            "    }",
+            "};",
+            "}  // namespace expression",
+            "using expression::Snippet;",
+            "",
+        )
+    )
+
+
+_HEADERS = {"float16": "fp16", "bfloat16": "bf16"}

@@ -1,0 +1,95 @@
+"""Which kernel and which tile serve a problem, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..core import log, registry
+from ..core.errors import UnsupportedProblem
+from ..core.kernel import Arch, Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..toolchain import arch as architectures
+from . import tuned
+
+
+def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
+    """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
+    if reason := kernel.refuses_tile(problem, tile, arch):
+        return reason
+    need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
+    have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
+    if need > have:
+        where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
+        return f"{kernel.name}: tile {tile} needs {need} bytes of shared memory at D={problem.D}, {where} has {have}"
+    return None
+
+
+def choose_tile(
+    kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = ""
+) -> Tile:
+    """`tile` if given, else what tuning found on a GPU of the name `gpu`, else the spec's best that `arch` can hold.
+
+    Raises UnsupportedProblem with the kernel's or the tile's own reason.
+    """
+    if reason := kernel.refuses(problem, arch):
+        raise UnsupportedProblem(reason)
+    found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
+    ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
+    own = dict.fromkeys(ranked, "the spec's best that is legal")
+    candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
+    reasons = []
+    for candidate, why in candidates.items():
+        reason = refuses_tile(kernel, problem, candidate, arch)
+        if reason is None:
+            log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
+            return candidate
+        reasons.append(reason)
+    raise UnsupportedProblem(reasons[-1])
+
+
+BY_NAME = "is chosen by name only (default=True in its spec makes it one to choose)"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a kernel makes of a problem: the tile it would take it with, or the sentence that says why it does not.
+
+    One with a tile and a reason would take it, and is not chosen for that reason.
+    """
+
+    kernel: Kernel
+    tile: Tile | None
+    reason: str = ""
+
+
+def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Offer]:
+    """Every kernel that `computes`, highest rung first: the first with a tile and no reason is the one to choose."""
+    for kernel in reversed(registry.kernels().values()):
+        if kernel.computes != computes:
+            continue
+        if deterministic and not kernel.deterministic:
+            yield Offer(kernel, None, f"{kernel.name}: is not deterministic")
+            continue
+        try:
+            tile = choose_tile(kernel, problem, arch)
+            yield Offer(kernel, tile, "" if kernel.default else f"{kernel.name}: {BY_NAME}")
+        except UnsupportedProblem as reason:
+            yield Offer(kernel, None, str(reason))
+
+
+def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
+    """The highest default rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`.
+
+    Raises UnsupportedProblem with every kernel's reason.
+    """
+    reasons: list[str] = []
+    for offer in offers(problem, computes, arch, deterministic):
+        if offer.tile is not None and not offer.reason:
+            because = "".join(f"\n  not {reason}" for reason in reasons)
+            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, offer.kernel.name, because)
+            return offer.kernel
+        reasons.append(offer.reason)
+    listed = "\n  ".join(reasons)
+    raise UnsupportedProblem(f"no {computes} kernel takes {problem}:\n  {listed}")

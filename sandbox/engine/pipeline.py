@@ -1,0 +1,269 @@
+"""Kernel + tile + problem -> compiled, packed, launched, on either backend."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..core import log
+from ..core.errors import CompileError, SpecError, UnsupportedProblem
+from ..core.kernel import Arch, Dim3, Entry, Kernel
+from ..core.problem import Problem, normalise_causal
+from ..core.registry import entry_owner
+from ..core.tile import Tile
+from ..cpu import build
+from ..cpu.launch import CpuFunction
+from ..launch import driver, parameters
+from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.dlpack import HOST, Device
+from ..launch.tensor_maps import Tensor, encode_for_host
+from ..toolchain import arch as architectures
+from ..toolchain import cache, nvrtc, snippets, sources
+from ..toolchain.nvrtc import Compiled, Resources
+from .choose import choose_kernel, choose_tile
+
+DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel ready to launch on one problem: loaded, its geometry fixed, its arguments packed.
+
+    `launch` does all that the kernel computes: for a backward, delta first, and what its scratch needs of zeroing.
+    `seconds`: what compiling took when it was compiled; `cached`: that was on an earlier occasion.
+    """
+
+    kernel: Kernel
+    tile: Tile
+    problem: Problem
+    device: Device
+    seconds: float
+    cached: bool
+    compiled: tuple[Compiled, ...]  # each of the kernel's entries; empty on the CPU backend
+    launch: Launch  # on tensors of the shapes and strides that it was prepared for
+    tensor_names: tuple[str, ...]  # whose addresses `launch` takes, in this order: `scratch_of` the kernel among them
+
+    def pointers(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """What `launch` takes, of `tensors` by the names in the spec's `args`."""
+        return tuple(tensors[name].pointer for name in self.tensor_names)
+
+    def wait(self) -> None:
+        """Until the GPU has done all its work; an error of this kernel's launch is raised here, with its name."""
+        if self.device != HOST:
+            driver.device(self.device[1]).synchronize(after=f"{self.kernel.name} on {self.problem}, tile {self.tile}")
+
+
+def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Prepared:
+    """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may lack.
+
+    A backward also computes the gradients of bias and sink, where `tensors` has "dbias" or "dsink"; with "dLSE" it is
+    that of LSE too.
+
+    An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
+    GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
+    """
+    steps: list[_Step] = []
+    if kernel.computes == "backward":
+        arch = arch_of(device)
+        delta = choose_kernel(problem, "delta", arch)
+        delta_tile = choose_tile(delta, problem, arch)
+        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
+    loaded = load(kernel, tile, problem, device)
+    steps += _steps(kernel, tile, problem, tensors, device, loaded)
+    scratch = scratch_of(kernel, problem)
+    zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
+    names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
+    launch = steps[0][0] if len(steps) == 1 and steps[0][0] else _in_order(steps, zeroed, names, device)
+    return Prepared(
+        kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
+    )  # fmt: skip
+
+
+_Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes
+
+
+def _steps(
+    kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
+) -> Iterator[_Step]:
+    encode = encode_for_host if device == HOST else driver.encode_tensor_map
+    for entry, function in zip(kernel.entries, loaded.functions, strict=True):
+        if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
+            continue
+        grid = entry.grid(problem, tile)
+        for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
+            if size > limit:
+                raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
+        arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
+        block, smem = entry.block(tile), entry.smem_bytes(problem, tile)
+        launch = function.launcher(grid, block, smem, arguments) if all(grid) else None
+        yield launch and _logged(launch, entry, grid, block, smem, arguments), arguments.tensor_names
+
+
+def _logged(launch: Launch, entry: Entry, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock) -> Launch:
+    """`launch` itself, unless somebody wants to hear of each."""
+    if not log.logger.isEnabledFor(log.LAUNCHES):
+        return launch
+
+    def said(pointers: tuple[int, ...], stream: int = 0) -> None:
+        log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", entry.name, grid, block, smem)
+        launch(pointers, stream)
+        for name, value in zip(entry.args, arguments.values, strict=True):
+            log.logger.log(log.ARGUMENTS, "  %s = %s", name, describe(value))
+
+    return said
+
+
+def _in_order(steps: Sequence[_Step], zeroed: Mapping[str, int], names: tuple[str, ...], device: Device) -> Launch:
+    """One launch of several, after zeros have been written where they are needed."""
+    gpu = driver.device(device[1]) if device != HOST else None
+    clear = [(names.index(name), nbytes) for name, nbytes in zeroed.items() if nbytes]
+    launches = [(launch, [names.index(name) for name in its_names]) for launch, its_names in steps if launch]
+
+    def launch_all(pointers: tuple[int, ...], stream: int = 0) -> None:
+        for i, nbytes in clear:
+            if gpu:
+                driver.zero(pointers[i], nbytes, gpu, stream)
+            else:
+                ctypes.memset(pointers[i], 0, nbytes)
+        for launch, taken in launches:
+            launch(tuple(pointers[i] for i in taken), stream)
+
+    return launch_all
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel's entries, ready on one device, and what compiling them took and gave; see Prepared."""
+
+    functions: tuple[driver.CudaFunction | CpuFunction, ...]
+    compiled: tuple[Compiled, ...]
+    seconds: float
+    cached: bool
+
+
+def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
+    """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
+    SpecError where the spec's `args` are not the parameters that the compiler found."""
+    what = kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device
+    refused, error = _refused.get(what, (None, None))
+    if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
+        raise error.with_traceback(None)
+    try:
+        return _load(*what)
+    except CompileError as refusal:
+        _refused[what] = sources.fingerprint(kernel.source, build.include_dirs(kernel.source)), refusal
+        raise
+
+
+# What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times.
+_Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device]
+_refused: dict[_Variant, tuple[str | None, CompileError]] = {}
+
+
+@lru_cache(maxsize=512)
+def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
+    names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
+    if device == HOST:
+        with cache.in_use():  # the loader is given a path
+            built = build.library(kernel.source, names, dict(defines), folders)
+            functions = tuple(CpuFunction(built.path, name) for name in names)
+        for entry, function in zip(kernel.entries, functions, strict=True):
+            parameters.hold(entry, function.parameters, kernel.source, score_bytes)
+        return Loaded(functions, (), built.seconds, built.cached)
+    gpu = driver.device(device[1])
+    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
+    for entry, made in zip(kernel.entries, compiled, strict=True):
+        parameters.hold(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes)
+    on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
+    return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached)
+
+
+def _compiled(
+    kernel: Kernel, arch: str, defines: Mapping[str, object], folders: Sequence[Path] = ()
+) -> tuple[Compiled, ...]:
+    return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines, folders=folders) for entry in kernel.entries)
+
+
+def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches."""
+    return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
+
+
+def forget() -> None:
+    """Drop every loaded kernel, so that the next launch reads the sources anew."""
+    _load.cache_clear()
+    _refused.clear()
+
+
+def arch_of(device: Device) -> Arch | None:
+    """A GPU's compute capability; None for the CPU backend."""
+    return None if device == HOST else driver.device(device[1]).arch
+
+
+def arch_name(kernel: Kernel, arch: Arch) -> str:
+    """The target to compile `kernel` for on a GPU of that compute capability, as "sm_90a"."""
+    return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
+
+
+def arch_here(kernel: Kernel) -> str:
+    """The target to compile `kernel` for unless somebody names one: this machine's GPU's, or sm_90a without one."""
+    return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+
+
+def compile(
+    kernel: str | Kernel,
+    D: int = 128,
+    dtype: str = "float16",
+    causal: bool | str = False,
+    arch: str | None = None,
+    tile: Tile | str | None = None,
+) -> Compiled:
+    """Compile one kernel for one architecture and report what it costs. Needs no GPU.
+
+    kernel: also the name of an entry that a kernel launches later, such as "bwd_minimal_dq". D: head width; dtype:
+    "float32", "float16" or "bfloat16"; arch: "sm_90a" and so on, by default the GPU's, or sm_90a without one.
+    Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
+    UnknownKernel.
+    """
+    owner = entry_owner(kernel) if isinstance(kernel, str) else kernel
+    return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, D, dtype, causal, arch, tile)
+
+
+def compile_entry(
+    kernel: Kernel, entry: str, D: int, dtype: str, causal: bool | str, arch: str | None = None,
+    tile: Tile | str | None = None,
+) -> Compiled:  # fmt: skip
+    """`compile` of one entry of any kernel, not of the registry alone. Raises UnknownKernel when it has none such."""
+    name = kernel.entry(entry).name
+    return next(c for c in compile_entries(kernel, D, dtype, causal, arch, tile) if c.entry == name)
+
+
+def compile_entries(
+    kernel: Kernel, D: int, dtype: str, causal: bool | str, arch: str | None = None, tile: Tile | str | None = None
+) -> tuple[Compiled, ...]:
+    """`compile` of every entry of a kernel, in the order of its launches."""
+    if arch is None:
+        arch = arch_here(kernel)
+    problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
+    chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
+    return compile_problem(kernel, problem, chosen, arch)
+
+
+def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, arch: Arch) -> architectures.Occupancy:
+    """How many blocks of an entry an SM holds, and what limits them."""
+    smem = entry.smem_bytes(problem, tile) + resources.smem_static
+    return architectures.occupancy(arch, math.prod(entry.block(tile)), resources.registers, smem)
+
+
+def as_tile(tile: Tile | str | Mapping[str, int] | None) -> Tile | None:
+    """A tile as people write it: a Tile, a mapping, or "BLOCK_M=64,BLOCK_N=32"."""
+    if tile is None or isinstance(tile, Tile):
+        return tile
+    if not isinstance(tile, str | Mapping):
+        raise SpecError(f"tile={tile!r} must be a Tile, a mapping, or text such as BLOCK_M=64,BLOCK_N=32")
+    return Tile.parse(tile) if isinstance(tile, str) else Tile(**tile)

@@ -1,0 +1,200 @@
+"""Kernel arguments: what each name in a spec's `args` is in C, and where its value comes from.
+
+One row of `ARGUMENTS` is one kind of argument. Values are packed by their declared C type, once, into memory whose
+addresses form the `void**` table that both cuLaunchKernel and the CPU backend take; a launch refills pointers only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from ..core.errors import SpecError, UnsupportedProblem
+from ..core.integers import cdiv
+from ..core.kernel import COMPUTATIONS, Entry, Kernel
+from ..core.options import score_structure, score_tensors
+from ..core.problem import Problem
+from ..core.tile import Tile
+from .tensor_maps import Encode, MapSlot, Tensor, TensorMap, box_of, encode_for_host, new_map
+
+
+class View(ctypes.Structure):
+    """`View<T>` of include/common.cuh: a (B, H, S, D) tensor with unit stride in D; strides in elements."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("stride_b", ctypes.c_int64),
+        ("stride_h", ctypes.c_int64),
+        ("stride_s", ctypes.c_int64),
+    )
+
+
+class Launch(Protocol):
+    """Launches a prepared kernel on tensors at these addresses, in the order of its `args`, on a CUDA stream.
+
+    Safe from several threads. On the CPU backend it returns when the work is done.
+    """
+
+    def __call__(self, pointers: tuple[int, ...], stream: int = 0) -> None: ...
+
+
+class Row(NamedTuple):
+    """One kind of argument: its C type, and a tensor's name to follow or a value from the problem."""
+
+    ctype: type
+    value: Callable[[Problem], object] | None = None  # None: of a tensor, filled in at launch
+    tensor: str = ""  # whose address it follows
+    rows: Callable[[Tile], int] | None = None  # of a tensor map's box
+    optional: bool = False  # a null pointer where there is no such tensor
+
+
+def _view(name: str) -> Row:  # any strides, unit stride in D
+    return Row(View, tensor=name)
+
+
+def _pointer(name: str) -> Row:  # contiguous, its shape fixed by the problem: (B, H, Sq) fp32, but for SCRATCH's
+    return Row(ctypes.c_void_p, tensor=name)
+
+
+def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many rows and 64 columns
+    return Row(TensorMap, tensor=name, rows=rows)
+
+
+def _bias_size(axis: int, problem: Problem) -> ctypes.c_int32:
+    return ctypes.c_int32(problem.bias[axis])
+
+
+_WARPGROUP_ROWS = 64  # which one wgmma multiplies
+
+ARGUMENTS: dict[str, Row] = {
+    **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
+    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink")},
+    **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
+    **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
+    **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
+    **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
+    "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
+    "score": Row(ctypes.Structure),  # its layout is the problem's
+    "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
+    "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
+    **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
+    "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B * p.H)),
+}
+
+
+NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not launched where nobody gave it
+
+
+class Scratch(NamedTuple):
+    """Memory that a backward needs and its caller does not own: contiguous fp32, made by whoever launches."""
+
+    shape: Callable[[Problem], tuple[int, ...]]
+    zeroed: bool  # by the launch, on its stream
+
+
+SCRATCH: dict[str, Scratch] = {
+    "delta": Scratch(lambda p: (p.B, p.H, p.Sq), zeroed=False),
+    # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
+    "dQ_accum": Scratch(lambda p: (p.B, p.H, cdiv(p.Sq, 128) * 128, 1 << max(p.D - 1, 31).bit_length()), zeroed=True),
+}
+
+
+def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the scratch that `kernel` needs."""
+    named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
+    return {name: SCRATCH[name].shape(problem) for name in named if name not in COMPUTATIONS[kernel.computes].writes}
+
+
+class _Slots:
+    """Several arguments that follow one tensor."""
+
+    def __init__(self, slots: Iterable[Any]):
+        self._slots = tuple(slots)
+
+    def _put(self, pointer: int) -> None:
+        for slot in self._slots:
+            slot.value = pointer
+
+    value = property(None, _put)
+
+
+class ArgumentBlock:
+    """The arguments of one entry point for one problem, packed.
+
+    `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec.
+    `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that no map can describe.
+    """
+
+    def __init__(
+        self, entry: Entry, problem: Problem, tile: Tile, tensors: Mapping[str, Tensor],
+        encode: Encode = encode_for_host,
+    ):  # fmt: skip
+        unknown = [name for name in entry.args if name not in ARGUMENTS]
+        if unknown:
+            raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/launch/arguments.py")
+        slots: dict[str, list[Any]] = {}
+        self.values: list[Any] = []
+        for name in entry.args:
+            row = ARGUMENTS[name]
+            if row.value is not None or (row.optional and row.tensor not in tensors):
+                self.values.append(row.value(problem) if row.value is not None else row.ctype())
+                continue
+            if name == "score":
+                value, within = score_argument(problem, tensors)
+                self.values.append(value)
+                for tensor_name, place in within.items():
+                    slots.setdefault(tensor_name, []).append(place)
+                continue
+            tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
+            slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer
+            if row.ctype is not ctypes.c_void_p:
+                assert tensor is not None, "the caller names every tensor whose strides count"
+                if row.rows:
+                    box = box_of(row.tensor, problem, tensor, row.rows(tile))
+                    slot = MapSlot(ctypes.addressof(value), box, problem.dtype, encode)
+                else:
+                    value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
+            if tensor and not row.rows:
+                slot.value = tensor.pointer
+            self.values.append(value)
+            slots.setdefault(row.tensor, []).append(slot)
+        self.tensor_names = tuple(slots)
+        self.slots = [own[0] if len(own) == 1 else _Slots(own) for own in slots.values()]
+        self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
+        self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
+
+
+def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
+    """`Score` of include/score.cuh, and where in it the addresses of tensors lie, by their names."""
+    value = score_structure(problem)()
+    left, right = problem.bounds
+    numbers = {
+        "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale, "left": left or 0,
+        "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
+    }  # fmt: skip
+    for field in value._fields_:
+        if field[0] in numbers:
+            setattr(value, field[0], numbers[field[0]])
+    slots = {}
+    for wanted in score_tensors(problem):
+        tensor, sizes = tensors[wanted.name], wanted.shape
+        strides = (0,) * (len(sizes) - len(tensor.strides)) + tuple(tensor.strides)
+        if len(wanted.strides) < len(sizes) and sizes[-1] > 1 and strides[-1] != 1:
+            raise UnsupportedProblem(
+                f"{wanted.name} has stride {strides[-1]} in its last dimension: it must be 1 (pass a contiguous copy)"
+            )
+        for name, size, stride in zip(wanted.strides, sizes, strides, strict=False):
+            setattr(value, name, stride if size > 1 else 0)
+        slot = ctypes.c_void_p.from_buffer(value, getattr(type(value), wanted.pointer).offset)
+        slot.value = tensor.pointer
+        slots[wanted.name] = slot
+    return value, slots
+
+
+def describe(value: Any) -> str:
+    """A packed argument, for people."""
+    if isinstance(value, ctypes.Structure):
+        return ", ".join(f"{field[0]} {getattr(value, field[0])}" for field in value._fields_)
+    return str(value.value)

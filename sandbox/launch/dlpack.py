@@ -1,0 +1,310 @@
+"""NumPy, CuPy, PyTorch and any other DLPack array <-> a checked view: address, shape, strides, dtype, device.
+
+Nothing is copied. Each array library has one adapter; the three known ones read the array's own attributes, which says
+the same as its DLPack capsule ten times faster, and anything else with `__dlpack__` is read from the capsule. No
+library is imported here that the caller has not imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import UnsupportedProblem
+from ..core.problem import ITEMSIZE
+from ..core.score import SIZES
+from .array_view import HOST, ArrayView, Device, dense_strides, layout
+from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
+
+__all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
+
+
+class Library:
+    """What this project needs of an array library. `name` is the word for messages.
+
+    `allocator` and `stream` return calls without arguments, so that a plan made once can run them often.
+    """
+
+    name: str
+
+    def held(self, *arrays: Any) -> tuple[Any, ...]:
+        """The arrays as the other methods take them; their memory stays where it is as long as somebody has these."""
+        return arrays
+
+    def handed(self, like: Any) -> Callable[[Any], Any] | None:
+        """What turns an array of `allocator(like, …)` into the caller's kind, once it is written; None: it is."""
+        return None
+
+    def intercepts(self, *arrays: Any) -> bool:
+        """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
+        return False
+
+    def signature(self, array: Any) -> Hashable:
+        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
+        raise NotImplementedError
+
+    def pointer(self, array: Any) -> int:
+        """Address of the first element."""
+        raise NotImplementedError
+
+    def view(self, array: Any) -> ArrayView:
+        """The array as an ArrayView. Raises UnsupportedProblem naming a dtype or device that is not served."""
+        raise NotImplementedError
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """A call that makes a new array of this library on `like`'s device; `strides` are dense, in any order."""
+        raise NotImplementedError
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
+        return int  # int() is 0, the default stream
+
+    def contiguous(self, array: Any) -> Any:
+        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
+        raise NotImplementedError
+
+    def records(self, *arrays: Any) -> bool:
+        """Whether the library has to see the operation, or wants a gradient of it."""
+        return False
+
+
+def _dtype(name: str, library: str) -> str:
+    if name not in SIZES:
+        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
+    return name
+
+
+class _NumPy(Library):
+    name = "NumPy"
+
+    def signature(self, array: np.ndarray) -> Hashable:
+        return array.shape, array.strides, array.dtype
+
+    def pointer(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def view(self, array: np.ndarray) -> ArrayView:
+        if not array.dtype.isnative:
+            raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
+        dtype = _dtype(array.dtype.name, self.name)
+        strides = _element_strides(array.strides, SIZES[dtype])
+        return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        lying, axes = _permuted(shape, strides)
+        kind = numpy_dtype(dtype)
+        return lambda: np.empty(lying, kind).transpose(axes)
+
+    def contiguous(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
+
+class _CuPy(Library):
+    name = "CuPy"
+
+    def signature(self, array: Any) -> Hashable:
+        return array.shape, array.strides, array.dtype, array.device.id
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr
+
+    def view(self, array: Any) -> ArrayView:
+        dtype = _dtype(array.dtype.name, self.name)
+        strides = _element_strides(array.strides, SIZES[dtype])
+        return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        import cupy
+
+        lying, axes = _permuted(shape, strides)
+        device, kind = like.device, numpy_dtype(dtype)
+
+        def allocate() -> Any:
+            with device:
+                return cupy.empty(lying, kind).transpose(axes)
+
+        return allocate
+
+    def contiguous(self, array: Any) -> Any:
+        import cupy
+
+        with array.device:
+            return cupy.ascontiguousarray(array)
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        import cupy
+
+        return lambda: cupy.cuda.get_current_stream(ordinal).ptr
+
+
+class _PyTorch(Library):
+    name = "PyTorch"
+
+    def signature(self, array: Any) -> Hashable:
+        return array.shape, array.stride(), array.dtype, array.device
+
+    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]  # no Python frame: five calls a launch
+
+    def view(self, array: Any) -> ArrayView:
+        dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
+        kind = array.device.type
+        if kind not in ("cpu", "cuda"):
+            raise UnsupportedProblem(f'device "{array.device}" is not supported: move the tensor to cpu or cuda')
+        if array.layout is not sys.modules["torch"].strided:
+            raise UnsupportedProblem(f"layout {array.layout} is not supported: pass a strided tensor (.to_dense())")
+        if array.is_neg() or array.is_conj():
+            raise UnsupportedProblem("a lazily negated tensor is not supported: pass it through .resolve_neg()")
+        device = (kind, array.device.index or 0)
+        return ArrayView(array.data_ptr(), tuple(array.shape), array.stride(), dtype, device, array)
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        torch = sys.modules["torch"]
+        return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
+
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
+        return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
+
+    def records(self, *arrays: Any) -> bool:
+        torch = sys.modules["torch"]
+        followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
+        return followed or self.intercepts(*arrays[:3])
+
+    def intercepts(self, *arrays: Any) -> bool:
+        """The compiler, a subclass (a fake or distributed tensor, …), a dispatch mode, torch.func, a dual level, or
+        torch.jit.trace: half a microsecond, by what their own Python modules ask."""
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling():
+            return True
+        for array in arrays:
+            kind = type(array)
+            if kind is not torch.Tensor and kind is not torch.nn.Parameter and isinstance(array, torch.Tensor):
+                return True
+        return (
+            torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+            or torch._C._get_tracing_state() is not None
+        )
+
+
+class _Capsule(Library):
+    """Any other array with `__dlpack__`, read from its capsule, which is asked for once a call and kept: a library may
+    copy to make one. The methods take views. Results are NumPy's, handed to the array's own `from_dlpack`."""
+
+    name = "DLPack"
+
+    def held(self, *arrays: Any) -> tuple[Any, ...]:
+        return tuple(self.view(array) if library_of(array) is self else array for array in arrays)
+
+    def signature(self, array: ArrayView) -> Hashable:
+        return array.shape, array.strides, array.dtype, array.device, type(array.owner[0])
+
+    def pointer(self, array: ArrayView) -> int:
+        return array.pointer
+
+    def view(self, array: Any) -> ArrayView:
+        if isinstance(array, ArrayView):
+            return array
+        device = _DEVICES.get(int(array.__dlpack_device__()[0]))
+        if device is None:
+            raise UnsupportedProblem(f"DLPack device type {array.__dlpack_device__()} is neither a CPU nor a CUDA GPU")
+        # On a GPU, 1 asks the producer to make its work visible to the legacy default stream, on which we launch.
+        capsule = capsule_of(array, stream=1) if device == "cuda" else capsule_of(array)
+        tensor = tensor_in(capsule)
+        code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
+        name = _DTYPES.get((code, bits), f"code {code}, {bits} bit")
+        dtype = _dtype(name if lanes == 1 else f"{name} x {lanes}", self.name)
+        shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+        stored = tensor.strides  # absent when contiguous
+        strides = tuple(stored[i] for i in range(tensor.ndim)) if stored else dense_strides(shape)
+        pointer = (tensor.data or 0) + tensor.byte_offset
+        return ArrayView(pointer, shape, strides, dtype, (device, tensor.device.device_id), (array, capsule))
+
+    def allocator(
+        self, like: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str
+    ) -> Callable[[], Any]:
+        numpy = _KNOWN["numpy"]
+        new = numpy.allocator(like, shape, strides, dtype)
+        return lambda: numpy.view(new())
+
+    def handed(self, like: ArrayView) -> Callable[[ArrayView], Any]:
+        array = like.owner[0]
+        namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
+        if like.device != HOST or namespace is None:
+            raise UnsupportedProblem(
+                f"results cannot be made as {type(array).__name__}: pass NumPy, CuPy or PyTorch arrays, "
+                "for instance torch.from_dlpack(array)"
+            )
+
+        def hand(made: ArrayView) -> Any:
+            return namespace.from_dlpack(Exported(made.owner) if made.dtype == "bfloat16" else made.owner)
+
+        return hand
+
+    def contiguous(self, array: ArrayView) -> Any:
+        raise UnsupportedProblem(
+            f"a {type(array.owner[0]).__name__} of these strides cannot be copied: pass a contiguous array"
+        )
+
+
+_KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
+_CAPSULE = _Capsule()
+_by_type: dict[type, Library] = {ArrayView: _CAPSULE}
+_DTYPES = {  # (DLDataTypeCode, bits)
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (6, 8): "bool"
+}  # fmt: skip
+_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
+
+
+def library_of(array: Any) -> Library:
+    """The adapter for `array`. Raises UnsupportedProblem when it is no array at all."""
+    kind = type(array)
+    library = _by_type.get(kind)
+    if library is None:
+        # A subclass, such as torch.nn.Parameter, is of its base's library.
+        modules = [base.__module__.partition(".")[0] for base in kind.__mro__]
+        library = next((_KNOWN[module] for module in modules if module in _KNOWN), None)
+        if library is None and hasattr(kind, "__dlpack__"):
+            library = _CAPSULE
+        if library is None or not hasattr(kind, "__dlpack__"):
+            raise UnsupportedProblem(
+                f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
+            )
+        _by_type[kind] = library
+    return library
+
+
+def view(array: Any) -> ArrayView:
+    """Any array as an ArrayView, without a copy."""
+    return library_of(array).view(array)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """`"bfloat16"` and so on as a NumPy dtype."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def _element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    if any(stride % itemsize for stride in strides):
+        raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
+    return tuple(stride // itemsize for stride in strides)
+
+
+def _permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
+    order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
+    return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))

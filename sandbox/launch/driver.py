@@ -1,0 +1,290 @@
+"""The CUDA driver: the one module that talks to libcuda.
+
+Everything works in the device's primary context, which PyTorch and CuPy use too, so that their arrays and streams are
+ours. All calls go through NVIDIA's bindings but two, which go through ctypes: cuLaunchKernel, with every argument but
+the stream converted beforehand, because a launch is what people count microseconds of; and cuTensorMapEncodeTiled,
+which a launch on memory that it has not seen needs first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from ..core.errors import DriverError, GpuUnavailable
+from ..core.kernel import Arch, Dim3
+from .arguments import ArgumentBlock, Launch
+from .tensor_maps import Box
+
+_SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
+_DEFAULT_SMEM = 48 * 1024  # more shared memory than this, static and dynamic together, a kernel has to opt in to
+
+
+@lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    """libcuda, initialised. Raises GpuUnavailable at once, without trying anything that could wait for a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise GpuUnavailable(
+            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it; the CPU backend needs none)"
+        ) from error
+    status = library.cuInit(0)
+    if status == _NO_DEVICE:
+        raise GpuUnavailable("the NVIDIA driver sees no GPU (check nvidia-smi and CUDA_VISIBLE_DEVICES)")
+    if status == _NOT_INITIALIZED:
+        raise GpuUnavailable("CUDA cannot be used in a forked process: start it with the 'spawn' method")
+    if status != _SUCCESS:
+        raise GpuUnavailable(f"the NVIDIA driver does not start: cuInit returned {status} (does nvidia-smi work?)")
+    return library
+
+
+@lru_cache(maxsize=1)
+def _bindings() -> Any:
+    _libcuda()
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise GpuUnavailable(f"CUDA's Python bindings are missing ({error}): pip install cuda-python") from error
+    return driver
+
+
+def _call(name: str, *args: Any, about: str = "") -> Any:
+    """One driver call; returns its result, or raises DriverError naming the call."""
+    driver = _bindings()
+    status, *results = getattr(driver, name)(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise _error(int(status), f"{name}({about})")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _error(code: int, call: str) -> DriverError:
+    driver = _bindings()
+    _, name = driver.cuGetErrorName(driver.CUresult(code))
+    _, text = driver.cuGetErrorString(driver.CUresult(code))
+    named = name.decode() if name else str(code)
+    return DriverError(f"{call}: {named} ({text.decode() if text else 'unknown'})", code=code, name=named)
+
+
+def available() -> bool:
+    """Whether there is a GPU to use."""
+    try:
+        return device_count() > 0
+    except GpuUnavailable:
+        return False
+
+
+@lru_cache(maxsize=1)
+def device_count() -> int:
+    """GPUs that this process sees. Raises GpuUnavailable when there is no driver."""
+    return _call("cuDeviceGetCount")
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver serves, as "13.0"."""
+    version = _call("cuDriverGetVersion")
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its primary context."""
+
+    ordinal: int
+    name: str
+    arch: Arch
+    sm_count: int
+    smem_per_block: int  # the most a block may opt in to, bytes
+    context: Any
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The primary context bound to the calling thread, and afterwards whatever was bound before.
+
+        PyTorch and CuPy take the bound context for the device that the user has chosen.
+        """
+        _call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent")
+
+    def synchronize(self, after: str = "") -> None:
+        """Wait for all work; an error of an earlier launch shows up here, so say which in `after`."""
+        with self.current():
+            _call("cuCtxSynchronize", about=f"after {after}" if after else "")
+
+    @contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Where a profiler that waits for it records."""
+        with self.current():
+            _call("cuProfilerStart")
+            try:
+                yield
+            finally:
+                _call("cuProfilerStop")
+
+
+@cache
+def device(ordinal: int = 0) -> Device:
+    """The GPU of that number. Raises GpuUnavailable."""
+    if ordinal >= device_count():
+        raise GpuUnavailable(f"there is no GPU {ordinal}: this process sees {device_count()}")
+    driver = _bindings()
+    handle = _call("cuDeviceGet", ordinal)
+    name = _call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode()
+    context = _call("cuDevicePrimaryCtxRetain", handle)
+
+    def attribute(which: str) -> int:
+        return _call("cuDeviceGetAttribute", getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{which}"), handle)
+
+    arch = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
+    smem = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+    return Device(ordinal, name, arch, attribute("MULTIPROCESSOR_COUNT"), smem, context)
+
+
+_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+_ONES = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+_NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+
+
+def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
+    """The tensor map for a box, 128-byte swizzled, into the 128 bytes at `address`, which must be a multiple of 64.
+
+    Raises DriverError when the driver refuses the tensor.
+    """
+    arguments = (
+        ctypes.c_void_p(address), _MAP_DTYPES[dtype], 4, ctypes.c_void_p(box.data), box.size, box.stride, box.box,
+        _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS,
+    )  # fmt: skip
+    status = _libcuda().cuTensorMapEncodeTiled(*arguments)
+    if status == _INVALID_CONTEXT:  # a thread new to CUDA
+        with device().current():
+            status = _libcuda().cuTensorMapEncodeTiled(*arguments)
+    if status:
+        about = f"{dtype}, address={box.data:#x}, size={[*box.size]}, stride={[*box.stride]}, box={[*box.box]}"
+        raise _error(status, f"cuTensorMapEncodeTiled({about})")
+
+
+class CudaFunction:
+    """One kernel's entry point in a loaded cubin."""
+
+    def __init__(self, cubin: bytes, entry: str, device: Device):
+        self.entry, self.device = entry, device
+        with device.current():
+            self._module = _call("cuModuleLoadData", cubin, about=f"{entry}, {len(cubin)} bytes")
+            self._function = _call("cuModuleGetFunction", self._module, entry.encode(), about=entry)
+
+    def attribute(self, which: str) -> int:
+        """A CU_FUNC_ATTRIBUTE, such as "NUM_REGS"."""
+        attributes = _bindings().CUfunction_attribute
+        return _call("cuFuncGetAttribute", getattr(attributes, f"CU_FUNC_ATTRIBUTE_{which}"), self._function)
+
+    def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
+        """Blocks that the driver says fit on an SM at once."""
+        with self.device.current():
+            return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
+
+    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
+        """A call that launches on tensors at the given addresses, on a stream (its handle).
+
+        Opts in to large shared memory. Raises DriverError naming kernel and geometry, now or when launching.
+        """
+        about = f"{self.entry}, grid={grid}, block={block}, smem={smem_bytes}"
+        if smem_bytes + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
+            attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call("cuFuncSetAttribute", self._function, attribute, smem_bytes, about=about)
+        call, lock, slots, handle = _libcuda().cuLaunchKernel, threading.Lock(), arguments.slots, ctypes.c_void_p()
+        # Plain ints and None are what ctypes converts fastest.
+        function = ctypes.c_void_p(int(self._function))
+        all_arguments = (function, *grid, *block, smem_bytes, handle, arguments.table, None)
+        several_devices = device_count() > 1
+
+        # What the table and `handle` hold, as far as that is known: an interrupt in the middle of a change leaves None.
+        filled: tuple[int, ...] | None = None
+        current: int | None = 0
+
+        def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
+            nonlocal filled, current
+            with lock:  # nobody else refills the arguments until the driver has copied them
+                if pointers != filled:  # a loop gets the same memory again and again from its allocator
+                    filled = None
+                    for slot, pointer in zip(slots, pointers, strict=True):
+                        slot.value = pointer
+                    filled = pointers
+                if stream != current:
+                    current = None
+                    handle.value = stream
+                    current = stream
+                status = _INVALID_CONTEXT if several_devices else call(*all_arguments)
+                if status == _INVALID_CONTEXT:  # another device may be current, or none in a thread new to CUDA
+                    with self.device.current():
+                        status = call(*all_arguments)
+            if status:
+                raise _error(status, f"cuLaunchKernel({about})")
+
+        return launch
+
+
+class Event:
+    """A point in a stream's work, for timing; used while its device's context is current."""
+
+    def __init__(self) -> None:
+        self._event = _call("cuEventCreate", 0)
+
+    def record(self, stream: int = 0) -> None:
+        """Mark the end of what has been given to `stream` so far."""
+        _call("cuEventRecord", self._event, stream)
+
+    def synchronize(self) -> None:
+        """Wait until the mark is reached."""
+        _call("cuEventSynchronize", self._event)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """GPU time between two marks that have both been reached."""
+        return _call("cuEventElapsedTime", earlier._event, self._event) * 1e-3
+
+    def __del__(self) -> None:
+        if event := getattr(self, "_event", None):
+            _bindings().cuEventDestroy(event)
+
+
+class DeviceMemory:
+    """Bytes on a GPU, freed with the object."""
+
+    def __init__(self, nbytes: int, device: Device):
+        self._device = device
+        with device.current():
+            self.pointer = int(_call("cuMemAlloc", max(nbytes, 1), about=f"{nbytes} bytes"))
+
+    def __del__(self) -> None:
+        if pointer := getattr(self, "pointer", 0):
+            driver = _bindings()
+            driver.cuCtxPushCurrent(self._device.context)
+            driver.cuMemFree(pointer)
+            driver.cuCtxPopCurrent()
+
+
+def zero(pointer: int, nbytes: int, device: Device, stream: int = 0) -> None:
+    """Queue on `stream` that GPU memory at `pointer` becomes zeros; a graph captures it."""
+    with device.current():
+        _call("cuMemsetD8Async", pointer, 0, nbytes, stream, about=f"{nbytes} bytes")
+
+
+def write(pointer: int, address: int, nbytes: int, device: Device) -> None:
+    """Copy from host memory at `address` to GPU memory at `pointer`, after all earlier work."""
+    if nbytes:
+        with device.current():
+            _call("cuMemcpyHtoD", pointer, address, nbytes)
+
+
+def read(address: int, pointer: int, nbytes: int, device: Device) -> None:
+    """Copy from GPU memory at `pointer` to host memory at `address`, after all earlier work."""
+    if nbytes:
+        with device.current():
+            _call("cuMemcpyDtoH", address, pointer, nbytes)

@@ -1,0 +1,207 @@
+"""Profile one launch with Nsight Compute or Nsight Systems, and read the report back.
+
+The tools start `target`, which warms up and brackets the launch of interest; clocks are left as they are,
+since what one wants to know is the speed that one has. A profile is files that share a prefix: the report, its pages as
+CSV text, PREFIX.json, what was profiled, and PREFIX.cubin, whose instructions the pages count (another compiler's would
+be others). It can be read anywhere, without the tools and without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..bench import environment
+from ..code import listing
+from ..core import registry
+from ..core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import pipeline
+from ..engine.choose import choose_tile
+from ..launch import driver
+from ..toolchain import arch as architectures
+from ..toolchain import disassembly, tools
+from . import ncu
+from .work import Work, work_of
+
+TOOLS = ("ncu", "nsys")
+_COUNTERS = (
+    "the GPU's performance counters are not for this user: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 "
+    "for the kernel module nvidia; in a container, --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+)
+_SECONDS = 600
+# Floating-point operations of dense fp16 products, accumulated in fp32, that an SM's tensor cores do in a cycle
+# (NVIDIA's architecture white papers); a kernel on mma.sync reaches some 0.66 of it on compute capability 9.0.
+_TENSOR_FLOPS = {(7, 5): 512, (8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192}
+_FP32_FLOPS = 256  # of 128 lanes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled: an entry point of a kernel, or of another `version` of it (see `listing.version`), on a problem
+    with a tile."""
+
+    entry: str
+    problem: Problem
+    tile: Tile
+    arch: str
+    version: str = ""
+
+    def spec(self) -> Kernel:
+        """The kernel that has the entry."""
+        kernel = registry.entry_owner(self.entry)
+        return listing.version(kernel, self.version) if self.version else kernel
+
+    @property
+    def label(self) -> str:
+        """What tells it from another of the same kernel."""
+        version = Path(self.version).name if self.version.endswith(".cu") else self.version
+        return " ".join(filter(None, (version, str(self.tile))))
+
+    def dumps(self) -> str:
+        """As JSON text."""
+        return json.dumps(vars(self) | {"problem": self.problem.as_json(), "tile": dict(self.tile)})
+
+    @classmethod
+    def loads(cls, text: str) -> Subject:
+        """From JSON text."""
+        read = json.loads(text)
+        fields = {field.name: read[field.name] for field in dataclasses.fields(cls)}
+        return cls(**fields | {"problem": Problem.from_json(read["problem"]), "tile": Tile(**read["tile"])})
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A launch as Nsight Compute saw it, and what the IO model says of it. `where`: device, driver, clocks, commit."""
+
+    subject: Subject
+    counters: ncu.Counters
+    lines: list[ncu.HotLine]
+    where: dict[str, Any]
+
+    @property
+    def tflops(self) -> float | None:
+        """By the field's rule: half of the operations for causal; None for an entry that multiplies nothing."""
+        flops = self.work.flops
+        return flops / self.counters.seconds * 1e-12 if self.counters.seconds and flops else None
+
+    @property
+    def tensor_peak(self) -> float | None:
+        """TFLOP/s of dense products in the problem's dtype at the clock that the launch had; None where unknown."""
+        capability = architectures.parse(self.subject.arch)
+        each = _FP32_FLOPS if self.subject.problem.dtype == "float32" else _TENSOR_FLOPS.get(capability)
+        sms = self.counters.first("device__attribute_multiprocessor_count", "launch__sm_count")
+        return each * sms * self.counters.clock * 1e-12 if each and sms and self.counters.clock else None
+
+    @cached_property
+    def work(self) -> Work:
+        """What the launch has to do, at least and by the IO model."""
+        s = self.subject
+        return work_of(registry.entry_owner(s.entry).entry(s.entry), s.problem, s.tile)
+
+
+def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") -> Subject:
+    """An entry point by its name, a kernel's own among them, with `tile` or the kernel's best for this GPU.
+
+    Raises UnknownKernel, GpuUnavailable, UnsupportedProblem.
+    """
+    kernel = registry.entry_owner(entry)
+    if version.endswith(".cu"):
+        version = str(Path(version).resolve())  # the profiler's process, and a later reader, may be elsewhere
+    gpu = driver.device()
+    old = listing.version(kernel, version) if version else kernel
+    old.entry(entry)  # raises UnknownKernel
+    chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name)
+    return Subject(entry, problem, chosen, pipeline.arch_name(old, gpu.arch), version)
+
+
+def command(tool: str, subject: Subject, prefix: Path) -> list[str]:
+    """What profiles `subject` and writes the report."""
+    target = [sys.executable, "-m", "sandbox.profile.target", subject.dumps()]
+    program = tools.find(tool) or tool
+    if tool == "nsys":
+        options = ["--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+        return [program, "profile", *options, "--force-overwrite=true", f"--output={prefix}", *target]
+    ranges = ["--nvtx"] if importlib.util.find_spec("nvtx") else []
+    what = ["--kernel-name", f"regex:^{subject.entry}$", "--launch-count", "1", "--profile-from-start", "off", *ranges]
+    how = ["--set", "full", "--import-source", "yes", "--clock-control", "none"]
+    return [program, *what, *how, "--force-overwrite", "--export", str(prefix), *target]
+
+
+def collect(tool: str, subject: Subject, prefix: Path) -> None:
+    """Run the tool and write the profile's files.
+
+    Raises ToolchainMissing without the tool, GpuUnavailable where counters are not permitted, UnsupportedProblem when
+    no launch was profiled.
+    """
+    program = tools.need(tool)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    said = _run(command(tool, subject, prefix))
+    if tool == "ncu":
+        if "No kernels were profiled" in said:
+            raise UnsupportedProblem(f"ncu saw no launch of {subject.entry}:\n{said[-1000:]}")
+        reading = [program, "--import", f"{prefix}.ncu-rep", "--csv", "--print-units", "base", "--page"]
+        pages = {page: _run([*reading, page]) for page in ("raw", "source")}
+        Path(f"{prefix}.cubin").write_bytes(_cubin(subject))
+    else:
+        options = ["--report", "cuda_gpu_kern_sum", "--format", "csv", "--force-export=true"]
+        pages = {"kernels": _run([program, "stats", *options, f"{prefix}.nsys-rep"])}
+    for page, text in pages.items():
+        Path(f"{prefix}.{page}.csv").write_text(text)
+    Path(f"{prefix}.json").write_text(json.dumps(json.loads(subject.dumps()) | {"where": environment.describe()}))
+
+
+def _run(arguments: Sequence[str]) -> str:
+    """What the tool says on stdout. Raises GpuUnavailable or ToolchainMissing with its own words."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ToolchainMissing(f"{Path(arguments[0]).name} did not end within {_SECONDS} s") from None
+    said = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in said:
+        raise GpuUnavailable(_COUNTERS)
+    if done.returncode:
+        raise ToolchainMissing(
+            f"{Path(arguments[0]).name} ended with status {done.returncode}:\n{said.strip()[-1500:]}"
+        )
+    return done.stdout
+
+
+def read(prefix: Path) -> Profile:
+    """A profile that ncu has written. Source lines need nvdisasm; without it there are none.
+
+    Raises UnsupportedProblem when its files are not there, or another version of this package wrote them.
+    """
+    try:
+        texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
+    except OSError as error:
+        raise UnsupportedProblem(f"{prefix} is not a profile by ncu: {error.filename} cannot be read") from None
+    try:
+        subject = Subject.loads(texts[0])
+    except (KeyError, TypeError):
+        raise UnsupportedProblem(f"{prefix}.json is of another version of this package: profile again") from None
+    counters, where = ncu.parse_raw(texts[1], subject.entry), json.loads(texts[0])["where"]
+    try:
+        kept = Path(f"{prefix}.cubin")
+        whole = disassembly.sass(kept.read_bytes() if kept.exists() else _cubin(subject))
+        instructions = [i for i in whole if i.function == subject.entry]  # addresses count from each entry's beginning
+    except ToolchainMissing:
+        return Profile(subject, counters, [], where)
+    return Profile(subject, counters, ncu.parse_source(texts[2], instructions), where)
+
+
+def _cubin(subject: Subject) -> bytes:
+    p = subject.problem
+    return pipeline.compile_entry(
+        subject.spec(), subject.entry, p.D, p.dtype, p.causal, subject.arch, subject.tile
+    ).cubin

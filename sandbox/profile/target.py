@@ -1,0 +1,66 @@
+"""What a profiler watches: python -m sandbox.profile.target SUBJECT, as `profiler.Subject.dumps` writes it.
+
+The kernel is compiled, launched until it is warm, and launched again between cuProfilerStart and cuProfilerStop.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from ..engine import pipeline
+from ..engine.choose import choose_kernel, choose_tile
+from ..engine.staging import Staged
+from ..launch import dlpack, driver
+from ..verify import trial
+from ..verify.cases import Case, make_inputs
+from .profiler import Subject
+
+_WARM, _PROFILED = 3, 10  # launches; ncu takes the first of those that are profiled
+
+
+def launch(subject: Subject) -> None:
+    """Random inputs on GPU 0, warm-up, and the launches to profile, in an NVTX range where nvtx is installed."""
+    p, device = subject.problem, ("cuda", 0)
+    kernel, staged = subject.spec(), _tensors(subject)
+    if kernel.computes != "forward":  # O and LSE as they are in use
+        forward = choose_kernel(p, "forward", driver.device().arch)
+        first = pipeline.prepare(forward, choose_tile(forward, p, driver.device().arch), p, staged, device)
+        first.launch(first.pointers(staged))
+    prepared = pipeline.prepare(kernel, subject.tile, p, staged, device)
+    pointers = prepared.pointers(staged)
+    for _ in range(_WARM):
+        prepared.launch(pointers)
+    prepared.wait()
+    with driver.device(0).profiled(), _range(f"{subject.entry} {p}"):
+        for _ in range(_PROFILED):
+            prepared.launch(pointers)
+        prepared.wait()
+
+
+def _tensors(subject: Subject) -> dict[str, Staged]:
+    """Whatever the kernel and a forward name, on the GPU: q, k, v and dO random, the others to be written."""
+    kernel, p = subject.spec(), subject.problem
+    q, k, v = make_inputs(Case("profile", p))
+    given = {"Q": q, "K": k, "V": v, "dO": make_inputs(Case("profile", p), seed=1)[0]}
+    made = {"O": q, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
+    for name, (shape, dtype) in trial.made_for(kernel, p).items():
+        made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
+    staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in (given | made).items()}
+    for name in given:
+        staged[name].send()
+    return staged
+
+
+def _range(name: str) -> AbstractContextManager[object]:
+    try:
+        import nvtx
+    except ImportError:
+        return nullcontext()
+    return nvtx.annotate(name)
+
+
+if __name__ == "__main__":
+    launch(Subject.loads(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""What a launch of one entry point has to do, at least and by the IO model: operations, and bytes to and from memory.
+
+Told by the tensors in the entry's `args`: an entry that has dK walks the queries of each key tile, one that has only dQ
+the keys of each query tile, and one that has dQ beside its sums converts them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.kernel import Entry
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..reference import HbmBytes, hbm_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations by the field's rule; the bytes of every tensor once; and the bytes that the loops load and store."""
+
+    flops: int
+    least: HbmBytes
+    model: HbmBytes
+
+
+def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
+    """Of one launch; tiles of an entry that names none are whole."""
+    p, names = problem, set(entry.args)
+    if "delta" in names and "LSE" not in names:
+        least = _once(p, read=("dO", "O"), written=("delta",))
+        return Work(0, least, least)
+    if {"dQ", "dQ_accum"} <= names:
+        least = _once(p, read=("dQ_accum",), written=("dQ",))
+        return Work(0, least, least)
+    if "dK" in names:
+        sums = names & {"dQ", "dQ_accum"}
+        algorithm, products = ("flash2_backward", 5) if sums else ("flash2_dkv", 4)
+    else:
+        algorithm, products = ("flash2_dq", 3) if "dQ" in names else ("flash2", 2)
+    model = hbm_bytes(
+        algorithm, B=p.B, H=p.H, Hk=p.Hk, Sq=p.Sq, Sk=p.Sk, D=p.D, itemsize=p.itemsize, causal=p.causal,
+        BLOCK_M=tile.get("BLOCK_M", p.Sq or 1), BLOCK_N=tile.get("BLOCK_N", 1),
+    )  # fmt: skip
+    if "dQ_accum" in names:  # L2 adds: the sums are sent there, and not fetched
+        read, written = dict(model.read), dict(model.written)
+        del read["dQ"]
+        written["dQ_accum"] = written.pop("dQ")
+        model = HbmBytes(read, written)
+    least = _once(p, read=tuple(name for name in model.read if name not in model.written), written=tuple(model.written))
+    return Work(p.flops * products // 2, least, model)
+
+
+def _once(p: Problem, read: tuple[str, ...], written: tuple[str, ...]) -> HbmBytes:
+    return HbmBytes({name: _nbytes(name, p) for name in read}, {name: _nbytes(name, p) for name in written})
+
+
+def _nbytes(name: str, p: Problem) -> int:
+    rows = p.B * p.H * p.Sq
+    if name in ("LSE", "delta"):
+        return 4 * rows
+    if name in ("K", "V", "dK", "dV"):
+        return p.B * p.Hk * p.Sk * p.D * p.itemsize
+    return rows * p.D * (4 if name == "dQ_accum" else p.itemsize)

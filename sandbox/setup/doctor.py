@@ -1,0 +1,90 @@
+"""What this machine has, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.errors import SandboxError
+from ..cpu import compiler
+from ..launch import driver
+from ..toolchain import cache, nvrtc, tools
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked for. `required`: nothing works without it."""
+
+    what: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    required: bool = False
+
+
+_PACKAGES = {
+    "torch": "PyTorch tensors, and the check against autograd: pip install torch",
+    "cupy": "CuPy arrays: pip install cupy-cuda12x (or cupy-cuda13x)",
+    "ml_dtypes": "pip install ml_dtypes",
+    "watchfiles": 'watch sees saves: pip install "attention-sandbox[watch]"',
+    "matplotlib": 'plots: pip install "attention-sandbox[plot]"',
+}
+_TOOLS = {
+    "ncu": "profiling a kernel",
+    "nsys": "profiling a program",
+    "compute-sanitizer": "finding races and bad accesses on a GPU",
+    "nvdisasm": "machine code",
+}
+
+
+def examine() -> list[Finding]:
+    """Look at everything; nothing here raises."""
+    findings = [Finding("Python", True, sys.version.split()[0])]
+    findings += _gpu()
+    findings.append(_try("NVRTC", nvrtc.version, required=True))
+    findings.append(_try("CUDA headers", lambda: ", ".join(map(str, nvrtc.include_dirs())), required=True))
+    findings.append(_try("host C++ compiler", _compiler))
+    findings.append(_try("cache", lambda: str(cache.directory()), required=True))
+    findings += [_package(name, remedy) for name, remedy in _PACKAGES.items()]
+    findings += [_tool(name, use) for name, use in _TOOLS.items()]
+    return findings
+
+
+def _gpu() -> list[Finding]:
+    try:
+        count = driver.device_count()
+        found = [Finding("NVIDIA driver", True, f"serves CUDA {driver.driver_version()}")]
+        for i in range(count):
+            d = driver.device(i)
+            smem = d.smem_per_block // 1024
+            text = f"{d.name}, sm_{d.arch[0]}{d.arch[1]}, {d.sm_count} SMs, {smem} KiB shared memory a block"
+            found.append(Finding(f"GPU {i}", True, text))
+        return found
+    except SandboxError as error:
+        return [Finding("GPU", False, "-", f"{error}; everything but timing works without one")]
+
+
+def _compiler() -> str:
+    return compiler.find().identity.splitlines()[0]
+
+
+def _try(what: str, look: Callable[[], str], required: bool = False) -> Finding:
+    try:
+        return Finding(what, True, look())
+    except SandboxError as error:
+        return Finding(what, False, "-", str(error), required)
+
+
+def _package(name: str, remedy: str) -> Finding:
+    """By metadata, not by import: a CuPy or PyTorch import takes seconds."""
+    distributions = importlib.metadata.packages_distributions().get(name, [])
+    if not distributions:
+        return Finding(name, False, "-", remedy)
+    return Finding(name, True, ", ".join(f"{d} {importlib.metadata.version(d)}" for d in sorted(set(distributions))))
+
+
+def _tool(name: str, use: str) -> Finding:
+    path = tools.find(name)
+    return Finding(name, path is not None, path or "-", f"{use}: {tools.REMEDIES[name]}")

@@ -1,0 +1,69 @@
+"""New kernels and new experiments, from what is there: files that work before anything in them is changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from string import Template
+
+from ..core import registry
+from ..core.errors import SpecError
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_NUMBERED = re.compile(r"(\d{3})_\w+")
+
+
+def experiment(name: str, root: Path | None = None) -> list[Path]:
+    """A folder `root`/NNN_name, NNN the next free number, with README.md and run.py; returns the files. `root` is by
+    default the folder `experiments` of the repository that the kernels belong to.
+
+    Raises SpecError for a name that makes no folder, or that an experiment has already.
+    """
+    _check(name)
+    root = root or registry.FOLDER.parent / "experiments"
+    taken = {match[1]: path for path in root.glob("*") if (match := _NUMBERED.fullmatch(path.name))}
+    same = [path for path in taken.values() if path.name.partition("_")[2] == name]
+    if same:
+        raise SpecError(f"{same[0]} is there already: choose another name")
+    number = f"{max(map(int, taken), default=0) + 1:03d}"
+    folder = root / f"{number}_{name}"
+    written = {}
+    for template in sorted((TEMPLATES / "experiment").iterdir()):
+        text = Template(template.read_text()).substitute(number=number, folder=folder.name)
+        written[folder / template.name.removesuffix(".txt")] = text
+    return _write(written)
+
+
+def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
+    """`kernels_cu/NAME.cu` and its spec, copies of the kernel `source` under the new name; returns the files.
+
+    What is tried out is no default: the copy's spec does not say `default=True`.
+    Raises SpecError for a name that is taken or that makes no entry point, UnknownKernel.
+    """
+    _check(name)
+    old = registry.get(source)
+    stem = old.source.stem
+    shared = [k.name for k in registry.kernels().values() if k.source == old.source and stem not in k.name]
+    if shared:
+        raise SpecError(f"{old.source.name} also has {', '.join(shared)}, which would be there twice: copy it by hand")
+    files = [registry.FOLDER / f"{name}{suffix}" for suffix in (".cu", ".py")]
+    taken = [str(file) for file in files if file.exists()]
+    if taken or name in registry.kernels():
+        raise SpecError(f"{' and '.join(taken) or name} is there already: choose another name")
+    texts = [old.source.with_suffix(file.suffix).read_text() for file in files]
+    texts = [re.sub(r"^ *default=True,.*\n", "", text, flags=re.MULTILINE) for text in texts]
+    return _write({file: re.sub(rf"\b{stem}", name, text) for file, text in zip(files, texts, strict=True)})
+
+
+def _check(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise SpecError(f"name {name!r} must be lower-case letters, digits and _, and begin with a letter")
+
+
+def _write(texts: dict[Path, str]) -> list[Path]:
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x") as file:  # never over somebody's work
+            file.write(text)
+    return list(texts)

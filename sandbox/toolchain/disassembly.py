@@ -1,0 +1,179 @@
+"""Machine code and PTX as instructions that know their source lines, counted by class. Needs no GPU.
+
+The line table is in the cubin, because NVRTC is always called with -lineinfo. nvdisasm reads it, in the version at hand
+or any older one; it tells live registers for cubins of CUDA 13 and later alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..core.errors import ToolchainMissing
+from ..core.place import Place
+from . import tools
+
+_SECTION = re.compile(r"^//-+ \.text\.(\S+)")
+_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
+_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)[^;]*);(?:\s*//\s*\|\s*(\d*))?")
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_ENTRY = re.compile(r"\.(?:entry|func)\b(?:\s*\([^)]*\))?\s+(\w+)")
+_PTX = re.compile(r"^\s*((?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\b[^;]*);")
+
+# By the first part of an opcode; what is not here works on integers, or moves them.
+_KINDS = {
+    "tensor cores": "HMMA HGMMA IMMA IGMMA QMMA QGMMA BMMA DMMA OMMA UTCHMMA WARPGROUP mma wgmma tcgen05",
+    "shared memory": "LDS STS LDSM STSM ATOMS ld.shared st.shared ldmatrix stmatrix atom.shared",
+    "global memory": "LDG STG LDGSTS LD ST RED REDG ATOMG ATOM UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED "
+    "ld.global st.global ld st cp red atom atom.global",
+    "local memory": "LDL STL ld.local st.local",
+    "special functions": "MUFU ex2 lg2 rcp rsqrt sqrt sin cos tanh",
+    "floating point": "FFMA FADD FMUL FMNMX FSETP FSEL FSET FCHK FFMA2 FADD2 FMUL2 FMNMX3 HFMA2 HADD2 HMUL2 HMNMX2 "
+    "HSETP2 F2F F2FP F2I I2F I2FP fma add.f mul.f sub.f div max.f min.f neg cvt setp.f abs",
+    "synchronisation": "BAR BARRIER SYNCS DEPBAR LDGDEPBAR MEMBAR WARPSYNC FENCE bar barrier mbarrier fence membar",
+    "between lanes": "SHFL VOTE VOTEU REDUX MATCH shfl vote redux match activemask",
+    "control flow": "BRA EXIT CALL RET BSSY BSYNC BREAK BRX JMP BPT NANOSLEEP YIELD bra ret call exit trap",
+    "nothing": "NOP",
+}
+_KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+KINDS = (*_KINDS, "integers and moves")
+_WIDE = ("LDG", "STG", "LDGSTS")  # counted by bits a lane
+_SPACES = ("ld", "st", "atom", "red")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of `function`. `where` leads from its own line outward through the calls that were inlined.
+
+    `address`: bytes from the function's start (of PTX, the line in its text). `live`: general registers whose value is
+    needed here or later; None where nvdisasm does not tell.
+    """
+
+    function: str
+    address: int
+    opcode: str  # with its modifiers, as LDGSTS.E.BYPASS.128
+    text: str
+    where: tuple[Place, ...] = ()
+    live: int | None = None
+
+    @property
+    def line(self) -> Place | None:
+        """The innermost line of a `.cu` file: a verb of a header counts for the line that calls it."""
+        return next((at for at in self.where if at.file.endswith(".cu")), self.where[0] if self.where else None)
+
+
+def available() -> bool:
+    """Whether a disassembler is installed."""
+    return tools.find("nvdisasm") is not None
+
+
+def sass(cubin: bytes) -> tuple[Instruction, ...]:
+    """The machine code of a cubin, with lines and, where nvdisasm tells, live registers.
+
+    Raises ToolchainMissing without nvdisasm, or when it is older than the cubin.
+    """
+    instructions = tuple(parse_sass(_nvdisasm(cubin, "-gi")))
+    try:
+        counted = parse_sass(_nvdisasm(cubin, "-lrm", "count"))
+    except ToolchainMissing:  # the cubin is of CUDA 12, in a format whose life ranges nvdisasm does not follow
+        return instructions
+    live = {(i.function, i.address): i.live for i in counted}
+    return tuple(replace(i, live=live.get((i.function, i.address))) for i in instructions)
+
+
+def ptx(text: str) -> tuple[Instruction, ...]:
+    """The instructions of NVRTC's PTX."""
+    files = dict(_FILE.findall(text))
+    found: list[Instruction] = []
+    where: tuple[Place, ...] = ()
+    function = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if entry := _ENTRY.search(line):
+            function = entry[1]
+        elif loc := _LOC.match(line):
+            pairs = [(loc[1], loc[2]), (loc[3], loc[4])]
+            where = tuple(Place(files[n], int(row)) for n, row in pairs if n in files and row != "0")  # 0: of no line
+        elif instruction := _PTX.match(line):
+            found.append(Instruction(function, number, instruction[2], " ".join(instruction[1].split()), where))
+    return tuple(found)
+
+
+def opcode_counts(cubin: bytes) -> dict[str, int]:
+    """{opcode class: how many instructions}, most frequent first; {} when no disassembler is installed.
+
+    Classes are opcodes without modifiers, as "HMMA", "BAR", "FFMA"; accesses to global memory with their width in bits,
+    as "LDG.128". Static counts: a loop's body counts once. Raises ToolchainMissing when nvdisasm is too old.
+    """
+    return counts(parse_sass(_nvdisasm(cubin))) if available() else {}
+
+
+def counts(instructions: Iterable[Instruction]) -> dict[str, int]:
+    """{opcode class: how many}, most frequent first."""
+    return dict(Counter(opcode_class(i) for i in instructions).most_common())
+
+
+def opcode_class(instruction: Instruction) -> str:
+    """What an instruction is counted as: see `opcode_counts`. One that is predicated off for good counts as NOP."""
+    base, *modifiers = instruction.opcode.split(".")
+    if instruction.text.startswith(("@!PT ", "@!UPT ")):
+        return "NOP"
+    if base in _WIDE:
+        return f"{base}.{next((m.lstrip('US') for m in modifiers if m.lstrip('US').isdecimal()), '32')}"
+    if base.isupper():
+        return base
+    if base in _SPACES:
+        space = [m for m in modifiers if m in ("global", "shared", "local", "param", "const")]
+        return ".".join((base, *space, *(m for m in modifiers if m in ("v2", "v4", "v8"))))
+    if base == "cp":  # cp.async.cg, cp.async.commit_group, cp.async.bulk
+        return ".".join((base, *modifiers[:2]))
+    return base + (".f" if modifiers and modifiers[-1] in ("f16", "f16x2", "bf16", "f32", "f64") else "")
+
+
+def kind(name: str) -> str:
+    """Which of KINDS an opcode class belongs to."""
+    parts = name.split(".")
+    if parts[:2] in (["ld", "param"], ["ld", "const"]):
+        return KINDS[-1]
+    return _KIND.get(".".join(parts[:2])) or _KIND.get(parts[0], KINDS[-1])
+
+
+def by_kind(counted: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """{kind: {opcode class: how many}} in the order of KINDS, without empty kinds."""
+    found: dict[str, dict[str, int]] = {name: {} for name in KINDS}
+    for name, number in counted.items():
+        found[kind(name)][name] = number
+    return {name: classes for name, classes in found.items() if classes}
+
+
+def parse_sass(text: str) -> Iterator[Instruction]:
+    """nvdisasm's listing -> instructions."""
+    where: tuple[Place, ...] = ()
+    function, open_ = "", False
+    for line in text.splitlines():
+        if section := _SECTION.match(line):
+            function, where = section[1], ()
+        elif at := _LINE.match(line):  # a call that was inlined takes a line for each step outward
+            where = (*(where if open_ else ()), Place(at[1], int(at[2])))
+            open_ = True
+        elif code := _SASS.match(line):
+            open_ = False
+            live = int(code[4]) if code[4] else None
+            yield Instruction(function, int(code[1], 16), code[3], " ".join(code[2].split()), where, live)
+
+
+def _nvdisasm(cubin: bytes, *options: str) -> str:
+    program = tools.need("nvdisasm")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run([program, "-c", *options, str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip()[-300:]
+        raise ToolchainMissing(f"{program} cannot read the cubin: {said} (a newer one: {tools.REMEDIES['nvdisasm']})")
+    return done.stdout

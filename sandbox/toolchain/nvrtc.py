@@ -1,0 +1,279 @@
+"""NVRTC: a `.cu` file, macros and an architecture -> cubin, PTX and what they cost. Needs no GPU and no driver.
+
+The program is named by the absolute path of its file, so that error messages, disassembly and Nsight show the source.
+Results are kept on disk, keyed by the content of the source and of every header it includes, the options, and the
+NVRTC library.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core import log
+from ..core.errors import CompileError, ToolchainMissing, UnsupportedProblem
+from . import cache, sources
+
+INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on) or "[nvrtc13]" (from 580 on)'
+_USED = re.compile(r"Compiling entry function '(\w+)'(?:(?!Compiling entry).)*?\b(Used \d+ registers[^\n]*)", re.DOTALL)
+_PROPERTIES = re.compile(
+    r"Function properties for (\w+)\n[^\n]*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z])(\d+)\s+(?:\.ptr\b[^,\[]*?)?\w+(?:\[(\d+)\])?\s*(?:,|$)"
+)
+_WARNING = re.compile(r"\bwarning\b(?!-)|\bC75\d\d\b", re.IGNORECASE)  # C75xx: ptxas serialises wgmma, and why
+INCLUDE_DIR = Path(__file__).resolve().parent.parent.parent / "kernels_cu" / "include"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one entry point: a thread's registers, a block's bytes of shared memory, and so on."""
+
+    registers: int
+    smem_static: int
+    stack: int  # bytes a thread
+    spill_stores: int  # bytes a thread
+    spill_loads: int  # bytes a thread
+    warnings: tuple[str, ...] = ()  # such as serialised wgmma
+
+    @classmethod
+    def worst(cls, entries: Iterable[Resources]) -> Resources:
+        """Each figure the largest of several entries', and every warning."""
+        every = list(entries)
+        numbers = ("registers", "smem_static", "stack", "spill_stores", "spill_loads")
+        warnings = tuple(dict.fromkeys(warning for r in every for warning in r.warnings))
+        return cls(**{name: max(getattr(r, name) for r in every) for name in numbers}, warnings=warnings)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled entry point. `seconds` is what NVRTC took when it was compiled; `cached`: found on disk."""
+
+    entry: str
+    arch: str
+    cubin: bytes = field(repr=False)
+    ptx: str = field(repr=False)
+    log: str = field(repr=False)
+    resources: Resources
+    options: tuple[str, ...] = field(repr=False)
+    seconds: float
+    cached: bool
+
+
+def compile(
+    source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = (),
+    folders: Sequence[Path] = (),
+) -> Compiled:  # fmt: skip
+    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`. Its other entries then come cached.
+
+    Headers in a folder `include` beside it go before the project's own, and `folders` are searched too.
+
+    `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
+    Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
+    for an architecture that this NVRTC cannot target.
+    """
+    library = _library()
+    if arch not in library.archs:
+        raise UnsupportedProblem(
+            f"arch {arch} cannot be targeted by NVRTC {library.version}: it knows {', '.join(library.archs)}"
+        )
+    source = source.resolve()
+    if not source.is_file():
+        raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
+    folders = tuple(dict.fromkeys((source.parent / "include", INCLUDE_DIR, *folders, *include_dirs())))
+    flags = (
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "-lineinfo",
+        "--ptxas-options=-v",
+        *library.no_cache,
+        *options,
+        *(f"-D{name}={value}" for name, value in (defines or {}).items()),
+        *(f"--include-path={folder}" for folder in folders),
+    )
+    fingerprint = sources.fingerprint(source, folders)
+    key = cache.make_key(kind="cubin", source=fingerprint, flags=flags, nvrtc=library.identity)
+    if fingerprint and (found := cache.get(key)):
+        meta, cubin, ptx = found.meta, found.files["cubin"], found.files["ptx"].decode()
+        resources = parse_resources(meta["log"], entry, source)
+        log.logger.log(log.COMPILING, "%s %s: in the cache, %s", entry, arch, found.path)
+        _keep(key, source, arch, cubin, ptx)
+        return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
+    start = time.perf_counter()
+    cubin, ptx, text = _compile(source, flags)
+    seconds = time.perf_counter() - start
+    options_text = " ".join(flags)
+    log.logger.log(log.COMPILING, "%s %s: compiled in %.2f s with %s\n%s", entry, arch, seconds, options_text, text)
+    _keep(key, source, arch, cubin, ptx)
+    resources = parse_resources(text, entry, source)
+    if fingerprint and fingerprint == sources.fingerprint(source, folders):  # not when edited while it compiled
+        meta = {"name": f"{source.stem} {arch}", "log": text, "seconds": seconds}
+        cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
+    return Compiled(entry, arch, cubin, ptx, text, resources, flags, seconds, False)
+
+
+def _keep(key: str, source: Path, arch: str, cubin: bytes, ptx: str) -> None:
+    log.keep(f"{source.stem}-{arch}-{key[:8]}", {".cu": source.read_bytes(), ".ptx": ptx.encode(), ".cubin": cubin})
+
+
+def parse_resources(log: str, entry: str, source: Path) -> Resources:
+    """The figures of one entry point from the log that `--ptxas-options=-v` makes NVRTC write.
+
+    Spills of device functions that were not inlined count for every entry: the log does not say who calls them.
+    """
+    used = {match[1]: match[2] for match in _USED.finditer(log)}
+    functions = {name: tuple(map(int, numbers)) for name, *numbers in _PROPERTIES.findall(log)}
+    if entry not in used or entry not in functions:
+        raise CompileError(
+            f'{source}: no entry point {entry}: the file has {", ".join(used) or "none"} '
+            '(is it extern "C" __global__?)',
+            source=str(source), options=(), log=log,
+        )  # fmt: skip
+    stack = functions[entry][0]
+    stores, loads = (sum(functions[f][i] for f in functions if f == entry or f not in used) for i in (1, 2))
+    registers, smem = (re.search(rf"(\d+) {what}", used[entry]) for what in ("registers", "bytes smem"))
+    warnings = tuple(line.strip() for line in log.splitlines() if _WARNING.search(line))
+    return Resources(int(registers[1]) if registers else 0, int(smem[1]) if smem else 0, stack, stores, loads, warnings)
+
+
+class Parameter(NamedTuple):
+    """One parameter of an entry point, as its compiler passes it: which of "pointer", "integer", "float", "struct" it
+    may be (PTX does not tell an address from a number of 64 bits), and its bytes."""
+
+    kinds: tuple[str, ...]
+    size: int
+
+
+def parameters(ptx: str, entry: str) -> tuple[Parameter, ...]:
+    """Those of an entry point, in order."""
+    listed = re.search(rf"\.entry\s+{entry}\s*\(([^)]*)\)", ptx)
+    found = []
+    for letter, bits, array in _PARAMETER.findall(listed[1] if listed else ""):
+        kinds = ("struct",) if array else ("float",) if letter == "f" else ("integer", "pointer")
+        found.append(Parameter(kinds, int(array or int(bits) // 8)))
+    return tuple(found)
+
+
+def version() -> str:
+    """The NVRTC found, as "12.9". Raises ToolchainMissing."""
+    return _library().version
+
+
+def include_dirs() -> tuple[Path, ...]:
+    """Where the CUDA headers that fit this NVRTC are. Raises ToolchainMissing."""
+    library = _library()
+    if tuple(map(int, library.version.split("."))) >= (13, 3):
+        return (_bundled_headers(library),)
+    return (_installed_headers(library.version),)
+
+
+@dataclass(frozen=True)
+class _Library:
+    api: Any
+    version: str
+    identity: str  # version and file of the library: two builds of one version differ
+    archs: tuple[str, ...]
+    no_cache: tuple[str, ...]  # NVRTC 12.9 and later have a cache of their own, a hit in which leaves no log to read
+
+
+@lru_cache(maxsize=1)
+def _library() -> _Library:
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        loaded = Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+        _, major, minor = nvrtc.nvrtcVersion()
+        _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    except ImportError as error:
+        raise ToolchainMissing(f"NVRTC's Python bindings are missing ({error.name}): {INSTALL}") from error
+    except RuntimeError as error:  # what the bindings raise when the shared library is not there
+        raise ToolchainMissing(f"the NVRTC library is missing: {INSTALL}\n({error})") from error
+    names = [f"sm_{number}" for number in numbers]
+    # with every instruction of that very chip (a), or of its family (f)
+    specific = [
+        f"{name}{suffix}" for name in names for suffix, since in (("a", 90), ("f", 100)) if int(name[3:]) >= since
+    ]
+    stat = loaded.stat()
+    identity = f"{major}.{minor} {loaded.name} {stat.st_size} {stat.st_mtime_ns}"
+    no_cache = ("--no-cache",) if (major, minor) >= (12, 9) else ()
+    return _Library(nvrtc, f"{major}.{minor}", identity, (*names, *specific), no_cache)
+
+
+@lru_cache(maxsize=1)
+def _installed_headers(nvrtc_version: str) -> Path:
+    """The folder of CUDA headers whose major version is NVRTC's; a mix of majors would compile and be wrong."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    major = nvrtc_version.split(".")[0]
+    folder = find_nvidia_header_directory("cudart")
+    if folder is None:
+        raise ToolchainMissing(f"CUDA headers (cuda_fp16.h) for NVRTC {nvrtc_version} are missing: {INSTALL}")
+    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", (Path(folder) / "cuda_runtime_api.h").read_text("latin1"))
+    found_major = str(int(found[1]) // 1000) if found else "unknown"
+    if found_major != major:
+        raise ToolchainMissing(
+            f"the CUDA headers in {folder} are of CUDA {found_major}, NVRTC is {nvrtc_version}: install headers of the "
+            f'same major version: pip install "nvidia-cuda-runtime{"-cu12" if major == "12" else f"=={major}.*"}"'
+        )
+    return Path(folder)
+
+
+def _bundled_headers(library: _Library) -> Path:
+    """NVRTC 13.3 and later carry their headers within; unpack them once, into the cache."""
+    place = cache.directory() / ("headers-" + cache.make_key(nvrtc=library.identity)[:16])
+    if not place.is_dir():
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as staging:
+            unpacked = Path(staging) / "headers"
+            unpacked.mkdir()
+            _run(library.api, b"", "unpack.cu", ("--gpu-architecture=sm_90", f"--use-bundled-headers={unpacked}"))
+            if not (unpacked / "cuda_fp16.h").exists():
+                raise ToolchainMissing(f"NVRTC ({library.identity}) did not unpack its bundled headers into {unpacked}")
+            try:
+                unpacked.rename(place)
+            except OSError:  # another process was first
+                if not place.is_dir():
+                    raise
+    return place
+
+
+def _compile(source: Path, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
+    """(cubin, PTX, log), or CompileError."""
+    nvrtc = _library().api
+    cubin, ptx, log = _run(nvrtc, source.read_bytes(), str(source), flags)
+    if not cubin:
+        shown = log.strip() or "NVRTC gave no reason"
+        options = " ".join(flags)
+        raise CompileError(
+            f"NVRTC {version()} refused {source}\n\n{shown}\n\noptions: {options}", source=str(source), options=flags,
+            log=log,
+        )  # fmt: skip
+    return cubin, ptx, log
+
+
+def _run(nvrtc: Any, text: bytes, name: str, flags: Sequence[str]) -> tuple[bytes, str, str]:
+    """One NVRTC program from text to (cubin, PTX, log); cubin is empty when the source was refused."""
+    _, program = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, None, None)
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        read = lambda what: _read(nvrtc, program, what)  # noqa: E731
+        log = read("ProgramLog").rstrip(b"\0\n ").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            return b"", "", log or status.name
+        return read("CUBIN"), read("PTX").rstrip(b"\0").decode(), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(nvrtc: Any, program: Any, what: str) -> bytes:
+    _, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    buffer = bytes(size)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    return buffer

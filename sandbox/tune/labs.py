@@ -1,0 +1,154 @@
+"""Where `tune` compiles and times: NVRTC in parallel processes, and one worker process for each GPU.
+
+NVRTC compiles one program at a time in a process, whatever the number of threads (two in two threads: 1.04 times the
+time of one after the other), so that parallel means processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+from ..bench import contest
+from ..bench.timing import Events, Limits, Timing, measure
+from ..core import registry
+from ..core.errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem, without_options
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import pipeline
+from ..jobs.fleet import Fleet
+from ..jobs.worker import WorkerDied
+from ..launch import driver
+from ..launch.dlpack import HOST
+from ..toolchain.nvrtc import Resources
+from ..verify.cases import Case
+from ..verify.check import verify
+from .search import Measured
+
+EMULATION = "cpu emulation"  # in place of a GPU's name
+_COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # after which a worker is given up
+
+
+class GpuLab:
+    """GPUs of this host, all of one kind, as a `search.Lab`. Use it in a `with` statement.
+
+    `ordinals`: which, by default all. Raises GpuUnavailable, ToolchainMissing without PyTorch, and UnsupportedProblem
+    for GPUs that differ.
+    """
+
+    def __init__(self, kernel: Kernel, ordinals: Sequence[int] = ()):
+        if importlib.util.find_spec("torch") is None:
+            raise ToolchainMissing("tune needs PyTorch, for its tensors and its timing: make setup")
+        devices = [driver.device(i) for i in ordinals or range(driver.device_count())]
+        names = {device.name for device in devices}
+        if len(names) != 1:
+            raise UnsupportedProblem(
+                f"times of {', '.join(sorted(names)) or 'no GPU'} cannot be compared: name one kind"
+            )
+        self.gpu, self.arch = names.pop(), pipeline.arch_name(kernel, devices[0].arch)
+        self._stack = ExitStack()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        handles = [visible[d.ordinal] if len(visible) > d.ordinal and visible[0] else str(d.ordinal) for d in devices]
+        self._fleet = Fleet([{"CUDA_VISIBLE_DEVICES": handle} for handle in handles], _MEASURE_SECONDS)
+        self._measure = measure_on_gpu
+
+    def __enter__(self) -> GpuLab:
+        self._stack.enter_context(self._fleet)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def compile(
+        self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Resources | str]]:
+        """As `search.Lab` says."""
+        jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
+        with Fleet([{}] * min(len(os.sched_getaffinity(0)), len(jobs)), _COMPILE_SECONDS) as fleet:
+            for job, found in fleet.map(compile_tile, jobs):
+                yield job[2], str(found) if isinstance(found, WorkerDied) else found
+
+    def measure(
+        self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
+    ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
+        """As `search.Lab` says."""
+        jobs = [(kernel.name, problem, group, samples) for group in groups]
+        for job, found in self._fleet.map(self._measure, jobs):
+            lost = isinstance(found, WorkerDied)
+            yield job[2], [Measured(False, f"{kernel.name} {t}: {found}", lost=True) for t in job[2]] if lost else found
+
+
+class CpuLab(GpuLab):
+    """The CPU backend in place of a GPU: to try `tune` itself, since the times of an emulation say nothing."""
+
+    def __init__(self, kernel: Kernel):
+        self.gpu, self.arch = EMULATION, pipeline.DEFAULT_ARCH
+        self._stack = ExitStack()
+        self._fleet = Fleet([{}], _MEASURE_SECONDS)
+        self._measure = measure_on_cpu
+
+
+def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int]) -> GpuLab:
+    """Where to tune. Raises GpuUnavailable without a GPU, unless backend is "cpu"."""
+    if backend == "cpu":
+        return CpuLab(kernel)
+    if not driver.available():
+        raise GpuUnavailable("tune times kernels on a GPU and there is none (--backend cpu times the emulation)")
+    return GpuLab(kernel, ordinals)
+
+
+# ---- in the workers
+
+
+def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resources | str:
+    """What a tile costs, or why it does not compile. The cubin is in the cache afterwards."""
+    try:
+        compiled = pipeline.compile_entries(registry.get(kernel), problem.D, problem.dtype, problem.causal, arch, tile)
+        return Resources.worst(c.resources for c in compiled)
+    except CompileError as error:
+        return without_options(str(error))
+
+
+@lru_cache(maxsize=1)
+def _inputs_on_gpu(problem: Problem, computes: str) -> tuple[Any, Any, Events]:
+    inputs = contest.make_inputs(problem, computes=computes)
+    return inputs, contest.expectation(problem, inputs, computes), Events()
+
+
+def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
+    """Each tile checked, and those that are right timed in turns after an L2 flush, on the one GPU that is visible."""
+    inputs, expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
+    contenders = dict(zip(tiles, contest.ours([registry.get(kernel)], tiles), strict=True))
+    timed, wrong = {}, {}
+    for tile, contender in contenders.items():
+        try:
+            ready = contender.prepare(problem, *inputs)
+            verdict = expected.check(ready.poison, ready.launch)
+        except UnsupportedProblem as refusal:
+            wrong[tile] = str(refusal)
+        else:
+            if verdict.message:
+                wrong[tile] = verdict.message
+            else:
+                timed[tile] = stopwatch.ready(ready.launch)
+    limits = Limits(noise=0.0, rounds=samples, enough=samples, warmup=2)
+    times = measure(timed, stopwatch, limits) if timed else {}
+    return [Measured(True, "", Timing.of(times[t])) if t in times else Measured(False, wrong[t]) for t in tiles]
+
+
+def measure_on_cpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
+    """The same on the CPU backend: the median alone."""
+    case = Case("tune", problem)
+    found = []
+    for tile in tiles:
+        result = verify(registry.get(kernel), case, HOST, tile, repeats=samples)
+        seconds = result.seconds or 0.0
+        timing = Timing(seconds, seconds, seconds, samples, math.inf) if result.ok else None
+        found.append(Measured(bool(result.ok), result.message, timing))
+    return found

@@ -1,0 +1,233 @@
+"""Which tile is fastest: the spec's space, less what does not fit or spills, timed by successive halving.
+
+Every candidate is timed briefly, the better half twice as long, and so on (Karnin, Koren and Somekh 2013; Jamieson and
+Talwalkar 2016, arXiv:1502.07943); the finalists and the spec's own tile then take turns on one GPU. What has been
+measured is kept at once, so that an interrupted search goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from ..bench import environment
+from ..bench.timing import Timing
+from ..core import jsonl
+from ..core.errors import UnsupportedProblem
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import choose, pipeline, tuned
+from ..toolchain import arch as architectures
+from ..toolchain.arch import Occupancy
+from ..toolchain.nvrtc import Resources
+
+FIRST, LAST = 4, 100  # samples of a candidate in the first round, of a finalist in the last
+FINALISTS = 4
+STATES = ("timed", "fails", "spills", "too large", "does not compile")  # too large: no block of it fits on an SM
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile and what became of it: one of STATES. `samples`: what its `timing` is the median of; a finalist's times
+    were taken in turns with the others'."""
+
+    tile: Tile
+    state: str = ""
+    message: str = ""
+    resources: Resources | None = None
+    smem: int = 0  # dynamic shared memory, bytes
+    occupancy: Occupancy | None = None
+    timing: Timing | None = None
+    finalist: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a lab says of one tile: right or not, and if it is, how fast. `lost`: its worker was, which counts for this
+    search and is not kept: a machine short of memory, say, condemns no tile for ever."""
+
+    ok: bool
+    message: str = ""
+    timing: Timing | None = None
+    lost: bool = False
+
+
+class Lab(Protocol):
+    """Where candidates are compiled and timed. `gpu` is the name that results are kept under, `arch` the target."""
+
+    gpu: str
+    arch: str
+
+    def compile(
+        self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
+    ) -> Iterator[tuple[Tile, Resources | str]]:
+        """Each tile's resources, or why it does not compile, as they come."""
+
+    def measure(
+        self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
+    ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
+        """Each group checked and timed on one GPU, its tiles in turns; groups as they come."""
+
+
+class Search:
+    """The search for one problem's tile: iterate over it to the end.
+
+    `fixed`: numbers of the tile that are given; `fresh`: measure again what has been measured before. `candidates`
+    holds what is known so far; `winner`, once that is settled, the best, and `own` the spec's own tile beside it.
+    """
+
+    def __init__(
+        self, kernel: Kernel, problem: Problem, lab: Lab, fixed: Mapping[str, int] | None = None, fresh: bool = False
+    ):
+        self.kernel, self.problem, self.lab = kernel, problem, lab
+        self.fixed, self.fresh = fixed or {}, fresh
+        self.candidates: dict[Tile, Candidate] = {}
+        self.combinations = 0  # how many tiles the space has, legal or not
+        self.winner: Candidate | None = None
+        self.own: Candidate | None = None
+        self._setting = environment.describe()
+        self._key = {"digest": tuned.digest(kernel), "gpu": lab.gpu, "problem": problem.as_json()}
+        self._known: dict[tuple[str, int, bool], dict[str, Any]] = {}  # (tile, samples asked for, final) -> row
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Every candidate when it is dropped, and each time it has been timed.
+
+        Raises UnsupportedProblem when no tile is legal, or none is right.
+        """
+        if not self.fresh:
+            self._recall()
+        alive = []
+        for candidate in self._compiled():
+            self.candidates[candidate.tile] = candidate
+            if candidate.state:
+                yield candidate
+            else:
+                alive.append(candidate.tile)
+        default = next((tile for tile in self.kernel.tiles if tile in alive), None)
+        samples = FIRST
+        alive.sort(key=str)  # the same order whoever finished first, so that a resumed search decides alike
+        while len(alive) > FINALISTS and samples < LAST:
+            yield from self._timed([(tile,) for tile in alive], samples)
+            alive = self._better_half(alive)
+            samples *= 2
+        finalists = list(dict.fromkeys([*alive, *([default] if default else [])]))
+        if not finalists:
+            states = "; ".join(sorted({f"{c.tile} {c.state}: {c.message}" for c in self.candidates.values()})[:3])
+            raise UnsupportedProblem(f"{self.kernel.name}: no tile can be timed on {self.problem}: {states}")
+        yield from self._timed([tuple(finalists)], LAST)
+        self._decide([self.candidates[tile] for tile in finalists], default)
+
+    # ---- what there is to try
+
+    def legal(self) -> list[Tile]:
+        """Tiles of the space, and the spec's own, that the kernel takes for this problem."""
+        arch = architectures.parse(self.lab.arch)
+        if reason := self.kernel.refuses(self.problem, arch):
+            raise UnsupportedProblem(reason)
+        names = list(self.kernel.tiles[0])
+        if unknown := [name for name in self.fixed if name not in names]:
+            raise UnsupportedProblem(f"{self.kernel.name}: a tile has {', '.join(names)} and no {unknown[0]}")
+        choices = {name: tuple({tile[name] for tile in self.kernel.tiles}) for name in names} | dict(self.kernel.space)
+        choices |= {name: (value,) for name, value in self.fixed.items()}
+        combinations = itertools.product(*(choices[name] for name in names))
+        product = [Tile(**dict(zip(names, values, strict=True))) for values in combinations]
+        own = [tile for tile in self.kernel.tiles if all(tile[n] == v for n, v in self.fixed.items())]
+        tiles = list(dict.fromkeys([*own, *product]))
+        self.combinations = len(tiles)
+        reasons = {tile: choose.refuses_tile(self.kernel, self.problem, tile, arch) for tile in tiles}
+        legal = [tile for tile, reason in reasons.items() if reason is None]
+        if not legal:
+            raise UnsupportedProblem(
+                f"no tile of {len(tiles)} is legal for {self.problem}, for one, {reasons[tiles[0]]}"
+            )
+        return legal
+
+    def _compiled(self) -> Iterator[Candidate]:
+        arch = architectures.parse(self.lab.arch)
+        for tile, found in self.lab.compile(self.kernel, self.problem, self.legal()):
+            smem = max(entry.smem_bytes(self.problem, tile) for entry in self.kernel.entries)
+            if isinstance(found, str):
+                yield Candidate(tile, "does not compile", found, smem=smem)
+                continue
+            each = [pipeline.occupancy(entry, self.problem, tile, found, arch) for entry in self.kernel.entries]
+            occupancy = min(each, key=lambda o: o.fraction)
+            spilled = found.spill_stores + found.spill_loads
+            state, message = "", ""
+            if spilled:
+                state, message = "spills", f"{spilled} bytes of registers are spilled"
+            elif not occupancy.blocks_per_sm:
+                state, message = "too large", f"no block fits on an SM: {occupancy.limiter}"
+            yield Candidate(tile, state, message, found, smem, occupancy)
+
+    # ---- timing, and what is kept of it
+
+    def _timed(self, groups: list[tuple[Tile, ...]], samples: int) -> Iterator[Candidate]:
+        final = samples == LAST
+        missing = [group for group in groups if not all((str(t), samples, final) in self._known for t in group)]
+        for group in groups:
+            if group not in missing:
+                for tile in group:
+                    yield self._learn(tile, self._known[str(tile), samples, final], final)
+        for group, results in self.lab.measure(self.kernel, self.problem, missing, samples):
+            rows = [self._row(tile, result, samples, final) for tile, result in zip(group, results, strict=True)]
+            for result, row in zip(results, rows, strict=True):
+                if not result.lost:
+                    jsonl.append(tuned.path(self.kernel, "measurements"), row)
+            for tile, row in zip(group, rows, strict=True):
+                yield self._learn(tile, row, final)
+
+    def _row(self, tile: Tile, result: Measured, samples: int, final: bool) -> dict[str, Any]:
+        timing = asdict(result.timing) if result.timing else None
+        if timing and not math.isfinite(timing["noise"]):  # JSON has no infinity
+            timing["noise"] = None
+        return {
+            **self._key, "tile": str(tile), "samples": samples, "final": final, "ok": result.ok,
+            "message": result.message, "timing": timing, **self._setting, "time": _now(),
+        }  # fmt: skip
+
+    def _recall(self) -> None:
+        """What was measured before with this source, on such a GPU, of this problem."""
+        for row in jsonl.read(tuned.path(self.kernel, "measurements")):
+            if all(row.get(name) == value for name, value in self._key.items()):
+                self._known[row["tile"], row["samples"], row["final"]] = row
+
+    def _learn(self, tile: Tile, row: Mapping[str, Any], final: bool) -> Candidate:
+        t = row["timing"]
+        timing = Timing(**{**t, "noise": math.inf if t["noise"] is None else t["noise"]}) if t else None
+        state = "timed" if row["ok"] and timing else "fails"
+        found = replace(self.candidates[tile], state=state, message=row["message"], timing=timing, finalist=final)
+        self.candidates[tile] = found
+        return found
+
+    def _better_half(self, tiles: Iterable[Tile]) -> list[Tile]:
+        right = {tile: t for tile in tiles if (t := self.candidates[tile].timing)}
+        return sorted(right, key=lambda tile: (right[tile].median, str(tile)))[
+            : max(FINALISTS, math.ceil(len(right) / 2))
+        ]
+
+    def _decide(self, finalists: list[Candidate], default: Tile | None) -> None:
+        """The fastest wins; the spec's own tile stays unless it is beaten by more than the noise of either."""
+        right = {c.tile: (c, c.timing) for c in finalists if c.timing}
+        if not right:
+            raise UnsupportedProblem(f"{self.kernel.name}: no tile is right on {self.problem}: {finalists[0].message}")
+        best, time = min(right.values(), key=lambda pair: pair[1].median)
+        own, own_time = right.get(default, (None, time)) if default else (None, time)
+        stays = own and own_time.median <= time.median * (1 + max(time.noise, own_time.noise))
+        self.own, self.winner = own, own if stays else best
+        assert self.winner
+        assert self.winner.timing
+        row = {
+            **self._key, "class": tuned.problem_class(self.problem), "tile": str(self.winner.tile),
+            "ms": self.winner.timing.median * 1e3, "own_tile": str(own.tile) if own else None,
+            "own_ms": own_time.median * 1e3 if own else None, **self._setting, "time": _now(),
+        }  # fmt: skip
+        jsonl.append(tuned.path(self.kernel, "winners"), row)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

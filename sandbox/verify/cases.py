@@ -1,0 +1,298 @@
+"""Problems and inputs to try kernels on: real ones for `run`, a sweep for `check`, inputs that point at a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import SpecError
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..launch.dlpack import numpy_dtype
+from ..reference import attention
+from .scores import hide_nan, option_cases, reference_options, score_inputs
+
+Array = NDArray[Any]
+Inputs = tuple[Array, Array, Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem with the kind of inputs and the memory layout to try it with."""
+
+    name: str
+    problem: Problem
+    inputs: str = "normal"
+    layout: str = "bhsd"
+
+
+def named_cases(small: bool) -> list[Case]:
+    """Real problems, fp32, fp16 and bf16 among them. `small`: with fewer heads, for the CPU backend."""
+    heads = (lambda H: max(1, H // 6)) if small else (lambda H: H)
+    gpt2 = Problem(1, heads(12), 1024, 1024, 64, dtype="float16")  # GPT-2 small, one sequence of its full context
+    causal = dataclasses.replace(gpt2, causal="bottom-right")
+    cross = Problem(2, heads(8), 1000, 77, 40)  # ragged: image positions attend to 77 text tokens
+    grouped = Problem(2, heads(12), 512, 512, 128, Hk=heads(12) // 2, dtype="bfloat16", causal="bottom-right")
+    return [
+        Case("gpt2", gpt2),
+        Case("causal", causal),
+        Case("cross", cross),
+        Case("groups", grouped, layout="bshd"),
+    ]
+
+
+# H, Hk. Where Hk is neither 1 nor H, h // group, h % Hk and h are three different things.
+_HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
+_LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
+_LONG = ((1023, 1024), (1024, 203))  # one head: many tiles, for the CPU backend too
+_WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
+
+
+def sweep_cases(kernel: Kernel) -> Iterator[Case]:
+    """Every length pair x mask x dtype that `kernel` takes, with head widths, groups and layouts taken in turn, and
+    every pointed input. A hundred-odd cases, each small enough for the CPU backend."""
+    tile = kernel.tiles[0]
+    M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+    lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1), *_LONG)
+    masks = (False, "bottom-right", "top-left")
+    layouts, heads = itertools.cycle(LAYOUTS), itertools.cycle(_HEADS)
+    for dtype in kernel.dtypes:
+        widths = itertools.cycle(D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None)
+        for (Sq, Sk), causal in itertools.product(lengths, masks):
+            B, (H, Hk) = (1, (1, 1)) if (Sq, Sk) in _LONG else (2, next(heads))
+            problem = Problem(B, H, Sq, Sk, next(widths), Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+            layout = next(layouts)
+            yield Case(f"{problem} {layout}", problem, layout=layout)
+        yield from pointed_cases(kernel, dtype)
+    places = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
+    sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
+
+    def problem_of(**fields: Any) -> Problem:
+        return Problem(2, 4, *next(sizes), 64, Hk=2, **fields)
+
+    for name, problem in option_cases(kernel, problem_of):
+        layout, inputs = next(places)
+        yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
+
+
+def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
+    """Every kind of inputs, and lengths at which a mask that is off by one matters."""
+    M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
+    grouped: dict[str, Any] = {"H": 4, "Hk": 2}
+    # "hidden" is for masks of more than causality: here every key is seen by some row.
+    tried = [(inputs, grouped if inputs in _NOT_FINITE else {}) for inputs in INPUTS if inputs != "hidden"]
+    # Where NaN and inf turn up behind a mask a kernel may begin again, row by row, and hide what made them: none here.
+    tried += [(inputs, {"Sk": 2 * N + 1, "causal": False}) for inputs in ("large", "rising")]
+    tried += [("minus_inf", {"Sq": 64, "causal": False}), ("inf_value", {"causal": "top-left"})]
+    tried += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # of the tile's other keys exp(0 - LSE) would be inf
+    # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a row does not see.
+    tried += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
+    tried += [("normal", {"Sq": 2 * N, "Sk": 2 * N + 1, "Hk": 1})]  # walks that begin late, of several heads
+    for inputs, numbers in tried:
+        usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
+        problem = Problem(**{**usual, **numbers}, dtype=dtype)
+        if kernel.refuses(problem) is None:
+            yield Case(f"{problem} {inputs}", problem, inputs)
+
+
+# ---- inputs: each isolates one fault
+
+
+def _normal(q: Array, k: Array, v: Array) -> None:
+    """Standard normal: nothing special."""
+
+
+def _ones_v(q: Array, k: Array, v: Array) -> None:
+    """V = 1: O must be 1, so that a fault is one of normalisation."""
+    v[:] = 1
+
+
+def _zero_k(q: Array, k: Array, v: Array) -> None:
+    """K = 0: O is the mean of the visible V."""
+    k[:] = 0
+
+
+def _ramp_v(q: Array, k: Array, v: Array) -> None:
+    """V[:, d] = d: O[:, d] = d, so that a fault is in the order of columns."""
+    v[:] = np.arange(v.shape[3])
+
+
+def _identity(q: Array, k: Array, v: Array) -> None:
+    """Q and K multiples of the identity: row i looks at key i, so that a fault is one of orientation."""
+    for x in (q, k):
+        x[:] = 0
+        rows = np.arange(x.shape[2])
+        x[:, :, rows, rows % x.shape[3]] = 4
+
+
+def _integers(q: Array, k: Array, v: Array) -> None:
+    """Small integers: every product and sum of scores is exact."""
+    for x in (q, k, v):
+        np.clip(np.rint(x), -2, 2, out=x)
+
+
+def _offset(q: Array, k: Array, v: Array) -> None:
+    """+0.5: no result near 0, so that relative errors are honest."""
+    for x in (q, k, v):
+        np.add(x, 0.5, out=x)
+
+
+def _large(q: Array, k: Array, v: Array) -> None:
+    """q x 5, k and v x 3: scores up to a hundred; exp must be of differences only."""
+    q *= 5
+    k *= 3
+    v *= 3
+
+
+def _rising(q: Array, k: Array, v: Array) -> None:
+    """Scores that grow with the key: every tile raises the row maximum and rescales O."""
+    q[:] = 1
+    k[:] = np.linspace(-4, 4, k.shape[2])[:, None]
+
+
+def _nan(q: Array, k: Array, v: Array) -> None:
+    """NaN in one row of each: it must reach the rows that see it and no others."""
+    q[:, :, 3] = np.nan
+    k[:, :, 60, 5] = np.nan
+    v[:, :, 80] = np.nan
+
+
+def _dlse(q: Array, k: Array, v: Array) -> None:
+    """For a backward: LSE has a gradient too, which `inputs_of` makes."""
+
+
+def _hidden(q: Array, k: Array, v: Array) -> None:
+    """NaN in everything that the score hides, which only the score knows: `inputs_of` puts it there."""
+
+
+def _nan_query(q: Array, k: Array, v: Array) -> None:
+    """NaN in one early query, and its dO: most of dK and dV stays finite, and right."""
+    q[:, :, 3] = np.nan
+
+
+def _inf(q: Array, k: Array, v: Array) -> None:
+    """inf in one key and in one value, as NaN above."""
+    k[:, :, 50, 0] = np.inf
+    v[:, :, 90] = -np.inf
+
+
+def _inf_value(q: Array, k: Array, v: Array) -> None:
+    """inf in one value: of dK and dV, which keys that no query sees must not notice, it reaches dK alone."""
+    v[:, :, 60] = np.inf
+
+
+def _minus_inf(q: Array, k: Array, v: Array) -> None:
+    """Every score is -inf: as if no key were seen, O is 0."""
+    q[..., 0] = 1
+    k[..., 0] = -np.inf
+
+
+INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
+    "normal": _normal,
+    "ones_v": _ones_v,
+    "zero_k": _zero_k,
+    "ramp_v": _ramp_v,
+    "identity": _identity,
+    "integers": _integers,
+    "offset": _offset,
+    "large": _large,
+    "rising": _rising,
+    "nan": _nan,
+    "nan_query": _nan_query,
+    "inf": _inf,
+    "dlse": _dlse,
+    "hidden": _hidden,
+    "inf_value": _inf_value,
+    "minus_inf": _minus_inf,
+}
+_NOT_FINITE = ("nan", "nan_query", "inf")  # and dO too
+
+
+# ---- layouts: how a (B, H, S, D) tensor lies in memory
+
+
+def _bhsd(x: Array) -> Array:
+    return x
+
+
+def _bshd(x: Array) -> Array:
+    """A transposed view of a (B, S, H, D) tensor."""
+    return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def _offset_view(x: Array) -> Array:
+    """Cut out of the middle of something larger, surrounded by NaN; rows begin at multiples of 16 bytes if D allows."""
+    B, H, S, D = x.shape
+    around = np.full((B, H + 1, S + 3, D + 16), np.nan, x.dtype)
+    view = around[:, 1:, 2 : 2 + S, 8 : 8 + D]
+    view[:] = x
+    return view
+
+
+def _unaligned(x: Array) -> Array:
+    """As offset, with rows that begin anywhere."""
+    B, H, S, D = x.shape
+    view = np.full((B, H, S + 1, D + 5), np.nan, x.dtype)[:, :, 1:, 3 : 3 + D]
+    view[:] = x
+    return view
+
+
+def _broadcast(x: Array) -> Array:
+    """One batch entry seen B times: stride 0."""
+    return np.broadcast_to(x[:1], x.shape)
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "bhsd": _bhsd,
+    "bshd": _bshd,
+    "offset": _offset_view,
+    "unaligned": _unaligned,
+    "broadcast": _broadcast,
+}
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """q, k, v of a case as NumPy arrays of its dtype and layout. The same seed gives the same numbers."""
+    if case.inputs not in INPUTS or case.layout not in LAYOUTS:
+        raise SpecError(
+            f"inputs={case.inputs!r}, layout={case.layout!r}: choose from {', '.join(INPUTS)}; {', '.join(LAYOUTS)}"
+        )
+    p = case.problem
+    rng = np.random.default_rng(seed)
+    shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.Dv))
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    INPUTS[case.inputs](q, k, v)
+    lay_out = LAYOUTS[case.layout]
+    return tuple(lay_out(x.astype(numpy_dtype(p.dtype))) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def inputs_of(computes: str, case: Case) -> dict[str, Array]:
+    """What kernels of a kind are given on a case, by the names that they know it by: q, k, v, what the score reads, and
+    what only backwards need.
+
+    That is a standard normal dO, with NaN or inf in one row in cases of such inputs, and the reference's O and LSE,
+    rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
+    """
+    p, lay_out = case.problem, LAYOUTS[case.layout]
+    given = dict(zip(("Q", "K", "V"), make_inputs(case), strict=True)) | score_inputs(p)
+    if case.inputs == "hidden":
+        hide_nan(p, given)
+    given |= {name: lay_out(given[name]) for name in ("K", "V", "bias", "mask") if name in given and not p.plain}
+    if computes == "forward":
+        return given
+    dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
+    if case.inputs in _NOT_FINITE:
+        dout[:, :, 7] = np.inf if case.inputs == "inf" else np.nan
+    with np.errstate(over="ignore"):
+        out, lse = attention(*(given[name] for name in "QKV"), **reference_options(p, given))
+        dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))
+        found = {**given, "dO": dO, "O": O, "LSE": lse.astype(np.float32)}
+    if case.inputs == "dlse":
+        found["dLSE"] = np.random.default_rng(2).standard_normal((p.B, p.H, p.Sq), np.float32)
+    return found

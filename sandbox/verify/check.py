@@ -1,0 +1,182 @@
+"""Is it right? Kernels against the float64 reference, by the error bound that the problem itself sets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..core.errors import DriverError, SandboxError, ToolchainMissing, UnsupportedProblem
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import pipeline
+from ..engine.choose import choose_tile
+from ..launch import driver
+from ..launch.dlpack import HOST, Device, layout, view
+from ..reference import errors, max_error
+from ..toolchain import nvrtc
+from ..toolchain.nvrtc import Resources
+from . import trial
+from .cases import Case, sweep_cases
+from .error_map import ErrorMap, locate
+from .trial import Array
+from .truth import Answer, truth_of
+
+
+@dataclass(frozen=True)
+class Result:
+    """One kernel on one case. Errors are absolute; `error <= bound` and `lse_excess <= 0` make it ok.
+
+    `error` and `bound` are those of the output `tensor`, which fares worst; LSE stands apart: `lse_excess` is the worst
+    |LSE - ref| minus its bound, None where none is written. `message` says why there is no number: the kernel does not
+    take the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time, or emulation on the CPU.
+    `resources`, `smem_dynamic` and `compile_seconds` are NVRTC's, for the GPU or, without one, for `arch`; of several
+    entries, the largest figures.
+    """
+
+    kernel: str
+    case: str
+    problem: Problem
+    backend: str
+    ok: bool | None
+    tile: Tile | None = None
+    arch: str = ""
+    compile_seconds: float | None = None
+    cached: bool | None = None
+    resources: Resources | None = None
+    smem_dynamic: int | None = None
+    error: float | None = None
+    bound: float | None = None
+    lse_error: float | None = None
+    lse_excess: float | None = None
+    seconds: float | None = None
+    tflops: float | None = None
+    message: str = ""
+    tensor: str = ""
+    where: ErrorMap | None = None  # of an output that is wrong
+    sanitize: bool = False  # whether that verb may know more
+
+
+def pick_device(backend: str | None) -> Device:
+    """The device that `backend` names; by default a GPU if there is one. Raises GpuUnavailable for "cuda" without."""
+    if backend == "cuda" or (backend is None and driver.available()):
+        return "cuda", driver.device().ordinal
+    return HOST
+
+
+class Judge(Protocol):
+    """`verify`, here or in a process of its own (`Apart`)."""
+
+    def __call__(
+        self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
+        report: bool = False,
+    ) -> Result: ...  # fmt: skip
+
+
+def run_cases(
+    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, judge: Judge
+) -> Iterator[Result]:
+    """`run`: every kernel on every case, timed, with what NVRTC reports."""
+    for case in cases:
+        for kernel in kernels:
+            yield judge(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+
+
+def sweep(
+    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, judge: Judge | None = None
+) -> Iterator[Result]:
+    """`check`: every kernel over its sweep."""
+    for kernel in kernels:
+        for case in sweep_cases(kernel):
+            yield (judge or verify)(kernel, case, device, tile)
+
+
+def verify(
+    kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False
+) -> Result:
+    """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
+    truth = truth_of(kernel.computes, case)
+    tensors = (view(truth.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in truth.given)
+    problem = dataclasses.replace(case.problem, **layout(tensors))
+    head = (kernel.name, case.name, problem, device[0])
+    arch = pipeline.arch_of(device)
+    try:
+        chosen = choose_tile(kernel, problem, arch, tile)
+        done = trial.launch(kernel, chosen, problem, truth.given, device, repeats=repeats)
+    except UnsupportedProblem as reason:
+        return Result(*head, ok=None, message=str(reason))
+    except SandboxError as failure:
+        return Result(*head, ok=False, message=str(failure), sanitize=isinstance(failure, DriverError))
+    compiled, note = done.prepared.compiled, ""
+    if report and not compiled:
+        try:
+            compiled, note = _static_report(kernel, chosen, case)
+        except SandboxError as failure:  # the host's compiler takes it, NVRTC does not
+            return Result(*head, ok=False, message=str(failure))
+    verdict = _verdict(truth.answers, done.outputs)
+    right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
+    trespass = f"memory beside {', '.join(done.trespassed)} was written" if done.trespassed else ""
+    flops = problem.flops_of(kernel.computes)
+    return Result(
+        *head,
+        ok=right and not done.trespassed,
+        tile=chosen,
+        arch=compiled[0].arch if compiled else "",
+        compile_seconds=compiled[0].seconds if compiled else done.prepared.seconds,
+        cached=compiled[0].cached if compiled else done.prepared.cached,
+        resources=Resources.worst(c.resources for c in compiled) if compiled else None,
+        smem_dynamic=max(entry.smem_bytes(problem, chosen) for entry in kernel.entries),
+        **vars(verdict),
+        seconds=done.seconds,
+        tflops=flops / done.seconds * 1e-12 if device != HOST and flops and done.seconds else None,
+        message="; ".join(filter(None, (trespass, note))),
+        where=None if right else _where(verdict.tensor, truth.answers, done),
+        sanitize=not right or bool(done.trespassed),
+    )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The fields of Result that say how far a kernel's outputs are from the truth."""
+
+    tensor: str
+    error: float
+    bound: float
+    lse_error: float | None = None
+    lse_excess: float | None = None
+
+
+def _verdict(answers: Mapping[str, Answer], outputs: Mapping[str, Array]) -> _Verdict:
+    with np.errstate(invalid="ignore"):
+        found = [
+            _Verdict(name, max_error(outputs[name], answer.values), answer.bound)
+            for name, answer in answers.items()
+            if isinstance(answer.bound, float) and name in outputs  # not LSE, which has one for each element
+        ]
+        worst = max(found, key=lambda v: (not v.error <= v.bound, v.error / v.bound))  # a wrong one before all
+        if "LSE" not in answers:
+            return worst
+        lse, ref = outputs["LSE"], answers["LSE"]
+        excess = float((errors(lse, ref.values) - ref.bound).max(initial=-1.0))
+        return dataclasses.replace(worst, lse_error=max_error(lse, ref.values), lse_excess=excess)
+
+
+def _where(worst: str, answers: Mapping[str, Answer], done: trial.Trial) -> ErrorMap | None:
+    """Of the output that fares worst; of another where that is right."""
+    about = done.prepared.kernel, done.prepared.problem, done.prepared.tile
+    maps = (locate(name, done.outputs[name], answers[name].values, answers[name].bound, *about) for name in
+            dict.fromkeys((worst, *answers)) if name in done.outputs)  # fmt: skip
+    return next(filter(None, maps), None)
+
+
+def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:
+    """What NVRTC makes of the kernel where no GPU runs it; without NVRTC, a note instead."""
+    try:
+        p = case.problem
+        return pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, pipeline.DEFAULT_ARCH, tile), ""
+    except (ToolchainMissing, UnsupportedProblem) as error:
+        return (), str(error).splitlines()[0]

@@ -1,0 +1,44 @@
+"""compute-sanitizer, NVIDIA's checker of kernels on a GPU: found, run, read."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..core.errors import ToolchainMissing
+from ..toolchain import tools
+from .findings import Finding, of_compute_sanitizer
+
+TOOLS = {
+    "memcheck": "accesses out of bounds or misaligned",
+    "racecheck": "races on shared memory",
+    "initcheck": "reads of global memory that nobody wrote",
+    "synccheck": "barriers that some thread does not reach",
+}
+_FOUND = 91  # the exit status that says so; the program's own are 0 to 2
+
+
+def run(
+    tool: str, command: Sequence[str], timeout: float, cwd: Path, folders: Sequence[Path]
+) -> tuple[list[Finding], str]:
+    """One program under one tool -> (what it found, all that was said). `folders`: where the sources lie.
+
+    Raises ToolchainMissing when the tool or the program fails by itself.
+    """
+    checker = [tools.need("compute-sanitizer"), "--tool", tool, "--report-api-errors", "no", "--show-backtrace",
+               "device", "--error-exitcode", str(_FOUND), "--print-limit", "100"]  # fmt: skip
+    try:
+        done = subprocess.run(
+            [*checker, *command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=timeout, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [Finding(f"did not finish within {timeout:g} s under {tool}: does the kernel end?")], ""
+    if done.returncode == 0:
+        return [], done.stdout
+    found = of_compute_sanitizer(done.stdout, folders)
+    if done.returncode == _FOUND or any(finding.places for finding in found):
+        return found, done.stdout
+    last = "\n".join(done.stdout.strip().splitlines()[-8:])
+    raise ToolchainMissing(f"compute-sanitizer --tool {tool} ended with status {done.returncode}:\n{last}")

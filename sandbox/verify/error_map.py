@@ -1,0 +1,201 @@
+"""Where a result is wrong: the first bad element, and the structure of the kernel that the bad ones follow.
+
+A kernel's faults have shapes: a missing tail guard spoils the rows of the last tile, a wrong fragment the columns of an
+MMA step, a mask the rows along the diagonal. Each rule below asks for one such shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..core import picture
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..reference import errors
+
+Array = NDArray[Any]
+_STEPS = (2, 4, 8, 16, 32)  # columns of what threads and MMA fragments share out among themselves
+
+
+@dataclass(frozen=True)
+class ErrorMap:
+    """Where one output is wrong. `first` and `worst` are indices (b, h, row, column), in a per-row output (b, h, row).
+
+    `follows`: what the bad elements have in common, each a phrase such as "the tail". `text` says it all in a
+    paragraph. `heat`: |error| / bound of the worst head, (rows, columns).
+    """
+
+    name: str
+    wrong: int
+    of: int
+    first: tuple[int, ...]
+    worst: tuple[int, ...]
+    follows: tuple[str, ...]
+    text: str
+    tile_rows: int
+    heat: Array = field(repr=False)
+
+
+def locate(
+    name: str, got: ArrayLike, ref: ArrayLike, bound: Array | float, kernel: Kernel, problem: Problem, tile: Tile
+) -> ErrorMap | None:
+    """Of an output called `name`, (B, H, S, D) or (B, H, S), against the truth and its bound (a number, or of the same
+    shape): where |got − ref| exceeds the bound; None where it nowhere does."""
+    got, ref = np.asarray(got).astype(np.float64), np.asarray(ref).astype(np.float64)
+    error = errors(got, ref)
+    bad = ~(error <= bound)
+    if not bad.any():
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.nan_to_num(error / bound, nan=0.0, posinf=np.inf)  # 0 / 0: a row without keys, as it should be
+    first = _at(np.argwhere(bad)[0])
+    worst = _at(np.unravel_index(int(np.where(bad, ratio, 0).argmax()), bad.shape))
+    per_row = bad.ndim == 3  # LSE and the like: one column
+    cube, truth, off = (x[..., None] if per_row else x for x in (bad, ref, error))
+    M, named = _tile_rows(name, tile)
+    shapes = (
+        _extent(cube),
+        _factor(np.asarray(got)[bad], ref[bad]),
+        _row_shapes(np.nonzero(cube.any((0, 1, 3)))[0], cube.shape[2], M, named, math.prod(kernel.block(tile))),
+        _diagonal(cube, off, truth, problem) if problem.causal and name not in ("dK", "dV") else (),
+        _column_shapes(np.nonzero(cube.any((0, 1, 2)))[0], cube.shape[3]),
+    )
+    follows = tuple(itertools.chain.from_iterable(shapes))
+    text = _describe(name, got, ref, bad, first, worst, follows)
+    heat = ratio[worst[:2]].reshape(cube.shape[2:])
+    return ErrorMap(name, int(bad.sum()), bad.size, first, worst, follows, text, M, heat)
+
+
+def _at(index: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, index))
+
+
+def _describe(
+    name: str, got: Array, ref: Array, bad: Array, first: tuple[int, ...], worst: tuple[int, ...],
+    follows: tuple[str, ...],
+) -> str:  # fmt: skip
+    unwritten = int(np.isnan(got[bad]).sum())
+    nan = f", {unwritten} of them NaN (or never written)" if unwritten and not np.isnan(ref[bad]).all() else ""
+    rows = np.unique(np.nonzero(bad)[2])
+    return (
+        f"{name} is wrong in {bad.sum()} of {bad.size} elements{nan}, first at {_index(first)}: "
+        f"{got[first]:.4g} instead of {ref[first]:.4g}; worst at {_index(worst)}: "
+        f"{got[worst]:.4g} instead of {ref[worst]:.4g}. "
+        f"Row{'s' if rows.size > 1 else ''} {_ranges(rows)}{': ' if follows else ''}{'; '.join(follows)}."
+    )
+
+
+def _index(at: tuple[int, ...]) -> str:
+    return ", ".join(f"{axis} {i}" for axis, i in zip(("b", "h", "row", "column"), at, strict=False))
+
+
+def _ranges(numbers: Array, most: int = 4) -> str:
+    """0-31, 64, 70-77 and so on."""
+    runs = np.split(numbers, np.nonzero(np.diff(numbers) > 1)[0] + 1)
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most]]
+    return ", ".join(shown) + (f" and {len(runs) - most} more runs" if len(runs) > most else "")
+
+
+def _tile_rows(name: str, tile: Tile) -> tuple[int, str]:
+    """How many rows of this output a tile has, and how to say so: rows of dK and dV come BLOCK_N at a time."""
+    macro = "BLOCK_N" if name in ("dK", "dV") else "BLOCK_M"
+    rows = tile.get(macro, 64)
+    return rows, f"{macro}={rows}"
+
+
+def _extent(bad: Array) -> Iterator[str]:
+    heads = np.asarray(bad.any((2, 3)))
+    if bad.mean() > 0.9:
+        yield "nearly everywhere"
+    elif heads.size > 1 and not heads.all():
+        which = [f"(b {b}, h {h})" for b, h in np.argwhere(heads)]
+        yield f"in {len(which)} of {heads.size} heads: {', '.join(which[:3])}{' …' if len(which) > 3 else ''}"
+
+
+def _factor(got: Array, truth: Array) -> Iterator[str]:
+    """A wrong scale of P, or a wrong sum, multiplies whole rows."""
+    some = np.isfinite(got) & (abs(truth) > 0.1 * abs(np.nan_to_num(truth)).max())
+    if some.sum() < 16:
+        return
+    low, middle, high = np.quantile(got[some] / truth[some], (0.05, 0.5, 0.95))
+    if high - low < 0.1 * abs(middle):
+        yield f"{middle:.3g} times what they should be"
+
+
+def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterator[str]:
+    tail = S // M * M
+    if tail < S and tail <= rows.min() and rows.size < S:
+        yield f"the tail: only rows of the last, partial tile ({named})"
+    elif np.isin(rows % M, (0, M - 1)).all() and S > M and rows.size < S:
+        edge = "first" if (rows % M == 0).all() else "last" if (rows % M == M - 1).all() else "first or last"
+        yield f"a tile boundary: only the {edge} row of a tile ({named})"
+    elif (tiles := np.unique(rows // M)).size < -(-S // M):
+        yield f"only tiles {_ranges(tiles)} of {-(-S // M)} ({named})"
+    warps = threads // 32
+    if warps > 1 and M % warps == 0:
+        owners = np.unique(rows % M // (M // warps))
+        if owners.size <= warps // 2 and rows.size > 1:
+            yield f"a warp's rows: those of warp {_ranges(owners)} of {warps}, if each has {M // warps} rows of a tile"
+
+
+def _diagonal(bad: Array, error: Array, truth: Array, problem: Problem) -> Iterator[str]:
+    """A mask that is off by one weighs most where the fewest keys are seen; a wrong scale or sum, alike everywhere."""
+    rows = np.asarray(bad.any((0, 1, 3)))
+    seen = np.clip(np.arange(len(rows)) + problem.diagonal + 1, 0, problem.Sk)
+    if not rows[seen > 0].any():
+        yield "only rows that see no key"
+        return
+    part = max(1, int((seen > 0).sum()) // 8)
+    by_keys = np.argsort(seen, kind="stable")[(seen == 0).sum() :]
+    relative = error.max((0, 1, 3)) / np.maximum(abs(np.nan_to_num(truth)).max((0, 1, 3)), 1e-30)
+    few, many = np.median(relative[by_keys[:part]]), np.median(relative[by_keys[-part:]])
+    if rows.sum() > len(by_keys) // 2 >= 8 and few > 2 * many:
+        yield "the diagonal: worst where a row sees few keys, as with a wrong mask"
+
+
+def _column_shapes(columns: Array, D: int) -> Iterator[str]:
+    if columns.size == D:
+        return
+    if columns.size == columns[-1] - columns[0] + 1:
+        yield f"only columns {_ranges(columns)} of {D}"
+        return
+    for step in _STEPS:
+        residues = np.unique(columns % step)
+        if step < D and residues.size <= step // 2 and columns.size == np.isin(np.arange(D) % step, residues).sum():
+            yield f"only columns c with c % {step} in {_ranges(residues)}"
+            return
+    yield f"only columns {_ranges(columns)}"
+
+
+def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
+    """Writes PREFIX.png and PREFIX.svg, |error| / bound of the worst head over (row, column), with the edges of the
+    tiles; returns their paths. Raises ToolchainMissing without matplotlib."""
+    rows, columns = found.heat.shape
+    top = float(np.clip(found.heat.max(), 10.0, 1e4))  # beyond that it is just wrong
+    with picture.figure(6.4, 4.8, dpi=120) as figure:
+        from matplotlib.colors import LogNorm
+        from matplotlib.ticker import MaxNLocator
+
+        axis = figure.subplots()
+        shown = axis.imshow(
+            np.clip(found.heat, 1 / top, top), norm=LogNorm(1 / top, top), cmap="RdBu_r", interpolation="nearest",
+            aspect="auto", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
+        )  # fmt: skip
+        for edge in range(found.tile_rows, rows, found.tile_rows):
+            axis.axhline(edge - 0.5, color="#bbbbbb", linewidth=0.7, linestyle=":")
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(MaxNLocator(integer=True))
+        axis.set_xlabel("column")
+        axis.set_ylabel("row (dotted: edges of tiles)")
+        axis.set_title(f"{title}: {found.name} at b {found.worst[0]}, h {found.worst[1]}", loc="left")
+        figure.colorbar(shown, ax=axis, label="|error| / bound; red is more than allowed")
+        return picture.save(figure, prefix)

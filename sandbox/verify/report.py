@@ -1,0 +1,165 @@
+"""Results -> tables for people. JSON for programs comes straight from the results, in `cli`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from ..core.errors import without_options
+from ..toolchain.nvrtc import Resources
+from .check import Result
+
+WIDE = 118  # columns from which a case fits on one line
+
+
+def si_time(seconds: float | None) -> str:
+    """Seconds in the unit that leaves one to three digits before the point."""
+    if seconds is None:
+        return "-"
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if seconds * f >= 0.9995), ("µs", 1e6))
+    return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def kib(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1024:.4g} KiB"
+
+
+def _error(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+") if math.isfinite(value) else str(value)
+
+
+def errors_shown(r: Result) -> str:
+    """As "1.2e-4 <= 1.2e-3"; "-" without numbers."""
+    if r.error is None or r.bound is None:
+        return "-"
+    return f"{_error(r.error)} {'<=' if r.error <= r.bound else '>'} {_error(r.bound)}"
+
+
+def verdict(result: Result) -> Text:
+    """ok, WRONG, FAIL or skip."""
+    if result.ok is None:
+        return Text("skip", "yellow")
+    return Text("ok", "green") if result.ok else Text("WRONG" if result.error is not None else "FAIL", "bold red")
+
+
+SLOW = "regs +n: n bytes of each thread are spilled, or on its stack, in slow memory"
+
+
+def registers(resources: Resources | None) -> Text:
+    """Registers a thread, and what should not be: see SLOW."""
+    if resources is None:
+        return Text("-")
+    lost = slow(resources)
+    return Text(f"{resources.registers} +{lost}", "bold red") if lost else Text(f"{resources.registers}")
+
+
+def slow(resources: Resources | None) -> int:
+    return (resources.spill_stores + resources.spill_loads or resources.stack) if resources else 0
+
+
+def table(*columns: str, right: Sequence[str] = (), caption: str = "") -> Table:
+    shown = Table(caption=caption or None, caption_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        shown.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return shown
+
+
+_NUMBERS = {"regs": 8, "smem": 9, "compile": 7, "error <= bound": 16, "time": 7, "TFLOP/s": 8}  # and their usual widths
+_FOLDED = {"regs\nsmem": 9, "compile": 7, "error\n<= bound": 9, "time\nTFLOP/s": 8}
+_GAP, _VERDICT = 2, 5
+
+
+def results_table(
+    results: Sequence[Result], width: int, *, expected: Sequence[Result] = (), head: bool = True
+) -> Table:
+    """What `run` prints: one line a case, or two where the screen is narrow.
+
+    Lines that are printed as they come line up: each is a table of its own, all but the first without a `head`, and
+    makes room for the names of every result that is `expected`.
+    """
+    wide, room = width >= WIDE, [*results, *expected]
+    numbers = _NUMBERS if wide else _FOLDED
+    shown = table()
+    shown.show_header = head
+    if wide:
+        for field in ("kernel", "case", "problem"):
+            shown.add_column(field, min_width=max(len(str(getattr(r, field))) for r in room), overflow="fold")
+    else:
+        longest = max(max(len(f"{r.kernel} {r.case}"), len(str(r.problem))) for r in room)
+        free = width - sum(numbers.values()) - _VERDICT - _GAP * (len(numbers) + 1)
+        shown.add_column("kernel and case\nproblem", min_width=min(longest, max(free, 1)), overflow="fold")
+    for name, usual in numbers.items():
+        shown.add_column(name, justify="right", min_width=usual if expected else None, overflow="fold")
+    shown.add_column("", overflow="fold")
+    for r in results:
+        shown.add_row(*_cells(r, wide))
+    return shown
+
+
+def _cells(r: Result, wide: bool) -> list[str | Text]:
+    compiling = "cached" if r.cached else si_time(r.compile_seconds)
+    regs, smem = registers(r.resources), kib(r.smem_dynamic)
+    speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
+    error, time = errors_shown(r), si_time(r.seconds)
+    if wide:
+        return [r.kernel, r.case, str(r.problem), regs, smem, compiling, error, time, speed, verdict(r)]
+    what = Text.assemble(r.kernel, " ", r.case, "\n", (str(r.problem), "dim"))
+    held = Text.assemble(regs, "\n", smem)
+    return [what, held, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r)]
+
+
+def notes(results: Sequence[Result]) -> Iterator[Text]:
+    """What the table's readers should know."""
+    if archs := sorted({r.arch for r in results if r.backend == "cpu" and r.arch}):
+        yield Text(f"cpu: emulated, slow by nature; regs and smem are NVRTC's for {', '.join(archs)}", "dim italic")
+    if any(slow(r.resources) for r in results):
+        yield Text(SLOW, "dim italic")
+
+
+def failures(results: Iterable[Result]) -> Iterator[Text]:
+    """What went wrong, and notes: one paragraph for each reason, with the cases that share it."""
+    sharing: dict[tuple[str, str], list[Result]] = {}
+    for r in results:
+        if r.ok is False or r.message:
+            sharing.setdefault((r.kernel, reason(r)), []).append(r)
+    for same in sharing.values():
+        r = same[0]
+        cases = ", ".join(r.case for r in same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")
+        mark = Text("note", "yellow") if r.ok is not False else verdict(r)
+        yield Text.assemble(mark, f" {r.kernel} on {cases} [{r.backend}]: {_reason(r).removeprefix(f'{r.kernel}: ')}")
+
+
+def hints(results: Iterable[Result]) -> Iterator[Text]:
+    """Where to look next, for each kernel that goes wrong in a way that `sanitize` may explain."""
+    for r in {r.kernel: r for r in results if r.sanitize}.values():
+        backend = f" --backend {r.backend}"
+        what = "races, missing waits, accesses out of bounds, by line"
+        yield Text.assemble(("hint", "cyan"), f" sanitize {r.kernel}{backend} looks for {what}")
+
+
+def counts(results: Sequence[Result]) -> str:
+    """How many are right; of those that are not, also which."""
+    wrong = [r.case for r in results if r.ok is False]
+    which = f" ({', '.join(wrong[:4])}{f' and {len(wrong) - 4} more' if len(wrong) > 4 else ''})" if wrong else ""
+    right, refused = (sum(r.ok is state for r in results) for state in (True, None))
+    return f"{right} ok, {len(wrong)} wrong{which}, {refused} not taken"
+
+
+def reason(r: Result) -> str:
+    """What is wrong, or to be noted, in words that the same fault has on other cases too."""
+    return without_options(_reason(r))
+
+
+def _reason(r: Result) -> str:
+    if r.ok is not False or r.error is None:
+        return r.message
+    numbers = f"{r.tensor} error {_error(r.error)} against a bound of {_error(r.bound)}"
+    lse = "" if r.lse_excess is None else "LSE ok"
+    if r.lse_excess is not None and r.lse_excess > 0:
+        lse = f"LSE exceeds its bound by {_error(r.lse_excess)}"
+    return "; ".join(filter(None, (numbers, lse, r.message))) + (f"\n{r.where.text}" if r.where else "")

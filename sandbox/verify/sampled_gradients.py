@@ -1,0 +1,119 @@
+"""The float64 reference's gradients on some rows of a problem too large for all of it.
+
+With dO zero but for some strips of query rows, the gradients are those of these strips: dQ of their rows, and what
+they add to dK and dV of every key. Each strip is an attention problem of its own, which `sandbox.reference` answers.
+With the whole of dO the gradients must be finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.problem import Problem
+from ..reference import attention, attention_backward, backward_magnitudes, gradient_bound, max_error, naive_backward
+from .sampled import Verdict, host, spread
+from .scores import part_options
+
+Array = NDArray[Any]
+HEADS, STRIPS, ROWS = 2, 3, 16  # so many query heads, strips of rows in each, rows in a strip
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The truth, the yardstick and the sizes of one gradient's rows, which strips add to; (rows, D), float64."""
+
+    truth: Array
+    plain: Array
+    size: Array
+
+    @classmethod
+    def zeros(cls, rows: int, D: int) -> Sums:
+        return cls(*(np.zeros((rows, D)) for _ in range(3)))
+
+    def add(self, rows: slice, truth: Array, plain: Array, size: Array) -> None:
+        for mine, more in ((self.truth, truth), (self.plain, plain), (self.size, size)):
+            mine[rows] += more[0, 0]
+
+    def verdict(self, name: str, got: Array, dtype: str) -> Verdict:
+        error, bound = max_error(got, self.truth), gradient_bound(self.truth, self.plain, self.size, dtype)
+        return Verdict(error, bound, "" if error <= bound else f"{name}: error {error:.1e}, bound {bound:.1e}")
+
+
+@dataclass(frozen=True)
+class ExpectedGradients:
+    """What dq, dk and dv must be like while dO is zero outside of `strips`. sums: {(0, 1 or 2, b, head): its rows}."""
+
+    problem: Problem
+    dout: Any  # the contenders' own, (B, H, Sq, D); changed in place during a check and restored
+    strips: tuple[tuple[int, int, int, int], ...]  # (b, h, first row, one past the last)
+    sums: dict[tuple[int, int, int], Sums]
+
+    def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
+        """Two calls on poisoned outputs, with the whole of dO and with the strips alone."""
+        poison()
+        whole = launch()
+        if not all(bool(x.isfinite().all()) for x in whole):
+            return Verdict(math.inf, 0.0, "an element is not finite, or was not written")
+        with self._strips_alone():
+            poison()
+            gradients = launch()
+            return max(self._verdicts(gradients), key=lambda v: v.error / v.bound if v.bound else math.inf)
+
+    def _verdicts(self, gradients: tuple[Any, ...]) -> Iterator[Verdict]:
+        for (which, b, head), sums in self.sums.items():
+            yield sums.verdict(("dQ", "dK", "dV")[which], host(gradients[which][b, head]), self.problem.dtype)
+
+    @contextmanager
+    def _strips_alone(self) -> Iterator[None]:
+        whole = self.dout.clone()
+        self.dout.zero_()
+        for b, h, start, stop in self.strips:
+            self.dout[b, h, start:stop] = whole[b, h, start:stop]
+        try:
+            yield
+        finally:
+            self.dout.copy_(whole)
+
+
+def expect_gradients(
+    problem: Problem, q: Any, k: Any, v: Any, dout: Any, seed: int = 0, given: Mapping[str, Any] | None = None
+) -> ExpectedGradients:
+    """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and dout
+    (B, H, Sq, Dv), on any device; `given` as in `sampled.expect`."""
+    rng = np.random.default_rng(seed)
+    p, group = problem, problem.H // problem.Hk
+    heads = [(n // p.H, n % p.H) for n in spread(rng, p.B * p.H, HEADS)]
+    starts = spread(rng, max(1, p.Sq - ROWS + 1), STRIPS)
+    strips = tuple((b, h, start, min(start + ROWS, p.Sq)) for b, h in heads for start in _apart(starts))
+    sums: dict[tuple[int, int, int], Sums] = {}
+    for b, h, start, stop in strips:
+        dq = sums.setdefault((0, b, h), Sums.zeros(p.Sq, p.D))
+        dk, dv = (sums.setdefault((n, b, h // group), Sums.zeros(p.Sk, width)) for n, width in ((1, p.D), (2, p.Dv)))
+        rows, keys = slice(start, stop), slice(0, p.Sk)
+        dO, Q = (host(x[b : b + 1, h : h + 1, rows]) for x in (dout, q))
+        K, V = (host(x[b : b + 1, h // group : h // group + 1]) for x in (k, v))
+        options = part_options(p, given or {}, b, h, start, stop)
+        found = (
+            attention_backward(dO, Q, K, V, **options),
+            naive_backward(dO, Q, K, V, **options, dtype=p.dtype),
+            backward_magnitudes(dO, Q, K, V, *attention(Q, K, V, **options), **options),
+        )
+        for total, at, truth, plain, size in zip((dq, dk, dv), (rows, keys, keys), *found, strict=True):
+            total.add(at, truth, plain, size)
+    return ExpectedGradients(problem, dout, strips, sums)
+
+
+def _apart(starts: list[int]) -> list[int]:
+    """Without those whose strip would overlap the one before."""
+    kept = starts[:1]
+    for start in starts[1:]:
+        if start >= kept[-1] + ROWS:
+            kept.append(start)
+    return kept

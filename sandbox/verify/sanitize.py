@@ -1,0 +1,220 @@
+"""Does a kernel do what it may not, even where the result is right? Sanitizers on the CPU backend and on a GPU.
+
+On the CPU backend every tool runs the kernel in a process of its own, in buffers of exact size: AddressSanitizer
+(bounds, alignment, and shared memory that a cp.async is on its way to), UndefinedBehaviorSanitizer, ThreadSanitizer
+with every CUDA thread a thread, reads of shared memory that nobody wrote, and the same launch with its threads in
+other orders. On a GPU it is compute-sanitizer, whose initcheck knows global memory alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..core import registry
+from ..core.errors import ToolchainMissing, UnsupportedProblem
+from ..core.kernel import Arch, Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..cpu import instrumented as host
+from ..cpu.build import Sanitizer
+from ..cpu.instrumented import Report
+from ..engine import pipeline
+from ..engine.choose import choose_tile, refuses_tile
+from ..launch import dlpack
+from ..launch.arguments import ARGUMENTS, ArgumentBlock
+from ..launch.dlpack import HOST, Device
+from ..toolchain import tools
+from . import compute_sanitizer, trial
+from .cases import Array, Case, inputs_of
+from .findings import Finding, of_host_sanitizer
+
+HOST_TOOLS = {
+    "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
+    "undefined": "undefined behaviour of C++",
+    "thread": "races on shared and global memory",
+    "uninitialised": "reads of shared memory that nobody wrote",
+    "orders": "results that depend on the order of threads",
+}
+_SEEDS = (1, 2)  # of the shuffled orders
+_WIDTHS = (16, 32, 64, 128)
+_SHIPPED_WIDTHS = (64, 128, 256)
+_MISLED = ("thread", "orders")
+_STRAY = "a store out of bounds, to be mended first, looks like a race"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one tool made of a kernel on one problem. `clean` is None where the tool could not be used: `message` says
+    why. `text`: all that the tool said."""
+
+    kernel: str
+    problem: str
+    tile: str
+    tool: str
+    clean: bool | None
+    findings: tuple[Finding, ...] = ()
+    message: str = ""
+    text: str = ""
+
+
+def small_tile(kernel: Kernel) -> Tile:
+    """The spec's smallest: few threads, so that several blocks are quick."""
+    return min(kernel.tiles, key=lambda tile: np.prod(list(tile.values())))
+
+
+def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
+    """Causal with lengths that no tile divides and grouped heads, then whole tiles; several blocks of each."""
+    M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+
+    def taken(**fields: Any) -> Iterator[Problem]:
+        for problem in (Problem(D=D, **fields) for D in _WIDTHS):
+            if not (kernel.refuses(problem) or refuses_tile(kernel, problem, tile, None)):
+                yield problem
+                return
+
+    return [
+        *taken(B=1, H=2, Hk=1, Sq=2 * M + 3, Sk=2 * N + 5, dtype=kernel.dtypes[-1], causal="bottom-right"),
+        *taken(B=2, H=1, Sq=M, Sk=2 * N, dtype=kernel.dtypes[0]),
+    ]
+
+
+def shipped(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
+    """The tiles that a large problem gets, each at the first of its head widths and with lengths it does not divide."""
+    found: dict[Tile, Problem] = {}
+    for D in _SHIPPED_WIDTHS:
+        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right")
+        try:
+            tile = choose_tile(kernel, whole, arch)
+        except UnsupportedProblem:
+            continue
+        M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+        found.setdefault(tile, replace(whole, Sq=M + 3, Sk=N + 5))
+    return [*found.items()]
+
+
+def inspect(
+    kernel: Kernel, device: Device, tile: Tile | None = None, timeout: float = 120.0, problem: Problem | None = None
+) -> Iterator[Inspection]:
+    """`sanitize`: every tool of the backend on `problem`, or on small ones and the shipped tiles.
+
+    Raises ToolchainMissing where the GPU's is missing, CompileError, SpecError, UnsupportedProblem.
+    """
+    if device != HOST:
+        tools.need("compute-sanitizer")
+    if problem:
+        tile = choose_tile(kernel, problem, pipeline.arch_of(device), tile)
+    small = tile or small_tile(kernel)
+    pairs = [(small, problem)] if problem else [(small, p) for p in small_problems(kernel, small)]
+    if not problem and not tile:
+        pairs += shipped(kernel, pipeline.arch_of(device))
+    if not pairs:
+        raise UnsupportedProblem(f"{kernel.name}: no small problem can be run with tile {small}")
+    for chosen, p in pairs:
+        pipeline.load(kernel, chosen, p, device)  # raises SpecError before a wrong argument is a wrong address
+        looked: list[Inspection] = []
+        for tool in HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS:
+            if misled(tool, looked):
+                looked.append(Inspection(kernel.name, str(p), str(chosen), tool, None, message=_STRAY))
+            else:
+                looked.append((on_host if device == HOST else on_gpu)(tool, kernel, p, chosen, timeout))
+            yield looked[-1]
+
+
+def misled(tool: str, looked: Iterable[Inspection]) -> bool:
+    """Whether a store out of bounds, which others found on that problem, may be all that `tool` sees."""
+    strays = (f for i in looked if i.tool == "address" for f in i.findings if ", write of " in f.what)
+    return tool in _MISLED and any(strays)
+
+
+def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
+    """One of HOST_TOOLS. Raises CompileError."""
+    head = (kernel.name, str(problem), str(tile), tool)
+    try:
+        if tool == "orders":
+            if not kernel.deterministic:
+                return Inspection(*head, None, message="it sums by atomics, in any order")
+            findings = _compare_orders(kernel, problem, tile, timeout)
+            return Inspection(*head, not findings, findings)
+        report, _ = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
+    except ToolchainMissing as missing:
+        return Inspection(*head, None, message=str(missing))
+    return Inspection(*head, report.clean, _findings(report), text=report.text)
+
+
+def launch_on_host(
+    sanitizer: Sanitizer, kernel: Kernel, problem: Problem, tile: Tile, *, order: int = 0, timeout: float = 120.0
+) -> tuple[Report, dict[str, Array]]:
+    """Every entry once, in the order of its launches and in buffers of exact size -> the report of the first that is
+    not clean, else of the last; and every tensor, by its name, as it was left."""
+    chosen = choose_tile(kernel, problem, None, tile)
+    given = inputs_of(kernel.computes, Case("sanitize", problem))
+    arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
+    made = trial.made_for(kernel, problem).items()
+    arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
+    for entry in kernel.entries:
+        views = {name: dlpack.view(array) for name, array in arrays.items()}
+        arguments = ArgumentBlock(entry, problem, chosen, views)
+        follows = {i: ARGUMENTS[name].tensor for i, name in enumerate(entry.args) if ARGUMENTS[name].tensor}
+        buffers = {i: arrays[name] for i, name in follows.items()}
+        report = host.run(
+            sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
+            entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers, order=order,
+            timeout=timeout,
+        )  # fmt: skip
+        if not report.clean:
+            break
+        # Of a tensor that two arguments follow, each has a copy of its own: the first is what the kernel works on.
+        left = dict(reversed([*zip(follows.values(), report.contents, strict=True)]))
+        arrays |= left
+    return report, arrays
+
+
+def _findings(report: Report) -> tuple[Finding, ...]:
+    return () if report.clean else tuple(of_host_sanitizer(report.text))
+
+
+def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> tuple[Finding, ...]:
+    """Threads that meet only where they must give the same bits in whatever order they run in between."""
+    launches = [launch_on_host("none", kernel, problem, tile, order=n, timeout=timeout) for n in (0, *_SEEDS)]
+    if failed := next((report for report, _ in launches if not report.clean), None):
+        return _findings(failed)
+    (_, ascending), *others = launches
+    for seed, (_, shuffled) in zip(_SEEDS, others, strict=True):
+        for name in ascending:
+            bits = f"u{ascending[name].itemsize}"
+            if (differ := ascending[name].view(bits) != shuffled[name].view(bits)).any():
+                first = tuple(map(int, np.argwhere(differ)[0]))
+                what = f"{name} depends on the order of threads: {differ.sum()} of {differ.size} elements differ"
+                return (Finding(f"{what} between ascending order and shuffle {seed}, first at {first}"),)
+    return ()
+
+
+# ---- on a GPU: the launch in a process of its own, under compute-sanitizer
+
+_CHILD = "import sys; from sandbox.verify.sanitize import launch; launch(sys.argv[1])"
+
+
+def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
+    """One of compute-sanitizer's tools."""
+    head = (kernel.name, str(problem), str(tile), tool)
+    what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": problem.as_json()})
+    try:
+        command, folders = (sys.executable, "-c", _CHILD, what), (registry.FOLDER, registry.FOLDER / "include")
+        findings, text = compute_sanitizer.run(tool, command, timeout, registry.FOLDER.parent, folders)
+    except ToolchainMissing as missing:
+        return Inspection(*head, None, message=str(missing))
+    return Inspection(*head, not findings, tuple(findings), text=text)
+
+
+def launch(what: str) -> None:
+    """In the child: NumPy arrays, copied to plain allocations of exact size, so that every byte is accounted for."""
+    asked = json.loads(what)
+    kernel, problem, tile = registry.get(asked["kernel"]), Problem.from_json(asked["problem"]), Tile(**asked["tile"])
+    inputs = inputs_of(kernel.computes, Case("sanitize", problem))
+    trial.launch(kernel, tile, problem, inputs, ("cuda", 0))

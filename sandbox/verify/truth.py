@@ -1,0 +1,82 @@
+"""What a kernel is given on a case, what it ought to compute of it, and how far off it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..core.problem import Problem
+from ..reference import (
+    GRADIENT_FACTOR,
+    attention,
+    attention_backward,
+    backward_magnitudes,
+    gradient_bound,
+    lse_bound,
+    naive,
+    naive_backward,
+    output_bound,
+)
+from .cases import Array, Case, inputs_of
+from .scores import reference_options
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One output, in float64, and the error that it may have: one for all of it, or one for each element."""
+
+    values: Array
+    bound: float | Array
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Inputs and right answers, by the names in a spec's `args`."""
+
+    given: Mapping[str, Array]
+    answers: Mapping[str, Answer]
+
+
+@lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
+def truth_of(computes: str, case: Case) -> Truth:
+    """What kernels that compute the "forward", "delta" or "backward" are given on a case, and the reference's answers.
+
+    Nobody may write to its arrays.
+    """
+    with np.errstate(all="ignore"):  # NaN and inf are among the inputs
+        given = inputs_of(computes, case)
+        return Truth(given, _ANSWERS[computes](case.problem, given))
+
+
+def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
+    qkv, options = [given[name] for name in ("Q", "K", "V")], reference_options(p, given)
+    out, lse = attention(*qkv, **options)
+    plain = naive(*qkv, **options, dtype=p.dtype)
+    return {"O": Answer(out, output_bound(out, plain, p.dtype)), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
+
+
+def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
+    exact, plain = (np.einsum("bhsd,bhsd->bhs", *(given[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
+    if "dLSE" in given:
+        exact, plain = exact - given["dLSE"], plain - given["dLSE"]
+    return {"delta": Answer(exact, output_bound(exact, plain, "float32", GRADIENT_FACTOR))}
+
+
+def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
+    """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
+    dO, q, k, v, out, lse = (given[name] for name in ("dO", "Q", "K", "V", "O", "LSE"))
+    options = {**reference_options(p, given), "dlse": given.get("dLSE")}
+    exact = attention_backward(dO, q, k, v, **options).named()
+    plain = naive_backward(dO, q, k, v, **options, dtype=p.dtype).named()
+    sizes = backward_magnitudes(dO, q, k, v, out, lse, **options).named()
+    dtypes = {"dbias": p.bias_dtype or p.dtype, "dsink": "float32"}
+    return {
+        name: Answer(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))
+        for name, x in exact.items()
+    }
+
+
+_ANSWERS = {"forward": _forward, "delta": _delta, "backward": _backward}

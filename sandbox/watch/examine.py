@@ -1,0 +1,211 @@
+"""One version of a kernel, examined: does it compile, is it safe, is it right, how fast is it, what does it cost.
+
+Called in a worker, since the kernel may hang or crash; what it returns can be pickled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from ..core import registry
+from ..core.errors import (
+    CompileError,
+    SandboxError,
+    SpecError,
+    ToolchainMissing,
+    UnsupportedProblem,
+    without_options,
+)
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..cpu.instrumented import UNFINISHED
+from ..engine import pipeline
+from ..engine.choose import choose_tile
+from ..jobs.worker import At
+from ..launch import driver
+from ..launch.dlpack import HOST, Device
+from ..toolchain import arch as architectures
+from ..toolchain import disassembly, nvrtc
+from ..toolchain.nvrtc import Compiled, Resources
+from ..verify import check, sanitize
+from ..verify.apart import fit
+from ..verify.cases import Case
+from ..verify.check import Result
+from ..verify.findings import Finding
+from ..verify.sanitize import Inspection
+from ..verify.truth import truth_of
+from .figures import Cost, Examination
+from .job import Job, quick_cases
+
+T = TypeVar("T")
+COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limit
+REPEATS = 20  # launches that are timed on a GPU
+_PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
+_QUICK_TOOLS = ("address", "thread")
+
+
+def prepare(job: Job) -> None:
+    """What a worker does before it is asked, so that the answer is quick: imports, NVRTC, a CUDA context, the truth."""
+    with suppress(Exception):  # whatever is wrong, the job will say so
+        nvrtc.version()
+    with suppress(Exception):
+        if job.device != HOST:
+            driver.device(job.device[1]).synchronize()
+        kernel = registry.get(job.kernel)
+        for case in _cases(kernel, job):
+            truth_of(kernel.computes, case)
+
+
+def _cases(kernel: Kernel, job: Job) -> list[Case]:
+    return [Case("--shape", job.problem)] if job.problem else quick_cases(kernel, job.device)
+
+
+def examine(job: Job, at: At) -> tuple[Examination, bool]:
+    """(the examination, whether this process is fit for another job: after some errors a CUDA context is not)."""
+    started = time.perf_counter()
+    try:
+        found = _examine(job, at)
+    except CompileError as error:
+        found = Examination("compile", without_options(str(error)))
+    except SpecError as error:
+        found = Examination("spec", str(error))
+    except (UnsupportedProblem, ToolchainMissing) as error:
+        found = Examination("refused", str(error))
+    except SandboxError as error:
+        found = Examination("run", str(error))
+    except Exception as error:  # a spec may do anything
+        found = Examination("spec", f"{type(error).__name__}: {error}")
+    return replace(found, seconds=time.perf_counter() - started), fit(job.device)
+
+
+def _examine(job: Job, at: At) -> Examination:
+    at("reading the spec", job.seconds)
+    registry.forget()
+    pipeline.forget()
+    kernel = registry.get(job.kernel)
+    cases = _cases(kernel, job)
+    setting = f"{_device_name(job.device)}: {cases[0].problem}"
+    at("compiling", COMPILE_SECONDS)
+    with ThreadPoolExecutor() as pool:  # compilers run side by side, and the disassembler beside the kernel
+        started = time.perf_counter()
+        cost, notes = _compile(kernel, cases, job, pool)
+        compiling = time.perf_counter() - started
+        findings: tuple[Finding, ...] = ()
+        shipped: _Looking = []
+        if job.device == HOST:
+            tile = job.tile or sanitize.small_tile(kernel)
+            small = [(tile, problem) for problem in sanitize.small_problems(kernel, tile)[:1]]
+            at("running it under sanitizers", COMPILE_SECONDS)
+            findings, more = _found(_sanitizing(kernel, small, job, pool))
+            notes += more
+            if not findings and not job.tile:  # what is shipped, while results are compared
+                patient = replace(job, seconds=max(job.seconds, _PATIENCE))
+                shipped = _sanitizing(kernel, sanitize.shipped(kernel, None), patient, pool)
+        results = () if findings else _verify(kernel, cases, job, at)
+        at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
+        findings += _found(shipped)[0]
+        stage, message = _verdict(findings, results)
+        held = cost.result() if cost else None
+        return Examination(stage, message, results, findings, held, setting, tuple(notes), compiling=compiling)
+
+
+def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tuple[str, str]:
+    if findings:
+        return ("hang" if UNFINISHED in findings[0].what else "sanitize"), findings[0].what
+    if broken := next((r for r in results if r.ok is False and r.error is None), None):
+        return "run", broken.message
+    if any(r.ok is False for r in results):
+        return "wrong", next(r.where.text if r.where else r.message for r in results if r.ok is False)
+    return ("ok", "") if any(r.ok for r in results) else ("refused", results[0].message)
+
+
+def _compile(
+    kernel: Kernel, cases: Sequence[Case], job: Job, pool: ThreadPoolExecutor
+) -> tuple[Future[Cost] | None, list[str]]:
+    """Every binary that will be needed. NVRTC's word comes first, also on the CPU backend, since it is the GPU's.
+
+    Raises CompileError.
+    """
+    arch, notes = pipeline.arch_of(job.device), []
+    variants: dict[tuple, tuple[Problem, Tile]] = {}
+    for p in (case.problem for case in cases):
+        if not kernel.refuses(p, arch):
+            tile = choose_tile(kernel, p, arch, job.tile)
+            variants.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
+    target = pipeline.DEFAULT_ARCH if arch is None else pipeline.arch_name(kernel, arch)
+    try:
+        nvrtc.version()
+        for_gpu = [*variants.values()][: None if arch else 1]
+    except ToolchainMissing as missing:
+        for_gpu, notes = [], [str(missing).splitlines()[0]]
+    cubins = [pool.submit(pipeline.compile_entries, kernel, p.D, p.dtype, p.causal, target, t) for p, t in for_gpu]
+    on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants.values()]
+    compiled = _all(cubins)
+    _all(on_host)
+    if not compiled:
+        return None, notes
+    return pool.submit(_cost, kernel, *for_gpu[0], compiled[0]), notes
+
+
+def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled, ...]) -> Cost:
+    entries = [(entry, made.resources) for entry, made in zip(kernel.entries, compiled, strict=True)]
+    arch = architectures.parse(compiled[0].arch)
+    least = min((pipeline.occupancy(entry, problem, tile, r, arch) for entry, r in entries), key=lambda o: o.fraction)
+    smem = max(entry.smem_bytes(problem, tile) + r.smem_static for entry, r in entries)
+    opcodes: dict[str, int] = {}
+    with suppress(ToolchainMissing):  # a disassembler that is older than the cubin
+        opcodes = disassembly.opcode_counts(compiled[0].cubin)  # of all entries: they are one module
+    return Cost(compiled[0].arch, str(tile), Resources.worst(r for _, r in entries), smem, least, opcodes)
+
+
+_Looking = list[list[Future[Inspection]]]  # by the tools, at each problem
+
+
+def _sanitizing(kernel: Kernel, pairs: Iterable[tuple[Tile, Problem]], job: Job, pool: ThreadPoolExecutor) -> _Looking:
+    """Ragged problems in processes of their own: what would end this one is found there, and by its line."""
+    return [
+        [pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds) for tool in _QUICK_TOOLS]
+        for tile, problem in pairs
+    ]
+
+
+def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
+    """What there is to mend, and why some tool could not be used."""
+    looked: list[Inspection] = []
+    for futures in looking:
+        of_problem = _all(futures)
+        looked += [i for i in of_problem if not sanitize.misled(i.tool, of_problem)]
+    found = {finding: None for inspection in looked for finding in inspection.findings}
+    return tuple(found), [i.message for i in looked if i.clean is None][:1]
+
+
+def _verify(kernel: Kernel, cases: Sequence[Case], job: Job, at: At) -> tuple[Result, ...]:
+    """Every case; after one that failed to run there is nothing to learn from the next."""
+    results = []
+    for i, case in enumerate(cases):
+        at(f"preparing {case.problem}", COMPILE_SECONDS)
+        truth_of(kernel.computes, case)
+        at(f"running {case.problem}", job.seconds)
+        repeats = REPEATS if i == 0 and job.device != HOST else 1
+        results.append(check.verify(kernel, case, job.device, job.tile, repeats=repeats))
+        if results[-1].ok is False and results[-1].error is None:
+            break
+    return tuple(results)
+
+
+def _all(futures: Iterable[Future[T]]) -> list[T]:
+    """Results in order; the first error in that order, after all have ended."""
+    started = list(futures)
+    for future in started:
+        future.exception()
+    return [future.result() for future in started]
+
+
+def _device_name(device: Device) -> str:
+    return "cpu" if device == HOST else driver.device(device[1]).name

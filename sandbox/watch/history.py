@@ -1,0 +1,175 @@
+"""Every version of a kernel that `watch` has seen: its text, what came of it, and the way back to it.
+
+`.sandbox/history/NAME.jsonl` beside the kernels' folder, a line a version. A text is written once, under its digest, by
+the first version that has it. Two terminals may watch one kernel.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..core import jsonl, registry
+from ..core.errors import HistoryError
+from ..core.kernel import Kernel
+from ..toolchain import nvrtc, sources
+
+Texts = dict[str, str]  # {path below the project: text}
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version: its number, its texts, and what `watch` said of it.
+
+    `setting`: device and problems; figures are compared between versions of one setting. `stage`: how far it got.
+    """
+
+    number: int
+    time: str
+    ok: bool
+    stage: str
+    message: str
+    setting: str
+    figures: Mapping[str, float]
+    texts: Texts = field(repr=False)
+
+
+def read_texts(kernel: Kernel) -> Texts | None:
+    """The `.cu`, its spec and every header of the project that it includes, as they are now; None while one of the two
+    is missing, as in the middle of an editor's save."""
+    project = registry.FOLDER.parent
+    try:
+        files, _ = sources.included_files(kernel.source, (nvrtc.INCLUDE_DIR,))
+        own = [path for path in (kernel.source.with_suffix(".py"), *files) if path.is_relative_to(project)]
+        return {str(path.relative_to(project)): _read(path) for path in own}
+    except FileNotFoundError:
+        return None
+
+
+class History:
+    """The versions of one kernel."""
+
+    def __init__(self, kernel: Kernel, folder: Path | None = None):
+        self.kernel = kernel
+        self.path = (folder or registry.FOLDER.parent / ".sandbox" / "history") / f"{kernel.name}.jsonl"
+
+    def versions(self) -> list[Version]:
+        """All of them, oldest first; [] before the first."""
+        return _parsed(jsonl.read(self.path))[0]
+
+    def get(self, number: int) -> Version:
+        """Raises HistoryError with the numbers there are."""
+        versions = self.versions()
+        for version in versions:
+            if version.number == number:
+                return version
+        there = f"there are 1 to {versions[-1].number}" if versions else "there are none yet"
+        raise HistoryError(f"{self.kernel.name} has no version {number}: {there}")
+
+    def append(
+        self, texts: Texts, *, ok: bool = False, stage: str = "", message: str = "", setting: str = "",
+        figures: Mapping[str, float] | None = None,
+    ) -> Version:  # fmt: skip
+        """Record a version; the latest one again when neither its texts nor what is said of it are new."""
+        with self._locked() as file:
+            known, stored = _parsed(jsonl.parse(file.read()))
+            latest = known[-1] if known else None
+            same = latest and (latest.texts, latest.ok, latest.stage, latest.setting) == (texts, ok, stage, setting)
+            if latest and same:
+                return latest
+            number = latest.number + 1 if latest else 1
+            digests = {path: _digest(text) for path, text in texts.items()}
+            entry: dict[str, Any] = {
+                "number": number, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "ok": ok, "stage": stage,
+                "message": message, "setting": setting, "figures": dict(figures or {}), "files": digests,
+                "texts": {digests[path]: text for path, text in texts.items() if digests[path] not in stored},
+            }  # fmt: skip
+            jsonl.add(file, entry)
+        return Version(**{name: entry[name] for name in _FIELDS}, texts=texts)
+
+    @contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
+        try:
+            with jsonl.locked(self.path) as file:
+                yield file
+        except OSError as error:
+            raise HistoryError(f"history {self.path} cannot be written: {error.strerror}") from error
+
+    def diff(self, old: Texts, new: Texts, names: tuple[str, str]) -> str:
+        """What changed, as a unified diff of every file."""
+        changed: list[str] = []
+        for path in sorted({*old, *new}):
+            before, after = (texts.get(path, "").splitlines(keepends=True) for texts in (old, new))
+            changed += difflib.unified_diff(before, after, f"{path} ({names[0]})", f"{path} ({names[1]})")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ no newline at end\n" for line in changed)
+
+    def restore(self, number: int) -> tuple[Version | None, list[str]]:
+        """Put the kernel's two files back to what they were; (the version that now holds what they were before, headers
+        that have changed since and were left alone: other kernels share them).
+
+        The current text is recorded first, unless a version has it already.
+        """
+        wanted = self.get(number)
+        current = read_texts(self.kernel) or _what_is_there(self.kernel)
+        keep = None
+        if not any(version.texts == current for version in self.versions()):
+            keep = self.append(current, stage="replaced", message=f"what version {number} replaced")
+        own = {str(path.relative_to(registry.FOLDER.parent)) for path in _own_files(self.kernel)}
+        for path in own & {*wanted.texts}:
+            if current.get(path) != wanted.texts[path]:
+                _replace(registry.FOLDER.parent / path, wanted.texts[path])
+        return keep, sorted(p for p in wanted.texts if p not in own and current.get(p) != wanted.texts[p])
+
+
+_FIELDS = ("number", "time", "ok", "stage", "message", "setting", "figures")  # of a Version, as they stand in its line
+
+
+def _parsed(entries: list[dict[str, Any]]) -> tuple[list[Version], dict[str, str]]:
+    """(the versions, {digest: text})."""
+    versions: list[Version] = []
+    texts: dict[str, str] = {}
+    for entry in entries:
+        with suppress(KeyError, TypeError, AttributeError):  # not ours
+            texts |= entry["texts"]
+            named = {path: texts[digest] for path, digest in entry["files"].items()}
+            versions.append(Version(**{name: entry[name] for name in _FIELDS}, texts=named))
+    return versions, texts
+
+
+def as_bytes(text: str) -> bytes:
+    """What the file holds, byte for byte: ends of lines as they are, and what is not UTF-8."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _read(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(as_bytes(text)).hexdigest()[:20]
+
+
+def _own_files(kernel: Kernel) -> tuple[Path, Path]:
+    return kernel.source, kernel.source.with_suffix(".py")
+
+
+def _what_is_there(kernel: Kernel) -> Texts:
+    project = registry.FOLDER.parent
+    return {str(p.relative_to(project)): _read(p) for p in _own_files(kernel) if p.is_file()}
+
+
+def _replace(path: Path, text: str) -> None:
+    """In one step: whoever reads sees the old text or the new one."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(as_bytes(text))
+    os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+    os.replace(name, path)

@@ -1,0 +1,112 @@
+"""Edit and relaunch: every save of a kernel's sources is a version, examined and compared with those before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ..core import registry
+from ..core.errors import ToolchainMissing
+from ..core.kernel import Kernel
+from ..jobs.worker import Worker, WorkerDied
+from . import examine
+from .figures import Examination, figures
+from .history import History, Texts, Version, read_texts
+from .job import Job
+
+_DEBOUNCE_MS = 20  # an editor's save is several events
+_START_MS = 200  # how long the library is given to begin
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A version and what came of it. `latency`: seconds from the save (or the start) to this verdict. `previous` is the
+    latest good version before it, `best` the best before it, of the same device and problem."""
+
+    number: int
+    kernel: str
+    found: Examination
+    figures: Mapping[str, float]
+    latency: float
+    previous: Version | None = None
+    best: Version | None = None
+
+
+def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteration | None, None, None]:
+    """Examine the kernel now, and again after every save of its `.cu`, its spec or a header, until closed.
+
+    None is yielded when a save has been seen, before its verdict. Raises ToolchainMissing without the watchfiles
+    package, unless `once`.
+    """
+    history = History(kernel)
+    with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
+        saves = iter(()) if once else _saves(registry.FOLDER)  # from here on no save is missed
+        seen: Texts | None = None
+        while True:
+            texts = read_texts(kernel)
+            if texts is not None and texts != seen:
+                saved = _saved_at(texts) if seen is not None else time.time()
+                seen = texts
+                yield None
+                found = _examined(worker, job)
+                if read_texts(kernel) == texts:  # else nobody knows which text it was about, and a save is waiting
+                    yield _recorded(history, texts, found, time.time() - saved)
+            if once:
+                return
+            next(saves)
+
+
+def _saves(folder: Path) -> Iterator[None]:
+    """An item after every save below `folder`, from now on."""
+    try:
+        import watchfiles
+    except ImportError as error:
+        raise ToolchainMissing(
+            'watch needs the watchfiles package: pip install "attention-sandbox[watch]" (watch --once needs it not)'
+        ) from error
+    events = watchfiles.watch(
+        folder, step=_DEBOUNCE_MS, debounce=10 * _DEBOUNCE_MS, rust_timeout=_START_MS, yield_on_timeout=True
+    )
+    next(events)  # the library begins to look when it is first asked
+    return (None for changed in events if changed)
+
+
+def _examined(worker: Worker, job: Job) -> Examination:
+    started = time.perf_counter()
+    try:
+        found, printed = worker.do(job)
+        return replace(found, output=printed)
+    except WorkerDied as death:
+        stage = "hang" if death.hung else "crash"
+        message = f"{death} while {death.stage}" + ("; --timeout allows more" if death.hung else "")
+        return Examination(stage, message, seconds=time.perf_counter() - started)
+
+
+def _recorded(history: History, texts: Texts, found: Examination, latency: float) -> Iteration:
+    numbers = figures(found)
+    comparable = [v for v in history.versions() if v.ok and v.setting == found.setting]
+    version = history.append(
+        texts, ok=found.ok, stage=found.stage, message=found.message, setting=found.setting, figures=numbers
+    )
+    earlier = [v for v in comparable if v.number < version.number]
+    best = min(earlier, key=_rank, default=None)
+    previous = earlier[-1] if earlier else None
+    return Iteration(version.number, history.kernel.name, found, numbers, latency, previous, best)
+
+
+def _rank(version: Version) -> tuple[float, ...]:
+    """Fastest first; without times, as on the CPU backend, by what a compiler can say. Of equals, the earlier."""
+    f = version.figures
+    return (
+        f.get("seconds", 0.0), f.get("spills", 0.0), -f.get("occupancy", 0.0), f.get("instructions", 0.0),
+        version.number,
+    )  # fmt: skip
+
+
+def _saved_at(texts: Texts) -> float:
+    """When the newest of the files was written."""
+    return max(path.stat().st_mtime for path in (registry.FOLDER.parent / name for name in texts) if path.exists())

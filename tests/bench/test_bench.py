@@ -1,0 +1,708 @@
+"""`bench` without a GPU: statistics, turns, grids, the check on samples, rows, tables, plots. A real run is `gpu`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from project import ROOT
+
+from sandbox import cli
+from sandbox.bench import contest, environment, peers, plot, rows
+from sandbox.bench import report as bench_report
+from sandbox.bench.rows import Row
+from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, measure
+from sandbox.core import jsonl, registry
+from sandbox.core.errors import GpuUnavailable, SandboxError, UnsupportedProblem
+from sandbox.launch import driver
+from sandbox.reference import attention, lse_bound, naive, output_bound
+from sandbox.spec import Problem
+from sandbox.verify import sampled
+from sandbox.verify.cases import Case, make_inputs
+
+SMALL = Problem(1, 2, 48, 48, 16, dtype="float16")
+
+
+class Stopwatch:
+    """A clock that needs no GPU: `seconds[name]` gives each sample; `order` is who was called, in which round."""
+
+    def __init__(self, seconds: dict[str, Iterator[float]] | None = None):
+        self.seconds, self.order = seconds or {}, []
+
+    def ready(self, launch: Any) -> Timed:
+        return Timed(launch)
+
+    def sample(self, timed: Sequence[Timed]) -> list[float]:
+        names = [each.call() for each in timed]
+        self.order.append(names)
+        return [next(self.seconds[name]) if name in self.seconds else 1e-3 for name in names]  # type: ignore[index]
+
+    def synchronize(self) -> None:
+        pass
+
+
+def alternating(value: float, spread: float) -> Iterator[float]:
+    while True:
+        yield value * (1 - spread)
+        yield value * (1 + spread)
+
+
+# ---- statistics and turns
+
+
+def test_quartiles_and_noise() -> None:
+    timing = Timing.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (timing.q1, timing.median, timing.q3, timing.samples) == (2, 3, 4, 5)
+    assert timing.noise == pytest.approx(1.57 * 2 / math.sqrt(5) / 3)
+    assert Timing.of([2.0] * 10).noise == 0
+    assert Timing.of([2.0]).noise == Timing.of([1.0, 3.0]).noise == math.inf
+
+
+def run_measure(limits: Limits | None = None, **seconds: Iterator[float]) -> tuple[dict[str, list[float]], list]:
+    stopwatch = Stopwatch(seconds)
+    contenders = {name: Timed(lambda name=name: name) for name in seconds}
+    return measure(contenders, stopwatch, limits or Limits()), stopwatch.order
+
+
+def test_contenders_take_turns_and_the_first_changes() -> None:
+    quiet = {name: alternating(1e-3, 0.001) for name in "abc"}
+    samples, order = run_measure(Limits(warmup=4, enough=6), **quiet)
+    assert order[:4] == [["a", "b", "c"]] * 4  # warm-up, which does not count
+    assert order[4:8] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 6)
+
+
+def test_sampling_stops_when_everybody_is_quiet_or_the_rounds_are_over() -> None:
+    samples, _ = run_measure(quiet=alternating(1e-3, 0.001), loud=alternating(1e-3, 0.3))
+    assert len(samples["loud"]) == len(samples["quiet"]) == Limits().rounds
+    samples, _ = run_measure(quiet=alternating(1e-3, 0.001), middling=alternating(1e-3, 0.02))
+    assert len(samples["middling"]) == 39  # the first number of which 1.57 * 0.04 / 1.02 / sqrt(n) is at most 1%
+    assert Timing.of(samples["middling"]).noise <= 0.01 < Timing.of(samples["middling"][:38]).noise
+    samples, _ = run_measure(Limits(noise=0.015), middling=alternating(1e-3, 0.02))
+    assert len(samples["middling"]) == 17
+
+
+def test_slow_contenders_get_fewer_samples() -> None:
+    limits = Limits(seconds=0.5, slow=0.5, least=3)
+    samples, _ = run_measure(
+        limits, fast=alternating(1e-3, 0.1), slow=alternating(0.1, 0.05), slower=alternating(0.3, 0.1),
+        slowest=alternating(2.0, 0.1),
+    )  # fmt: skip
+    assert {name: len(values) for name, values in samples.items()} == {
+        "fast": 100,
+        "slow": 5,
+        "slower": 3,
+        "slowest": 1,  # its first launch, which is warm-up for the others
+    }
+
+
+def test_seconds_count_for_every_launch_of_a_sample() -> None:
+    """A graph of many launches spends its time as fast as single launches that take as long."""
+    stopwatch = Stopwatch({name: alternating(1e-3, 0.1) for name in "ab"})
+    contenders = {"a": Timed(lambda: "a"), "b": Timed(lambda: "b", launches=100)}
+    samples = measure(contenders, stopwatch, Limits(seconds=0.5, rounds=50))
+    assert {name: len(values) for name, values in samples.items()} == {"a": 50, "b": 5}
+
+
+def test_nobody_to_time() -> None:
+    assert run_measure() == ({}, [[]])
+
+
+class FakeTorch:
+    """Records what `Events` and `Graphs` ask of PyTorch; every launch takes 0.25 ms."""
+
+    def __init__(self) -> None:
+        log = self.log = []
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                log.append("event")
+                self.launches = log.count("launch")
+
+            def elapsed_time(self, after: Any) -> float:
+                assert log[-1] == "synchronize", "an event that may not have been reached"
+                return (after.launches - self.launches) * 0.25
+
+        class Graph:
+            def replay(self) -> None:
+                log.extend(["launch"] * self.launches)
+
+        @contextlib.contextmanager
+        def capture(graph: Any) -> Iterator[None]:
+            before = log.count("launch")
+            yield
+            graph.launches = log.count("launch") - before
+            log.append("captured")
+
+        synchronize = partial(log.append, "synchronize")
+        stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=synchronize)
+        self.cuda = SimpleNamespace(
+            Event=Event, CUDAGraph=Graph, graph=capture, Stream=lambda: stream, current_stream=lambda: stream,
+            stream=contextlib.nullcontext, synchronize=synchronize, _sleep=lambda cycles: log.append("sleep"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "launches"), [(Events, 1), (Graphs, 8)])
+def test_what_lies_between_two_events(kind: type, launches: int) -> None:
+    torch = FakeTorch()
+    stopwatch = kind.__new__(kind)
+    stopwatch._torch = torch
+    stopwatch._scratch = SimpleNamespace(zero_=partial(torch.log.append, "flush"))
+    timed = [stopwatch.ready(partial(torch.log.append, "launch")) for _ in range(2)]
+    assert [each.launches for each in timed] == [launches] * 2
+    del torch.log[:]
+    assert stopwatch.sample(timed) == pytest.approx([0.25e-3] * 2)
+    assert torch.log == ["sleep", "flush", "event", *["launch"] * launches, "event"] * 2 + ["synchronize"]
+
+
+# ---- grids
+
+
+def test_grids() -> None:
+    paper = contest.GRIDS["paper"]("bfloat16")
+    assert len(set(paper)) == 36
+    assert {p.B * p.Sq for p in paper} == {16384}
+    assert {p.H * p.D for p in paper} == {2048}
+    assert {p.D for p in paper} == {64, 128, 256}
+    assert {p.causal for p in paper} == {False, "bottom-right"}
+    assert {p.Sq for p in paper} == {512 << n for n in range(6)}
+    assert {(p.B, p.H, p.D) for p in contest.GRIDS["tutorial"]("float16")} == {(4, 32, 64)}
+    assert all(p.dtype == "float16" and p.Sq == p.Sk for grid in contest.GRIDS.values() for p in grid("float16"))
+
+
+# ---- the reference on samples
+
+
+def tensors(problem: Problem, seed: int = 0) -> tuple[Any, ...]:
+    torch = pytest.importorskip("torch")
+    arrays = make_inputs(Case("normal", dataclasses.replace(problem, dtype="float32")), seed)
+    return tuple(torch.from_numpy(x).to(getattr(torch, problem.dtype)) for x in arrays)
+
+
+def as_float64(x: Any) -> np.ndarray:
+    return x.float().numpy().astype(np.float64)
+
+
+PROBLEMS = [
+    Problem(2, 4, 300, 300, 16, dtype="float16"),
+    Problem(2, 4, 300, 300, 16, Hk=2, dtype="bfloat16", causal="bottom-right"),
+    Problem(3, 3, 150, 410, 8, causal="bottom-right"),
+    Problem(1, 1, 410, 150, 8, causal="bottom-right"),  # the first rows see no key
+    Problem(2, 2, 410, 150, 8, causal="top-left"),  # the last rows see every key
+    Problem(1, 2, 150, 410, 8, causal="top-left"),
+    Problem(1, 2, 33, 7, 8, causal="bottom-right"),
+    Problem(1, 1, 1, 1, 8, causal="top-left", scale=0.5),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sampled_reference_is_the_full_reference(problem: Problem, seed: int) -> None:
+    q, k, v = tensors(problem)
+    expected = sampled.expect(problem, q, k, v, seed)
+    inputs = [as_float64(x) for x in (q, k, v)]
+    out, lse = attention(*inputs, causal=problem.causal, scale=problem.scale)
+    heads = tuple(np.array(expected.heads).T)
+    covered = np.zeros(problem.Sq, bool)
+    for strip in expected.strips:
+        rows_ = slice(strip.start, strip.stop)
+        covered[rows_] = True
+        np.testing.assert_allclose(strip.out[:, 0], out[heads][:, rows_], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(strip.lse[:, 0], lse[heads][:, rows_], rtol=0, atol=1e-12)
+        assert 0 < strip.bound < 0.1
+    assert covered[0]
+    assert covered[-1]
+    assert covered.all() or covered.sum() >= 3 * sampled.ROWS
+    assert (0, 0) in expected.heads
+    assert (problem.B - 1, problem.H - 1) in expected.heads
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_right_results_pass(problem: Problem) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = tensors(problem)
+    expected = sampled.expect(problem, q, k, v)
+    inputs = [x.float().numpy() for x in (q, k, v)]
+    plain = naive(*inputs, causal=problem.causal, scale=problem.scale, dtype=problem.dtype)
+    _, lse = attention(*inputs, causal=problem.causal, scale=problem.scale)
+    verdict = sampled.compare(expected, torch.from_numpy(plain), torch.from_numpy(lse.astype(np.float32)))
+    assert verdict.message == ""
+    assert verdict.error <= verdict.bound
+
+
+def test_wrong_results_do_not() -> None:
+    """Also where the largest outputs, of the first causal rows, would hide it, and outside of the samples."""
+    torch = pytest.importorskip("torch")
+    S = 1024
+    problem = Problem(1, 8, S, S, 16, dtype="float16", causal="bottom-right")
+    q, k, v = tensors(problem)
+    expected = sampled.expect(problem, q, k, v)
+    truth, lse = (torch.from_numpy(x) for x in attention(*map(as_float64, (q, k, v)), causal=True))
+    right = truth.half()
+    assert sampled.compare(expected, right, lse).message == ""
+    late = right.clone()
+    late[:, :, S // 2 :] *= 1.006
+    plain = naive(*(x.float().numpy() for x in (q, k, v)), causal=True, dtype="float16")
+    assert (late - truth).abs().max() < output_bound(truth.numpy(), plain, "float16")  # one bound for all rows
+    assert "bound" in sampled.compare(expected, late, lse).message
+    sampled_rows = {i for strip in expected.strips for i in range(strip.start, strip.stop)}
+    spot = right.clone()
+    spot[0, 1, next(i for i in range(S) if i not in sampled_rows), 3] = math.nan
+    verdict = sampled.compare(expected, spot, lse)
+    assert (verdict.error, "not finite" in verdict.message) == (math.inf, True)
+    tolerance = float(lse_bound(np.zeros(1), "float16")[0])
+    assert "LSE" in sampled.compare(expected, right, lse + 20 * tolerance).message
+
+
+# ---- a round of contenders, on the CPU
+
+
+def contender(name: str, factor: float = 1.0, kernel: str = "", break_after: int = 10**9) -> peers.Contender:
+    """Plain attention times `factor`; from call `break_after` on, it writes nothing."""
+
+    def prepare(problem: Problem, q: Any, k: Any, v: Any) -> peers.Ready:
+        eager, calls = peers.PEERS["eager"].prepare(problem, q, k, v), []
+        out = q.clone()
+
+        def launch() -> tuple[Any, Any]:
+            calls.append(1)
+            if len(calls) < break_after:
+                out.copy_(eager.launch()[0] * factor)
+            return out, None
+
+        return peers.Ready(launch, lambda: out.fill_(math.nan), tile="T=1", arch="sm_90")
+
+    return peers.Contender(name, prepare, kernel)
+
+
+def refusing(error: Exception, kernel: str = "") -> peers.Contender:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any) -> peers.Ready:
+        raise error
+
+    return peers.Contender("refusing", prepare, kernel)
+
+
+class Counting(Stopwatch):
+    """Calls everybody, and says how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def sample(self, timed: Sequence[Timed]) -> list[float]:
+        self.calls += sum(each.call() is not None for each in timed)
+        return [1e-3] * len(timed)
+
+
+def compete(*contenders: peers.Contender, problem: Problem = SMALL) -> tuple[list[Row], Counting]:
+    stopwatch = Counting()
+    setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
+    return contest.compete(problem, contenders, tensors(problem), stopwatch, Limits(), setting), stopwatch
+
+
+def test_a_wrong_contender_gets_no_time() -> None:
+    found, stopwatch = compete(contender("right", kernel="right"), contender("wrong", 1.05))
+    right, wrong = (row.as_json() for row in found)
+    assert right["ok"] is True
+    assert right["ms"] == pytest.approx(1)
+    assert right["tflops"] == pytest.approx(SMALL.flops / 1e-3 * 1e-12)
+    assert right["percent_of_ceiling"] == pytest.approx(100 * right["tflops"])
+    assert (right["kind"], right["tile"], right["arch"], right["samples"]) == ("kernel", "T=1", "sm_90", 10)
+    assert wrong["ok"] is False
+    assert wrong["ms"] is wrong["tflops"] is wrong["samples"] is None
+    assert wrong["error"] > wrong["bound"]
+    assert "bound" in wrong["message"]
+    assert stopwatch.calls == Limits().warmup + Limits().enough  # of the right one alone
+
+
+def test_a_contender_that_breaks_while_it_is_timed_loses_its_time() -> None:
+    (row,), _ = compete(contender("breaks", break_after=5))
+    assert row.ok is False
+    assert row.timing is None
+    assert row.message.startswith("right at first, after timing: ")
+    assert row.as_json()["error"] is None  # infinite, which JSON cannot say
+
+
+def test_refusals_and_failures_are_rows() -> None:
+    (refused, right), _ = compete(refusing(UnsupportedProblem("no")), contender("right"))
+    assert (refused.ok, refused.message, right.ok) == (None, "no", True)
+    (peer,), _ = compete(refusing(MemoryError("too much")))
+    assert (peer.ok, peer.message) == (None, "refusing: too much")
+    (ours,), _ = compete(refusing(RuntimeError("broken"), kernel="k"))
+    assert (ours.ok, ours.message) == (False, "refusing: broken")
+    with pytest.raises(KeyError):  # a mistake of this package is no result
+        compete(refusing(KeyError("oops"), kernel="k"))
+
+
+def test_an_empty_problem_is_refused() -> None:
+    (row,), _ = compete(contender("c"), problem=Problem(1, 1, 0, 5, 16))
+    assert row.ok is None
+
+
+MASKED = [
+    SMALL,
+    dataclasses.replace(SMALL, causal="bottom-right"),
+    Problem(1, 4, 40, 40, 16, Hk=2, dtype="bfloat16", causal="top-left"),
+    Problem(1, 2, 20, 33, 16, causal="bottom-right"),
+    Problem(1, 2, 20, 33, 16, causal="top-left"),
+]
+
+
+@pytest.mark.parametrize("problem", MASKED, ids=str)
+@pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash", "eager"])
+def test_peers_are_right_or_refuse(name: str, problem: Problem) -> None:
+    (row,), _ = compete(peers.PEERS[name], problem=problem)
+    if name.startswith("sdpa") and problem.causal == "bottom-right" and problem.Sq != problem.Sk:
+        assert row.ok is None
+        assert "Sq=20" in row.message
+    else:
+        assert row.ok is True or (name == "sdpa-flash" and row.ok is None), row
+
+
+def test_a_refusal_of_sdpa_says_why() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(UnsupportedProblem, match=r"sdpa-cudnn: .{10}"):
+        peers.PEERS["sdpa-cudnn"].prepare(SMALL, *tensors(SMALL))
+
+
+def test_peers_by_name_and_by_file(tmp_path: Path) -> None:
+    assert [peer.name for peer in peers.get("eager")] == ["eager"]
+    file = tmp_path / "mine.py"
+    file.write_text("from sandbox.bench.peers import PEERS\npeers = [PEERS['eager'], PEERS['flex']]\n")
+    assert [peer.name for peer in peers.get(str(file))] == ["eager", "flex"]
+    file.write_text("peers = 3\n")
+    for name in (str(file), "sdpa-flesh", "nowhere.py"):
+        with pytest.raises(UnsupportedProblem, match=r"peers"):
+            peers.get(name)
+    with pytest.raises(UnsupportedProblem, match="tutorial"):
+        peers.PEERS["triton"].prepare(SMALL, None, None, None)
+
+
+def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    fa2, fa3, fa4 = peers.get(str(ROOT / "experiments" / "flash_attention_peers.py"))
+
+    def fake(q: Any, k: Any, v: Any, causal: bool, softmax_scale: float) -> Any:
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *inputs, is_causal=causal, scale=softmax_scale, enable_gqa=True
+        )
+        return out.transpose(1, 2), "lse"
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=lambda *a, **k: fake(*a, **k)[0]))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=fake))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    problem = Problem(2, 4, 40, 40, 16, Hk=2, dtype="bfloat16", causal="bottom-right")
+    found, _ = compete(fa2, fa3, fa4, problem=problem)
+    assert [r.ok for r in found] == [True, True, None]
+    assert "install" in found[2].message
+
+
+# ---- rows
+
+
+def row(name: str, problem: Problem, seconds: float | None = 1e-3, kernel: str = "", **more: Any) -> Row:
+    setting = {
+        "mode": "events", "seed": 0, "commit": "abc", "device": "GPU", "ceiling_tflops": 5.0, "ceiling_gbps": 3.0,
+        "cuda": "13.0", "clocks": {"clocks.sm": "1700 MHz"},
+    }  # fmt: skip
+    timing = seconds and Timing(seconds, seconds * 0.9, seconds * 1.1, 20, 0.01)
+    return Row(name, kernel, problem, more.pop("ok", True), timing=timing or None, setting={**setting, **more})
+
+
+def grid_rows() -> list[dict[str, Any]]:
+    found = []
+    for p in contest.GRIDS["paper"]("float16"):
+        found.append(row("fwd_x", p, p.flops / 2e12, kernel="fwd_x"))
+        found.append(row("sdpa-flash", p, p.flops / (4e12 if p.D == 64 else 1e12)))
+    return [r.as_json() for r in found]
+
+
+def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
+    problems = contest.GRIDS["tutorial"]("float16")
+    path = tmp_path / "rows.jsonl"
+
+    def interrupted() -> Iterator[Row]:
+        yield row("a", problems[0])
+        yield row("b", problems[0])
+        yield row("a", problems[1])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(rows.recorded(interrupted(), path))
+    kept = rows.read_rows(path)
+    assert [(r["contender"], r["Sq"]) for r in kept] == [("a", 1024), ("b", 1024), ("a", 2048)]
+    a, b = contender("a"), contender("b")
+    assert contest.unmeasured(kept, problems, [a, b]) == problems[1:]
+    assert contest.unmeasured(kept, problems, [a]) == problems[2:]
+    path.write_text(path.read_text()[:-30])  # the power failed
+    assert len(rows.read_rows(path)) == 2
+    list(rows.recorded([row("c", problems[0])], path))
+    assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c"]
+    assert rows.read_rows(tmp_path / "none") == []
+    with jsonl.locked(path) as file:  # by somebody who resumes the same file at the same time
+        file.seek(0, 2)
+        file.write(b'{"contender": "d", "half')
+        file.flush()
+        writer = threading.Thread(target=lambda: list(rows.recorded([row("e", problems[0])], path)))
+        writer.start()
+        time.sleep(0.3)
+        file.write(b'": 1}\n')
+    writer.join()
+    assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c", "d", "e"]
+    path.write_text("rubbish\n{}\n")
+    with pytest.raises(UnsupportedProblem, match="line 1"):
+        rows.read_rows(path)
+
+
+def test_two_dirty_trees_are_two_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume` takes rows of one and the same state alone."""
+
+    def git(*arguments: str) -> None:
+        command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *arguments)
+        subprocess.run(command, check=True, capture_output=True)
+
+    (tmp_path / "sandbox/bench").mkdir(parents=True)
+    source = tmp_path / "sandbox/bench/environment.py"
+    monkeypatch.setattr(environment, "__file__", str(source))
+    source.write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    states = [environment.commit()]
+    for text in ("2\n", "3\n"):
+        source.write_text(text)
+        states.append(environment.commit())
+    (tmp_path / "kernels_cu").mkdir()
+    for text in ("new", "newer"):
+        (tmp_path / "kernels_cu/fwd_new.cu").write_text(text)
+        states.append(environment.commit())
+    assert len({*states}) == len(states)
+    assert [state.partition("+")[0] for state in states if state] == [states[0]] * 5
+    source.write_text("1\n")
+    (tmp_path / "kernels_cu/fwd_new.cu").unlink()
+    assert environment.commit() == states[0]
+
+
+def test_a_problem_comes_back_from_its_row() -> None:
+    for problem in PROBLEMS:
+        assert rows.problem_of(json.loads(json.dumps(row("a", problem).as_json()))) == problem
+
+
+def test_speed_is_of_the_median() -> None:
+    timed = dataclasses.replace(row("a", SMALL), timing=Timing(2e-3, 1e-3, 4e-3, 10, 0.1))
+    assert timed.tflops == pytest.approx(SMALL.flops / 2e-3 * 1e-12)
+    backward = dataclasses.replace(timed, computes="backward")
+    assert backward.tflops == pytest.approx(2.5 * timed.tflops)
+    assert (timed.as_json()["ms"], timed.as_json()["q1_ms"], timed.as_json()["q3_ms"]) == (2, 1, 4)
+
+
+# ---- for people
+
+
+def test_ratios_are_of_one_run() -> None:
+    found = grid_rows()
+    assert bench_report.pick_peer(found) == "sdpa-flash"
+    ratios = bench_report.ratios(found, "sdpa-flash")["fwd_x"]
+    assert {D: (round(mean, 3), n) for D, (mean, n) in ratios.items()} == {64: (0.5, 12), 128: (2, 12), 256: (2, 12)}
+    for r in found[::2]:
+        r["commit"] = "other"
+    assert list(bench_report.ratios(found, "sdpa-flash")) == ["sdpa-flash"]  # to itself
+    with pytest.raises(UnsupportedProblem):
+        bench_report.pick_peer(found, "eager")
+
+
+def test_table_and_notes() -> None:
+    from rich.console import Console
+
+    p, causal = SMALL, dataclasses.replace(SMALL, causal="bottom-right")
+    wrong = dataclasses.replace(
+        row("fwd_x", causal, None, "fwd_x", ok=False), message="error 1 > 0.1", error=1, bound=0.1
+    )
+    refused = dataclasses.replace(row("sdpa-flash", causal, None, ok=None), message="sdpa-flash: not this one")
+    found = [row("sdpa-flash", p, 2e-6).as_json(), row("fwd_x", p, 1e-6, "fwd_x").as_json(), wrong.as_json()]
+    found.append(refused.as_json())
+    for width in (80, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(bench_report.bench_table(found, "sdpa-flash", width))
+        for note in bench_report.notes(found, "sdpa-flash"):
+            console.print(note)
+        text = console.export_text()
+        for wanted in (
+            "WRONG",
+            "2.00",
+            f"{p.flops / 1e-6 * 1e-12:.1f}",
+            "1700 MHz",
+            "not taken",
+            "0.1",
+            "not this one",
+        ):
+            assert wanted in text, (width, wanted)
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png, svg = plot.draw(grid_rows(), tmp_path / "a" / "paper")
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    assert int.from_bytes(png.read_bytes()[16:20], "big") == 1000  # pixels wide
+    text = svg.read_text()
+    for label in ("fwd_x", "sdpa-flash", "matrix product, 5", "D = 128, causal", "D = 64, no mask", "16k", "GPU"):
+        assert f"<!-- {label}" in text or label in text, label
+    assert "<dc:date>" not in text
+    again = plot.draw(grid_rows(), tmp_path / "again")
+    assert [file.read_bytes() for file in again] == [png.read_bytes(), svg.read_bytes()]
+    both = [*grid_rows(), row("fwd_x", Problem(1, 1, 512, 512, 64, dtype="float32"), kernel="fwd_x").as_json()]
+    assert "fwd_x float32" in plot.draw(both, tmp_path / "two")[1].read_text()
+    with pytest.raises(UnsupportedProblem, match="nothing to plot"):
+        plot.draw([row("a", SMALL, None, ok=None).as_json()], tmp_path / "none")
+
+
+# ---- the command
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(cli.cli, ["bench", *args], catch_exceptions=False)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(ordinal: int = 0) -> Any:
+        raise GpuUnavailable("no GPU here")
+
+    monkeypatch.setattr(driver, "device", unavailable)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_command_without_a_gpu(tmp_path: Path) -> None:
+    result = invoke("fwd_minimal")
+    assert (result.exit_code, "no GPU here" in result.output) == (1, True)
+    for wrong in (("--peers", "sdpa-flesh"), ("--shape", "1,2"), ("--tile", "X"), ("nothing",), ("--grid", "none")):
+        assert invoke(*wrong).exit_code == 2, wrong
+    assert invoke("--show", str(tmp_path / "none.jsonl")).exit_code == 2
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_command_shows_stored_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in grid_rows()))
+    result = invoke("--show", str(file), "--plot", str(tmp_path / "figure"))
+    assert result.exit_code == 0
+    for wanted in ("D64 0.50, D128 2.00, D256 2.00", "B32 H32 S512 D64", "figure.png"):
+        assert wanted in result.output
+    assert (tmp_path / "figure.svg").exists()
+    assert json.loads(invoke("--show", str(file), "--json").stdout) == grid_rows()
+
+
+def test_command_keeps_what_it_has_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def one_row(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
+        asked.append((list(problems), [peer.name for peer in contenders], options))
+        yield row("fwd_minimal", problems[0], kernel="fwd_minimal")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contest, "run", one_row)
+    file = tmp_path / "rows.jsonl"
+    shapes = ("--shape", "1,2,64,16", "--shape", "1,4/2,32,48,16", "--causal", "--dtype", "bfloat16")
+    result = invoke("fwd_minimal", *shapes, "--peers", "eager,sdpa-math", "--mode", "graph", "--out", str(file))
+    assert result.exit_code == 1
+    assert "interrupted" in result.output
+    assert "B1 H2 S64 D16" in result.output
+    assert len(rows.read_rows(file)) == 1
+    problems, names, options = asked[0]
+    assert problems[1] == Problem(1, 4, 32, 48, 16, Hk=2, dtype="bfloat16", causal="bottom-right")
+    assert names == ["eager", "sdpa-math"]
+    assert options["mode"] == "graph"
+
+
+def test_command_keeps_what_it_has_when_a_fault_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
+        yield row("fwd_minimal", problems[0], kernel="fwd_minimal")
+        raise SandboxError("the context is lost")
+
+    monkeypatch.setattr(contest, "run", fails)
+    result = invoke("fwd_minimal", "--peers", "none", "--out", str(tmp_path / "rows.jsonl"))
+    assert result.exit_code == 1
+    assert "the context is lost" in result.output
+    assert "B8 H12 S128 D64" in result.output
+    assert len(rows.read_rows(tmp_path / "rows.jsonl")) == 1
+
+
+@pytest.mark.parametrize(("verdicts", "status"), [((True, None), 0), ((None, None), 2), ((True, False), 1)])
+def test_exit_status(verdicts: tuple, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
+        for problem, ok in zip(problems, verdicts, strict=False):
+            yield row("fwd_minimal", problem, 1e-3 if ok else None, kernel="fwd_minimal", ok=ok)
+            yield row("eager", problem)
+
+    monkeypatch.setattr(contest, "run", ends)
+    assert invoke("fwd_minimal", "--peers", "eager").exit_code == status
+    assert invoke("fwd_minimal", "--peers", "eager", "--against", "sdpa-flash").exit_code == 2
+
+
+def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def record(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
+        asked.append(list(problems))
+        return iter(row("fwd_minimal", p, kernel="fwd_minimal") for p in problems[:1])
+
+    monkeypatch.setattr(contest, "run", record)
+    monkeypatch.setattr(contest.environment, "commit", lambda: "abc")
+    monkeypatch.setattr(driver, "device", lambda ordinal=0: type("Gpu", (), {"name": "GPU"}))
+    command = ("fwd_minimal", "--grid", "gpt2", "--peers", "none", "--out", str(tmp_path / "rows.jsonl"), "--resume")
+    for left in (4, 3, 2):
+        result = invoke(*command)
+        assert result.exit_code == 0, result.output
+        assert len(asked[-1]) == left
+    assert result.output.count("B8 H12") == 3  # with the rows of the runs before
+    invoke(*command, "--mode", "graph")
+    assert len(asked[-1]) == 4
+    monkeypatch.setattr(contest.environment, "commit", lambda: "def")
+    invoke(*command)
+    assert len(asked[-1]) == 4
+    assert invoke("--resume").exit_code == 2
+
+
+# ---- the real thing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["events", "graph"])
+def test_on_a_gpu(mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    problems = [Problem(2, 4, 512, 512, 64, dtype="float16", causal=c) for c in (False, "bottom-right")]  # type: ignore[arg-type]
+    everybody = [peers.PEERS[name] for name in peers.DEFAULT]
+    found = list(contest.run([registry.get("fwd_minimal")], problems, everybody, mode=mode, limits=Limits(rounds=20)))
+    assert len(found) == 2 * 6
+    for r in found:
+        line = r.as_json()
+        assert r.ok is not False, line
+        assert r.ok or r.contender.startswith("sdpa"), line
+        if r.ok:
+            assert 0 < line["q1_ms"] <= line["ms"] <= line["q3_ms"]
+            assert 0 < line["percent_of_ceiling"] < 100
+            assert line["device"]
+            assert line["cuda"]
+    assert 100 < found[0].setting["ceiling_gbps"] < 20000

@@ -1,0 +1,145 @@
+"""The backward in `bench`: its reference on samples, peers through autograd, a round of contenders."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from test_bench import PROBLEMS, SMALL, Counting, tensors
+
+from sandbox.bench import contest, peers
+from sandbox.bench.rows import Row
+from sandbox.bench.timing import Limits
+from sandbox.core import registry
+from sandbox.core.errors import UnsupportedProblem
+from sandbox.reference import attention_backward, gradient_bound, naive_backward
+from sandbox.spec import Problem
+from sandbox.verify import sampled_gradients
+
+torch = pytest.importorskip("torch")
+
+
+def inputs_of(problem: Problem, seed: int = 0) -> tuple[Any, ...]:
+    """q, k, v and dout."""
+    return *tensors(problem, seed), tensors(problem, seed + 1)[0]
+
+
+def plain_gradients(problem: Problem, q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
+    arrays = [x.float().numpy() for x in (dout, q, k, v)]
+    options = {"causal": problem.causal, "scale": problem.scale, "dtype": problem.dtype}
+    return tuple(torch.from_numpy(x) for x in naive_backward(*arrays, **options))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_strips_are_the_whole_reference(problem: Problem) -> None:
+    """With dO zero outside of the strips, the reference on everything gives what the strips add up to."""
+    q, k, v, dout = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, q, k, v, dout)
+    whole = dout.clone()
+    with expected._strips_alone():
+        assert 0 < (dout != 0).any(dim=3).sum() <= len(expected.strips) * sampled_gradients.ROWS
+        arrays = [x.float().numpy() for x in (dout, q, k, v)]
+        full = attention_backward(*arrays, causal=problem.causal, scale=problem.scale)
+    assert torch.equal(dout, whole)
+    for (which, b, head), sums in expected.sums.items():
+        np.testing.assert_allclose(sums.truth, full[which][b, head], rtol=0, atol=1e-12)
+    assert {which for which, _, _ in expected.sums} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
+    given = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, *given)
+    right = expected.check(lambda: None, lambda: plain_gradients(problem, *given))
+    assert right.message == ""
+    assert right.error <= right.bound
+    for wrong in range(3):
+
+        def launch(wrong: int = wrong) -> tuple[Any, ...]:
+            gradients = plain_gradients(problem, *given)
+            ref = [*attention_backward(*(x.float().numpy() for x in (given[3], *given[:3])), causal=problem.causal)]
+            bound = gradient_bound(ref[wrong], gradients[wrong], np.abs(ref[wrong]), problem.dtype)
+            gradients[wrong][-1, -1, -1, -1] += 50 * bound + 1e-3
+            return gradients
+
+        assert ("dQ", "dK", "dV")[wrong] in expected.check(lambda: None, launch).message
+
+
+def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
+    problem = Problem(2, 8, 300, 300, 16, dtype="float16")
+    given = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, *given)
+    unsampled = next(h for h in range(8) if (1, 0, h) not in expected.sums)
+
+    def launch() -> tuple[Any, ...]:
+        gradients = plain_gradients(problem, *given)
+        gradients[1][0, unsampled, 7, 3] = math.nan
+        return gradients
+
+    assert "not written" in expected.check(lambda: None, launch).message
+
+
+# ---- contenders
+
+
+def compete(*contenders: peers.Contender, problem: Problem = SMALL) -> list[Row]:
+    setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
+    given = inputs_of(problem)
+    return contest.compete(problem, contenders, given, Counting(), Limits(), setting, "backward")
+
+
+@pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash", "eager"])
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+def test_peers_through_autograd(name: str, causal: Any) -> None:
+    problem = dataclasses.replace(SMALL, causal=causal)
+    (row,) = compete(peers.backward(peers.PEERS[name]), problem=problem)
+    assert row.ok is True or (name == "sdpa-flash" and row.ok is None), row
+    if row.ok:
+        line = row.as_json()
+        assert line["computes"] == "backward"
+        assert line["tflops"] == pytest.approx(2.5 * problem.flops / 1e-3 * 1e-12)
+
+
+def test_a_peer_without_a_backward_is_refused() -> None:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any) -> peers.Ready:
+        return peers.Ready(lambda: (q.detach(), None), lambda: None)
+
+    (row,) = compete(peers.backward(peers.Contender("opaque", prepare)))
+    assert row.ok is None
+    assert "no backward" in row.message
+
+
+def test_a_wrong_backward_has_no_time() -> None:
+    right = peers.backward(peers.PEERS["eager"])
+
+    def prepare(*args: Any) -> peers.Ready:
+        ready = right.prepare(*args)
+        return peers.Ready(lambda: tuple(x * 1.05 for x in ready.launch()), ready.poison)
+
+    wrong, row = compete(peers.Contender("wrong", prepare, kernel="k"), right)
+    assert wrong.ok is False
+    assert wrong.timing is None
+    assert "bound" in wrong.message
+    assert row.timing
+
+
+def test_kernels_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest.driver, "device", lambda ordinal=0: type("Gpu", (), {"name": "GPU"}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnsupportedProblem, match="bwd_minimal computes the backward: it cannot be timed as a forward"):
+        contest.run([registry.get("bwd_minimal")], [SMALL])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    kernels = [kernel for kernel in registry.kernels().values() if kernel.computes == "backward"]
+    problems = [Problem(2, 4, 512, 512, 64, dtype="float16", causal=c) for c in (False, "bottom-right")]  # type: ignore[arg-type]
+    others = [peers.PEERS[name] for name in ("sdpa-flash", "sdpa-cudnn", "eager")]
+    found = list(contest.run(kernels, problems, others, computes="backward", limits=Limits(rounds=20)))
+    assert len(found) == 2 * (len(kernels) + 3)
+    for row in found:
+        assert row.ok, row
+        assert row.as_json()["computes"] == "backward"

@@ -1,0 +1,410 @@
+"""Problem, Tile, Kernel: what they hold, and that every refusal names the value."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from sandbox.core.errors import SpecError
+from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
+
+P = Problem(2, 4, 7, 9, 64, Hk=2, dtype="float16", causal="bottom-right")
+
+
+def refuses(message: str):
+    return pytest.raises(SpecError, match=re.escape(message))
+
+
+# ---- Problem
+
+
+def test_defaults() -> None:
+    p = Problem(2, 4, 7, 9, 64)
+    assert (p.Hk, p.dtype, p.causal, p.scale) == (4, "float32", False, 0.125)
+    assert Problem(1, 1, 1, 1, 1, scale=0).scale == 0.0
+    assert p == Problem(2, 4, 7, 9, 64, Hk=4, scale=0.125)
+    assert hash(p) == hash(dataclasses.replace(p))
+    assert pickle.loads(pickle.dumps(P)) == P
+
+
+def test_numpy_integers_become_integers() -> None:
+    p = Problem(*np.array([2, 4, 7, 9, 64]), Hk=np.int32(2))
+    assert {type(n) for n in (p.B, p.H, p.Sq, p.Sk, p.D, p.Hk)} == {int}
+
+
+@pytest.mark.parametrize("causal", [True, "bottom-right", "top-left", False, None])
+def test_causal_is_normalised(causal: object) -> None:
+    expected = {True: "bottom-right", None: False}.get(causal, causal)
+    assert Problem(1, 1, 1, 1, 8, causal=causal).causal == normalise_causal(causal) == expected
+
+
+@pytest.mark.parametrize("name", ["B", "H", "Sq", "Sk", "Hk"])
+@pytest.mark.parametrize("value", [-1, 1.0, "2", None, True])
+def test_a_size_that_makes_no_sense(name: str, value: object) -> None:
+    with refuses(f"{name}={value!r} must be an integer >= 0"):
+        dataclasses.replace(P, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"D": 0}, "D=0 must be an integer >= 1"),
+        ({"D": -64}, "D=-64 must be an integer >= 1"),
+        ({"D": 64.0}, "D=64.0 must be an integer >= 1"),
+        ({"dtype": "float64"}, "dtype='float64' is not supported: choose one of float32, float16, bfloat16"),
+        ({"H": 5, "Hk": 2}, "H=5 query heads are not a multiple of Hk=2 key/value heads"),
+        ({"H": 2, "Hk": 4}, "H=2 query heads are not a multiple of Hk=4"),
+        ({"causal": "left"}, "causal='left' is not known: choose False, True"),
+        ({"causal": 1.5}, "causal=1.5 is not known"),
+        ({"scale": float("nan")}, "scale=nan must be finite"),
+        ({"scale": float("inf")}, "scale=inf must be finite"),
+        ({"scale": "big"}, "scale='big' must be a number"),
+        ({"scale": (1,)}, "scale=(1,) must be a number"),
+    ],
+)
+def test_a_problem_that_makes_no_sense(values: dict, message: str) -> None:
+    with refuses(message):
+        dataclasses.replace(P, **values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("1,12,1024,64", (1, 12, 12, 1024, 1024, 64)),
+        ("2,8/2,100,77,40", (2, 8, 2, 100, 77, 40)),
+        (" 1 , 2 , 3 , 4 ", (1, 2, 2, 3, 3, 4)),
+        ("0,1,0,5,8", (0, 1, 1, 0, 5, 8)),
+    ],
+)
+def test_from_shape(shape: str, expected: tuple[int, ...]) -> None:
+    p = Problem.from_shape(shape, dtype="bfloat16", causal=True)
+    assert (p.B, p.H, p.Hk, p.Sq, p.Sk, p.D) == expected
+    assert (p.dtype, p.causal) == ("bfloat16", "bottom-right")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "",
+        "1",
+        "1,2,3",
+        "1,2,3,4,5,6",
+        "1,2/1/1,3,4",
+        "1/1,2,3,4",
+        "1,2,x,4",
+        "1,-2,3,4",
+        "1,2,3.0,4",
+        "1,,3,4",
+        "1,²,3,4",
+    ],
+)
+def test_from_shape_refuses(shape: str) -> None:
+    with refuses(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D"):
+        Problem.from_shape(shape)
+
+
+def test_from_shape_with_values_that_make_no_sense() -> None:
+    with refuses("shape '1,8/0,4,8': Hk=0"):
+        Problem.from_shape("1,8/0,4,8")
+    with refuses("D=0 must be"):
+        Problem.from_shape("1,8,4,0")
+
+
+@pytest.mark.parametrize("Sq", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("Sk", [0, 1, 4, 5, 12])
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
+def test_visible_pairs_by_brute_force(Sq: int, Sk: int, causal) -> None:
+    p = Problem(1, 1, Sq, Sk, 8, causal=causal)
+    by_name = {
+        False: lambda i, j: True,
+        "bottom-right": lambda i, j: j <= i + Sk - Sq,
+        "top-left": lambda i, j: j <= i,
+    }[causal]
+    assert p.visible_pairs == sum(by_name(i, j) for i in range(Sq) for j in range(Sk))
+    if causal:
+        pairs = [(i, j) for i in range(Sq) for j in range(Sk)]
+        assert [j <= i + p.diagonal for i, j in pairs] == [by_name(i, j) for i, j in pairs]
+
+
+def test_flops_by_the_fields_rule() -> None:
+    p = Problem(2, 12, 1024, 512, 64, Hk=4)
+    assert p.flops == 4 * 2 * 12 * 1024 * 512 * 64
+    assert dataclasses.replace(p, causal="top-left").flops == p.flops // 2
+
+
+def test_a_backward_counts_two_and_a_half_times() -> None:
+    p = Problem(2, 12, 1024, 512, 64)
+    assert [p.flops_of(computes) for computes in COMPUTATIONS] == [p.flops, 0, p.flops * 5 // 2]
+
+
+def test_itemsize_and_text() -> None:
+    assert (P.itemsize, Problem(1, 1, 1, 1, 1).itemsize) == (2, 4)
+    assert str(P) == "B2 H4/2 S7x9 D64 float16 causal"
+    assert str(Problem(1, 2, 3, 3, 4, causal="top-left")) == "B1 H2 S3 D4 float32 causal-top-left"
+    assert [cdiv(0, 4), cdiv(1, 4), cdiv(4, 4), cdiv(5, 4)] == [0, 1, 1, 2]
+
+
+# ---- Tile
+
+
+def test_a_tile_is_a_mapping_and_attributes() -> None:
+    tile = Tile(BLOCK_M=64, BLOCK_N=32)
+    assert (tile.BLOCK_M, tile["BLOCK_N"], len(tile), dict(tile)) == (64, 32, 2, {"BLOCK_M": 64, "BLOCK_N": 32})
+    assert (str(tile), repr(tile)) == ("BLOCK_M=64,BLOCK_N=32", "Tile(BLOCK_M=64,BLOCK_N=32)")
+    with pytest.raises(AttributeError, match="tile has no STAGES: it has BLOCK_M, BLOCK_N"):
+        _ = tile.STAGES
+    with pytest.raises(KeyError):
+        tile["STAGES"]
+
+
+def test_a_tile_is_immutable() -> None:
+    tile = Tile(BLOCK_M=64)
+    with pytest.raises(AttributeError, match="a tile is immutable: make a new one to change BLOCK_M"):
+        tile.BLOCK_M = 32
+    with pytest.raises(TypeError):
+        tile["BLOCK_M"] = 32  # type: ignore[index]
+    dict(tile).clear()
+    assert tile.BLOCK_M == 64
+
+
+def test_tiles_compare_and_hash_by_their_numbers() -> None:
+    a, b = Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_N=32, BLOCK_M=64)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert len({a, b, Tile(BLOCK_M=64, BLOCK_N=16), Tile(BLOCK_M=64)}) == 3
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda tile: pickle.loads(pickle.dumps(tile))])
+def test_tiles_travel(duplicate) -> None:
+    tile = Tile(BLOCK_M=64, BLOCK_N=32)
+    assert duplicate(tile) == tile
+    assert str(duplicate(tile)) == str(tile)
+
+
+@pytest.mark.parametrize("text", ["BLOCK_M=64,BLOCK_N=32", " BLOCK_M=64 , BLOCK_N=32,", "BLOCK_M=64 BLOCK_N=32"])
+def test_parse(text: str) -> None:
+    assert Tile.parse(text) == Tile(BLOCK_M=64, BLOCK_N=32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("64x32", "tile: '64x32' is not NAME=number, as in BLOCK_M=64,BLOCK_N=32"),
+        ("BLOCK_M=", "tile: 'BLOCK_M=' is not NAME=number"),
+        ("BLOCK_M=64,BLOCK_N=-1", "tile: 'BLOCK_N=-1' is not NAME=number"),
+        ("BLOCK_M=6.4", "tile: 'BLOCK_M=6.4' is not"),
+        ("BLOCK_M=²", "tile: 'BLOCK_M=²' is not"),
+        ("BLOCK_M=0", "tile: BLOCK_M=0 must be an integer >= 1"),
+        ("block_m=64", "tile: 'block_m' must be an upper-case identifier: it becomes a macro"),
+        ("=64", "tile: '' must be an upper-case identifier"),
+        ("BLOCK_M=64,BLOCK_M=32", "tile: BLOCK_M is named twice in 'BLOCK_M=64,BLOCK_M=32'"),
+    ],
+)
+def test_parse_refuses(text: str, message: str) -> None:
+    with refuses(message):
+        Tile.parse(text)
+
+
+@pytest.mark.parametrize("value", [0, -64, 64.0, "64", None, True])
+def test_a_tile_that_makes_no_sense(value: object) -> None:
+    with refuses(f"tile: BLOCK_M={value!r} must be an integer >= 1"):
+        Tile(BLOCK_M=value)
+
+
+# ---- Kernel
+
+FIELDS = {
+    "name": "fwd_x", "computes": "forward", "rung": 1, "summary": "", "dtypes": ("float16", "bfloat16"),
+    "min_arch": (8, 0),
+    "tiles": (Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=32)), "grid": lambda p, t: (1, 1, 1),
+    "block": lambda t: (t.BLOCK_M, 1, 1), "smem_bytes": lambda p, t: 4 * p.D * t.BLOCK_M, "max_D": 128,
+    "args": ("Q", "K", "V", "O", "LSE"),
+    "supports": lambda p, arch: "no broadcast over B" if p.B > 4 else None,
+    "check_tile": lambda p, t, arch: f"BLOCK_N={t.BLOCK_N} must be even" if t.BLOCK_N % 2 else None,
+}  # fmt: skip
+KERNEL = Kernel(**FIELDS)
+LATER = {
+    "name": "fwd_x_dq", "grid": lambda p, t: (1, 1, 1), "block": lambda t: (32, 1, 1),
+    "smem_bytes": lambda p, t: 4 * t.BLOCK_N, "args": ("dQ",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
+        ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of forward, delta, backward"),
+        ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: the forward is given them all"),
+        ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
+        ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),
+        ({"tiles": ()}, "fwd_x: a kernel needs at least one tile"),
+        (
+            {"computes": "backward", "then": (Entry(**{**LATER, "args": ("dQ", "dK")}),)},
+            "fwd_x: args must name dO, delta, dV: the backward is given them all",
+        ),
+        ({"then": (Entry(**{**LATER, "name": "fwd_y"}),)}, "fwd_x: then: 'fwd_y' must begin with fwd_x_"),
+        (
+            {"tiles": (Tile(BLOCK_M=64), Tile(BLOCK_N=64))},
+            "fwd_x: tile BLOCK_N=64 names other numbers than BLOCK_M=64",
+        ),
+    ],
+)
+def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
+    with refuses(message):
+        Kernel(**{**FIELDS, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "arch", "message"),
+    [
+        ({"dtype": "float32"}, None, "fwd_x: dtype float32 is not built: it takes float16, bfloat16"),
+        ({"D": 129, "Sq": 1}, None, "fwd_x: D=129 is too large: head widths up to 128 are built"),
+        ({}, (7, 5), "fwd_x: needs compute capability 8.0 or later, this is 7.5"),
+        ({"B": 5}, (9, 0), "fwd_x: no broadcast over B"),
+    ],
+)
+def test_refusals_of_a_problem(values: dict, arch, message: str) -> None:
+    assert KERNEL.refuses(dataclasses.replace(P, **values), arch) == message
+
+
+def test_what_it_takes() -> None:
+    for arch in (None, (8, 0), (12, 1)):
+        assert KERNEL.refuses(dataclasses.replace(P, D=128), arch) is None
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (Tile(BLOCK_M=64), "fwd_x: tile BLOCK_M=64 must name BLOCK_M, BLOCK_N and nothing else"),
+        (Tile(BLOCK_M=64, BLOCK_N=32, STAGES=2), "tile BLOCK_M=64,BLOCK_N=32,STAGES=2 must name BLOCK_M, BLOCK_N"),
+        (Tile(), "fwd_x: tile (empty) must name BLOCK_M, BLOCK_N and nothing else"),
+        (Tile(BLOCK_M=64, BLOCK_N=33), "fwd_x: BLOCK_N=33 must be even"),
+    ],
+)
+def test_refusals_of_a_tile(tile: Tile, message: str) -> None:
+    assert message in (KERNEL.refuses_tile(P, tile) or "")
+
+
+def test_defines() -> None:
+    assert KERNEL.refuses_tile(P, KERNEL.tiles[0]) is None
+    assert KERNEL.defines(P, KERNEL.tiles[0]) == {
+        "BLOCK_M": 64, "BLOCK_N": 32, "HEAD_DIM": 64, "SMEM_BYTES": 4 * 64 * 64, "CAUSAL": 1, "DTYPE_float16": 1,
+    }  # fmt: skip
+    plain = Problem(1, 1, 1, 1, 32, dtype="bfloat16")
+    assert KERNEL.defines(plain, KERNEL.tiles[1])["CAUSAL"] == 0
+    assert "DTYPE_bfloat16" in KERNEL.defines(plain, KERNEL.tiles[1])
+
+
+def test_a_kernel_of_several_entries() -> None:
+    """One set of macros for all, each entry's shared memory among them."""
+    kernel = Kernel(**{**FIELDS, "then": (Entry(**LATER),)})
+    assert [entry.name for entry in kernel.entries] == ["fwd_x", "fwd_x_dq"]
+    defines = kernel.defines(P, kernel.tiles[0])
+    assert (defines["SMEM_BYTES"], defines["SMEM_BYTES_DQ"]) == (4 * 64 * 64, 4 * 32)
+
+
+# ---- what a score is beyond scale and causal
+
+FULL = {
+    "Dv": 32, "window": (5, None), "softcap": 30.0, "alibi": (4,), "bias": (1, 4, 7, 9), "bias_dtype": "float32",
+    "mask": (2, 1, 1, 9), "sink": True, "key_lengths": True,
+    "score": Score("x - slope(h) * (i - j)", mask="j <= i", tensors={"slope": np.zeros(4, np.float32)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(FULL.keys() - {"bias_dtype"}))
+def test_each_option_is_part_of_a_problem(name: str) -> None:
+    p = dataclasses.replace(P, **{name: FULL[name]})
+    assert p != P
+    assert not p.plain
+    assert str(p) != str(P)
+    assert str(p).startswith("B2 H4/2 S7x9 D64")
+    assert set(p.as_json()) - set(P.as_json()) == {name}
+    again = Problem.from_json(json.loads(json.dumps(p.as_json())))
+    assert again == p
+    assert hash(again) == hash(p)
+    assert again.as_json() == p.as_json()
+    assert str(again) == str(p)
+    assert pickle.loads(pickle.dumps(p)) == p
+
+
+def test_a_plain_problem_is_stored_as_ever() -> None:
+    assert P.plain
+    assert str(P) == "B2 H4/2 S7x9 D64 float16 causal"
+    assert P.as_json() == {
+        "B": 2, "H": 4, "Sq": 7, "Sk": 9, "D": 64, "Hk": 2, "dtype": "float16", "causal": "bottom-right",
+        "scale": 0.125, "alignment": 16, "mappable": True,
+    }  # fmt: skip
+
+
+def test_all_of_them_together() -> None:
+    p = dataclasses.replace(P, **FULL)
+    assert Problem.from_json(json.loads(json.dumps(p.as_json()))) == p
+    assert str(p) == (
+        "B2 H4/2 S7x9 D64/32 float16 causal window=5,none softcap=30 alibi=4 bias=1,4,7,9:float32 mask=2,1,1,9 sink "
+        "key_lengths score=[x - slope(h) * (i - j); sees j <= i]"
+    )
+    options = {**FULL, "bias": "1,H,Sq,Sk", "mask": "B,1,1,S", "alibi": True}
+    del options["Dv"]
+    assert Problem.from_shape("2,4/2,7,9,64/32", dtype="float16", causal=True, **options) == p
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"window": 5}, "window=5 must be (left, right)"),
+        ({"window": (1, -1)}, "window=(1, -1) must be (left, right): keys to either side, each an integer >= 0"),
+        ({"softcap": -1.0}, "softcap=-1.0 must be positive"),
+        ({"softcap": float("inf")}, "softcap=inf must be finite"),
+        ({"alibi": (2,)}, "alibi=(2,) must be the shape of one slope a head, (4,) or (2, 4)"),
+        ({"bias": (7, 9)}, "bias=(7, 9) must be four numbers, each 1 or that of (B, H, Sq, Sk) = (2, 4, 7, 9)"),
+        ({"mask": (1, 1, 1, 7)}, "mask=(1, 1, 1, 7) must be four numbers"),
+        ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' must be that of a bias: q's dtype"),
+        ({"bias_dtype": "float32"}, "bias_dtype='float32' must be that of a bias"),
+        ({"sink": 1.0}, "sink=1.0 must be True or False"),
+        ({"score": "x"}, "score='x' must be a sandbox.Score"),
+        ({"Dv": -1}, "Dv=-1 must be an integer >= 0"),
+    ],
+)
+def test_an_option_that_makes_no_sense(values: dict, message: str) -> None:
+    with refuses(message):
+        dataclasses.replace(P, **values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"score": ""}, "Score: score='' must be an expression"),
+        ({"mask": None}, "Score: mask=None must be an expression"),
+        ({"tensors": {"x": np.zeros(1)}}, "Score: a tensor cannot be called 'x'"),
+        ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
+        ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
+        ({"tensors": {"a": 1.0}}, "Score: a float is no tensor"),
+    ],
+)
+def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
+    with refuses(message):
+        Score(**fields)
+
+
+@pytest.mark.parametrize("window", [(None, None), (0, 0), (2, None), (None, 3), (1, 4)])
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
+@pytest.mark.parametrize(("Sq", "Sk"), [(5, 9), (9, 5), (4, 4), (0, 3), (3, 0)])
+def test_pairs_in_a_window_by_brute_force(window, causal, Sq: int, Sk: int) -> None:
+    p = Problem(1, 1, Sq, Sk, 8, causal=causal, window=window)
+    shift, (left, right) = 0 if causal == "top-left" else Sk - Sq, window
+
+    def sees(i: int, j: int) -> bool:
+        own = i + shift
+        return (not causal or j <= own) and (left is None or own - left <= j) and (right is None or j <= own + right)
+
+    assert p.visible_pairs == sum(sees(i, j) for i in range(Sq) for j in range(Sk))
+    if window != (None, None):
+        assert p.flops == 4 * p.visible_pairs * 8
+        assert p.flops_of("backward") * 2 == p.flops * 5

@@ -1,0 +1,479 @@
+"""Hopper's verbs, each by itself: boxes, swizzle, descriptors, wgmma, mbarriers. What holds on a GPU is tested on both
+backends; what goes wrong, on the CPU alone, which says where.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from sandbox import LaunchError, UnsupportedProblem
+from sandbox.core.registry import get
+from sandbox.launch import driver
+from sandbox.launch.arguments import ArgumentBlock
+from sandbox.launch.dlpack import HOST, Device, view
+from sandbox.launch.tensor_maps import Box, TensorMap, encode_for_host, new_map
+from sandbox.spec import Problem
+
+Run = Callable[..., None]
+on_cpu = pytest.mark.parametrize("device", [HOST], ids=["cpu"])
+TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+HEADER = """
+#define HEAD_DIM 64
+#include "swizzle.cuh"
+"""
+
+
+@pytest.fixture(autouse=True)
+def hopper_only(device: Device) -> None:
+    if device != HOST and driver.device(device[1]).arch != (9, 0):
+        pytest.skip("these instructions exist on compute capability 9.0 alone")
+
+
+@pytest.fixture
+def run_hopper(run_cuda: Run) -> Run:
+    """`run_cuda` of a text that may use Hopper's verbs."""
+
+    def run(text: str, entry: str, *args: object, dtype: str = "float16", left: int = 24, **geometry: object) -> None:
+        run_cuda(HEADER + text, entry, *args, defines={f"DTYPE_{dtype}": 1, "LEFT": left}, **geometry)
+
+    return run
+
+
+def boxes_of(position: int, array: np.ndarray, rows: int) -> Callable[[dict[int, int], Device], TensorMap]:
+    """A tensor map over a (B, H, S, D) array that is the kernel's argument of that position."""
+
+    def encoded(addresses: dict[int, int], device: Device) -> TensorMap:
+        made = new_map()
+        numbers = (
+            (ctypes.c_uint64 * 4)(*reversed(array.shape)),
+            (ctypes.c_uint64 * 3)(*reversed(array.strides[:3])),
+            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+        )
+        encode = encode_for_host if device == HOST else driver.encode_tensor_map
+        encode(ctypes.addressof(made), Box(addresses[position], *numbers, array.itemsize), array.dtype.name)
+        return made
+
+    return encoded
+
+
+def swizzled(rows: np.ndarray) -> np.ndarray:
+    """(n, 64) 16-bit elements as they lie in shared memory."""
+    chunks = rows.reshape(len(rows), 8, 8)
+    place = np.arange(8)[None] ^ (np.arange(len(rows)) % 8)[:, None]
+    return np.take_along_axis(chunks, place[:, :, None], axis=1).reshape(rows.shape)
+
+
+# ---- boxes
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 5, 2, 1), (64, 19, 0, 0), (0, 40, 1, 0)])
+def test_a_box_comes_swizzled_and_zeros_where_there_is_no_tensor(run_hopper: Run, at: tuple[int, ...]) -> None:
+    text = """
+    extern "C" __global__ void fetch(const unsigned short* unused, unsigned* out, const __grid_constant__ TensorMap map,
+                                     int d, int s, int h, int b) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddress barrier = smem_address(smem + 2048);
+        if (threadIdx.x == 0) {
+            mbarrier_init(barrier, 1);
+            fence_proxy_async();
+            mbarrier_arrive_expect(barrier, 2048);
+            request_box(smem_address(smem), map, d, s, h, b, barrier);
+        }
+        __syncthreads();  // the mbarrier is there
+        mbarrier_wait(barrier, 0);
+        for (int i = threadIdx.x; i < 512; i += blockDim.x) out[i] = reinterpret_cast<unsigned*>(smem)[i];
+    }"""
+    tensor = np.arange(2 * 3 * 20 * 72, dtype=np.uint16).astype(np.float16).reshape(2, 3, 20, 72)
+    out = np.full((16, 64), 7, np.float16)
+    numbers = map(ctypes.c_int, at)
+    run_hopper(text, "fetch", tensor, out, boxes_of(0, tensor, 16), *numbers, smem=4096)
+    d, s, h, b = at
+    expected = np.zeros((16, 64), np.float16)
+    piece = tensor[b, h, s : s + 16, d : d + 64]
+    expected[: piece.shape[0], : piece.shape[1]] = piece
+    assert np.array_equal(out, swizzled(expected))
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 15, 2, 0)])
+def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None:
+    """From what stmatrix wrote: 16 x 64 elements, each its row and column."""
+    text = """
+    extern "C" __global__ void put(unsigned short* unused, const __grid_constant__ TensorMap map, int d, int s, int h,
+                                   int b) {
+        extern __shared__ __align__(1024) char smem[];
+        const unsigned lane = threadIdx.x, g = lane / 4, q = lane % 4;
+        for (unsigned j = 0; j < 8; j += 2) {
+            unsigned pair[4];
+            for (unsigned k = 0; k < 4; ++k) {
+                const unsigned row = g + k % 2 * 8, column = (j + k / 2) * 8 + 2 * q;
+                pair[k] = pack(row * 64 + column, row * 64 + column + 1);
+            }
+            const unsigned place = Swizzled<16, 64>::chunk(lane % 16, j + lane / 16);
+            stmatrix_x4(smem_address(smem) + place, pair[0], pair[1], pair[2], pair[3]);
+        }
+        fence_proxy_async();
+        __syncwarp();  // all is written before it is sent
+        if (elect()) {
+            send_box(map, d, s, h, b, smem_address(smem));
+            send_commit();
+            send_wait_read();
+        }
+    }"""
+    tensor = np.full((2, 3, 20, 72), -1, np.float16)
+    numbers = map(ctypes.c_int, at)
+    run_hopper(text, "put", tensor, boxes_of(0, tensor, 16), *numbers, smem=4096)
+    d, s, h, b = at
+    expected = np.full_like(tensor, -1)
+    piece = expected[b, h, s : s + 16, d : d + 64]
+    piece[:] = np.arange(16 * 64).reshape(16, 64)[: piece.shape[0], : piece.shape[1]]
+    assert np.array_equal(tensor, expected)
+
+
+def test_sums_are_added_in_memory(run_hopper: Run) -> None:
+    """Four warps send to the same numbers: each its share, from what store_floats wrote."""
+    text = """
+    extern "C" __global__ void add(float* sums) {
+        extern __shared__ __align__(1024) char smem[];
+        const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const SmemAddress from = smem_address(smem) + warp * 512;
+        store_floats(from + lane * 16, 4 * lane, 4 * lane + 1, 4 * lane + 2, 1 << warp);
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (elect()) {
+            send_sums(sums, from, 512);
+            send_commit();
+            send_wait_read();
+        }
+    }"""
+    sums = np.full((32, 4), 0.5, np.float32)
+    run_hopper(text, "add", sums, block=128, smem=2048)
+    expected = np.arange(128, dtype=np.float32).reshape(32, 4) * 4
+    expected[:, 3] = 15
+    assert np.array_equal(sums, expected + 0.5)
+
+
+def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
+    """Each lane brings the elements (g; 2q, 2q+1) of four matrices: their rows become columns."""
+    text = """
+    extern "C" __global__ void transpose(unsigned* out) {
+        extern __shared__ __align__(1024) char smem[];
+        const unsigned lane = threadIdx.x, g = lane / 4, q = lane % 4;
+        unsigned pair[4];
+        for (unsigned k = 0; k < 4; ++k) pair[k] = pack(64 * k + 8 * g + 2 * q, 64 * k + 8 * g + 2 * q + 1);
+        stmatrix_x4_trans(smem_address(smem) + lane * 16, pair[0], pair[1], pair[2], pair[3]);
+        __syncthreads();  // all is written
+        for (unsigned i = lane; i < 128; i += 32) out[i] = reinterpret_cast<unsigned*>(smem)[i];
+    }"""
+    out = np.full((4, 8, 8), -1, np.float16)
+    run_hopper(text, "transpose", out, block=32, smem=1024)
+    assert np.array_equal(out, np.arange(256).reshape(4, 8, 8).swapaxes(1, 2))
+
+
+# ---- wgmma
+
+MULTIPLY = """
+// A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from registers or from shared memory, there also
+// transposed: A^T (64 x 64) lies behind A.
+template <int N, int VARIANT>
+__device__ void multiply(float* out, SmemAddress A_tile, SmemAddress B_tile, const TensorMap& B_map,
+                         const TensorMap& Bt_map, SmemAddress barrier, unsigned& turn) {
+    using A = Swizzled<64, 64>;
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    if (threadIdx.x == 0) {
+        mbarrier_arrive_expect(barrier, VARIANT / 2 % 2 ? (N + 63) / 64 * 8192 : N * 128);
+        if (VARIANT / 2 % 2 == 0)  // rows of B^T, 16 a box
+            for (int n = 0; n < N; n += 16) request_box(B_tile + n * 128, Bt_map, 0, n, 0, 0, barrier);
+        else
+            for (int n = 0; n < N; n += 64) request_box(B_tile + n / 64 * 8192, B_map, n, 0, 0, 0, barrier);
+    }
+    mbarrier_wait(barrier, turn++ % 2);
+    float d[N / 2] = {};
+    unsigned a[4][4];
+    for (int step = 0; step < 4; ++step)
+        ldmatrix_x4(a[step], A_tile + A::chunk(warp * 16 + lane % 16, 2 * step + lane / 16));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        const Descriptor A_desc = A::k_major(A_tile) + A::k_step(step);
+        const Descriptor K = Swizzled<N, 64>::k_major(B_tile) + Swizzled<N, 64>::k_step(step);
+        const Descriptor MN = Swizzled<64, N>::mn_major(B_tile) + Swizzled<64, N>::mn_step(step);
+        if (VARIANT == 0) wgmma<Order::K_MAJOR>(d, A_desc, K, step > 0);
+        if (VARIANT == 1) wgmma<Order::K_MAJOR>(d, a[step], K, step > 0);
+        if (VARIANT == 2) wgmma<Order::MN_MAJOR>(d, A_desc, MN, step > 0);
+        if (VARIANT == 3) wgmma<Order::MN_MAJOR>(d, a[step], MN, step > 0);
+        const Descriptor At_desc = A::mn_major(A_tile + 8192) + A::mn_step(step);
+        if (VARIANT == 4) wgmma<Order::K_MAJOR, Order::MN_MAJOR>(d, At_desc, K, step > 0);
+        if (VARIANT == 6) wgmma<Order::MN_MAJOR, Order::MN_MAJOR>(d, At_desc, MN, step > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_settled(d);
+    for (int i = 0; i < N / 2; ++i)
+        out[(warp * 16 + i / 2 % 2 * 8 + g) * N + i / 4 * 8 + 2 * q + i % 2] = d[i];
+    __syncthreads();  // everybody has used B before the next comes
+}
+template <int N>
+__device__ void multiply_all(float*& out, SmemAddress A_tile, SmemAddress B_tile, const TensorMap& B_map,
+                             const TensorMap& Bt_map, SmemAddress barrier, unsigned& turn) {
+    multiply<N, 0>(out, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    multiply<N, 1>(out + 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    multiply<N, 2>(out + 2 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    multiply<N, 3>(out + 3 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    multiply<N, 4>(out + 4 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    multiply<N, 6>(out + 5 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    out += 6 * 64 * N;
+}
+extern "C" __global__ __launch_bounds__(128, 1) void products(
+    const unsigned short* A, const unsigned short* At, const unsigned short* B, const unsigned short* Bt, float* out,
+    const __grid_constant__ TensorMap A_map, const __grid_constant__ TensorMap At_map, const __grid_constant__ TensorMap B_map,
+    const __grid_constant__ TensorMap Bt_map) {
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddress A_tile = smem_address(smem), B_tile = A_tile + 2 * 8192, barrier = B_tile + 4 * 8192;
+    unsigned turn = 0;
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier, 1);
+        fence_proxy_async();
+        mbarrier_arrive_expect(barrier, 2 * 8192);
+        request_box(A_tile, A_map, 0, 0, 0, 0, barrier);
+        request_box(A_tile + 8192, At_map, 0, 0, 0, 0, barrier);
+    }
+    __syncthreads();  // the mbarrier is there
+    mbarrier_wait(barrier, turn++ % 2);
+    WIDTHS
+}"""
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("widths", [(16, 32, 64, 80, 96), (48, 112, 128, 144), (160, 176, 192), (208, 224), (240, 256)])
+def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
+    """Every width, both orders of B and of A in shared memory, A from registers: small integers, so that all is exact."""
+    rng = np.random.default_rng(0)
+    A = rng.integers(-3, 4, (1, 1, 64, 64)).astype(TYPES[dtype])
+    B = rng.integers(-3, 4, (1, 1, 64, 256)).astype(TYPES[dtype])
+    At, Bt = (np.ascontiguousarray(x.swapaxes(2, 3)) for x in (A, B))
+    out = np.full(6 * 64 * sum(widths), np.nan, np.float32)
+    text = MULTIPLY.replace(
+        "WIDTHS",
+        "\n    ".join(f"multiply_all<{N}>(out, A_tile, B_tile, B_map, Bt_map, barrier, turn);" for N in widths),
+    )
+    maps = boxes_of(0, A, 64), boxes_of(1, At, 64), boxes_of(2, B, 64), boxes_of(3, Bt, 16)
+    run_hopper(text, "products", A, At, B, Bt, out, *maps, block=128, smem=6 * 8192 + 64, dtype=dtype)
+    exact, at = A[0, 0].astype(np.float32) @ B[0, 0].astype(np.float32), 0
+    for N in widths:
+        for variant in ("K SS", "K RS", "MN SS", "MN RS", "K SS, A^T", "MN SS, A^T"):
+            got = out[at : at + 64 * N].reshape(64, N)
+            at += 64 * N
+            assert np.array_equal(got, exact[:, :N]), f"N={N} {variant} {dtype}"
+
+
+# ---- barriers
+
+
+def test_a_ring_of_stages(run_hopper: Run) -> None:
+    """A producer two stages ahead at most; parities through many phases; named barriers between the consumers."""
+    text = """
+    extern "C" __global__ void ring(int* out, int rounds) {
+        extern __shared__ __align__(1024) char smem[];
+        volatile int* slots = reinterpret_cast<int*>(smem);
+        const SmemAddress full = smem_address(smem + 64), empty = full + 16;
+        if (threadIdx.x == 0) {
+            for (int stage = 0; stage < 2; ++stage) {
+                mbarrier_init(full + 8 * stage, 1);
+                mbarrier_init(empty + 8 * stage, 64);
+            }
+        }
+        __syncthreads();  // the mbarriers are there
+        if (threadIdx.x < 32) {
+            for (int i = 0; i < rounds; ++i) {
+                mbarrier_wait(empty + i % 2 * 8, i / 2 % 2 ^ 1);
+                if (elect()) {
+                    slots[i % 2] = i * i;
+                    mbarrier_arrive(full + i % 2 * 8);
+                }
+                __syncwarp();  // in step
+            }
+            return;
+        }
+        int sum = 0;
+        for (int i = 0; i < rounds; ++i) {
+            mbarrier_wait(full + i % 2 * 8, i / 2 % 2);
+            sum += slots[i % 2];
+            mbarrier_arrive(empty + i % 2 * 8);
+        }
+        const bool any = named_barrier_or(3, 64, threadIdx.x == 50);
+        const bool none = named_barrier_or(3, 64, false);
+        out[threadIdx.x - 32] = any && !none ? sum : -1;
+    }"""
+    out = np.zeros(64, np.int32)
+    run_hopper(text, "ring", out, ctypes.c_int(21), block=96, smem=1024)
+    assert (out == sum(i * i for i in range(21))).all()
+
+
+def test_named_barriers_pass_a_turn_on(run_hopper: Run) -> None:
+    """As the consumers do: three warps add to a list one after the other, round after round."""
+    text = """
+    extern "C" __global__ void turns(int* out, int rounds) {
+        const int warp = threadIdx.x / 32;
+        if (warp == 2) named_barrier_arrive(4, 64);
+        for (int i = 0; i < rounds; ++i) {
+            named_barrier_sync(4 + warp, 64);
+            if (elect()) {
+                out[1 + out[0]] = warp;
+                out[0] += 1;
+                __threadfence_block();
+            }
+            __syncwarp();  // written before the turn is passed on
+            named_barrier_arrive(4 + (warp + 1) % 3, 64);
+        }
+    }"""
+    out = np.zeros(40, np.int32)
+    run_hopper(text, "turns", out, ctypes.c_int(7), block=96)
+    assert out[0] == 21
+    assert out[1:22].tolist() == [0, 1, 2] * 7
+
+
+# ---- what goes wrong, and where
+
+FRAME = """
+extern "C" __global__ void wrong(const unsigned short* A, float* out, const __grid_constant__ TensorMap map) {
+    extern __shared__ __align__(1024) char smem[];
+    using A_tile = Swizzled<64, 64>;
+    const SmemAddress tile = smem_address(smem), barrier = tile + 8192;
+    float d[32];
+    if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+    __syncthreads();  // the mbarrier is there
+    const auto request = [&] { if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); };
+    const auto multiply = [&] { wgmma<Order::K_MAJOR>(d, A_tile::k_major(tile), A_tile::k_major(tile), false); };
+    BODY
+}"""
+GOOD = (
+    "request(); mbarrier_wait(barrier, 0); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); "
+    "wgmma_settled(d);"
+)
+
+
+def run_wrong(run_hopper: Run, body: str) -> np.ndarray:
+    A = np.ones((1, 1, 64, 64), np.float16)
+    out = np.zeros(128, np.float32)
+    text = FRAME.replace("BODY", body + " out[threadIdx.x] = d[0];")
+    run_hopper(text, "wrong", A, out, boxes_of(0, A, 64), block=128, smem=8192 + 64)
+    return out
+
+
+@on_cpu
+def test_nothing_wrong(run_hopper: Run) -> None:
+    assert (run_wrong(run_hopper, GOOD) == 16).all()
+
+
+def without(what: str, instead: str = "") -> str:
+    assert what in GOOD
+    return GOOD.replace(what, instead)
+
+
+NOBODY_ARRIVES = (
+    r"threads 0..127 wait at mbarrier_wait\(shared memory \+ 8192\) .*wrong.cu:\d+ for the phase of parity 0: "
+    "1 arrivals and 0 bytes are missing"
+)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (without("request();"), NOBODY_ARRIVES),
+        (without("barrier, 0)", "barrier, 1)"), "before the box that was requested"),
+        (without("wgmma_fence();"), "wgmma without wgmma_fence"),
+        (without("wgmma_wait<0>();"), "used before the wait"),
+        (without("wgmma_wait<0>();", "wgmma_wait<1>();"), "used before the wait"),
+        (without("wgmma_commit();"), "used before the wait"),
+        (without("wgmma_wait<0>(); wgmma_settled(d);"), "ends before the wgmma"),
+        (without("wgmma_wait", "if (threadIdx.x == 5) smem[0] = 1; wgmma_wait"), "changed before the wait"),
+        (without("multiply", "if (threadIdx.x < 32) multiply"), "warps 0 and 1 are of one warpgroup"),
+        (GOOD + "uniform(threadIdx.x);", "a value that differs between the lanes"),
+        (GOOD + "registers_give_back<20>();", "a multiple of 8 from 24 to 256"),
+        (GOOD + "if (threadIdx.x < 64) named_barrier_sync(2, 128);",
+         r"threads 0..63 wait at named barrier 2 .*64 of 128 threads"),
+        (GOOD + "named_barrier_sync(2, threadIdx.x < 64 ? 128 : 64);", "came for 128"),
+        (GOOD + "named_barrier_sync(0, 128);", "not 0"),
+        (GOOD + "request();", "before the box that was requested"),
+        (GOOD + "if (threadIdx.x == 0) { send_box(map, 0, 0, 0, 0, tile); send_commit(); }", "has left shared memory"),
+        (GOOD + "stmatrix_x4(tile + threadIdx.x % 32 * 128, 0, 0, 0, 0); __syncthreads();"
+                "if (threadIdx.x == 0) A_tile::send(map, 0, 0, 0, tile);", "did not call fence_proxy_async"),
+        (GOOD + "if (threadIdx.x == 0) { send_sums(out, tile, 512); send_commit(); }", "has left shared memory"),
+        (GOOD + "store_floats(tile + threadIdx.x * 16, 0, 0, 0, 0); if (threadIdx.x == 0) send_sums(out, tile, 16);",
+         "did not call fence_proxy_async"),
+        (GOOD + "if (threadIdx.x == 0) send_sums(out + 1, tile, 16);", "sums of 16 bytes"),
+        (GOOD + "mbarrier_wait(barrier + 8, 0);", r"no mbarrier was initialised at shared memory \+ 8200"),
+        (GOOD + "if (threadIdx.x == 0) request_box(tile + 128, map, 0, 0, 0, 0, barrier);",
+         r"8192 bytes at shared memory \+ 128"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(run_hopper: Run, body: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        run_wrong(run_hopper, body)
+
+
+@on_cpu
+def test_a_product_before_its_operand_has_come(run_hopper: Run) -> None:
+    """The wait for the box stands between the wgmma and the wait for it: its operand changes under way."""
+    body = without("mbarrier_wait(barrier, 0);").replace("wgmma_wait", "mbarrier_wait(barrier, 0); wgmma_wait")
+    with pytest.raises(LaunchError, match=r"changed before the wait for it at line \d+ at .*wrong.cu:\d+"):
+        run_wrong(run_hopper, body)
+
+
+@on_cpu
+def test_registers_must_be_given_back_before_they_are_taken(run_hopper: Run) -> None:
+    """512 threads have 128 registers each."""
+    text = """
+    extern "C" __global__ void budget() {
+        if (threadIdx.x < 128) registers_give_back<LEFT>();
+        else registers_take<160>();
+    }"""
+    run_hopper(text, "budget", block=512, left=32)
+    with pytest.raises(LaunchError, match=r"threads \d+..511 wait for registers .*budget.cu:\d+, of which \d+ are"):
+        run_hopper(text, "budget", block=512, left=40)
+
+
+# ---- tensor maps as arguments
+
+
+@on_cpu
+def test_a_map_follows_its_tensor_and_is_made_once(device: Device) -> None:
+    kernel, problem = get("fwd_wgmma"), Problem(2, 3, 40, 50, 64, dtype="float16")
+    arrays = {name: np.zeros((2, 3, S, 64), np.float16) for name, S in (("Q", 40), ("K", 50), ("V", 50), ("O", 40))}
+    views = {name: view(array) for name, array in {**arrays, "LSE": np.zeros((2, 3, 40), np.float32)}.items()}
+    made: list[int] = []
+
+    def encode(address: int, box: Box, dtype: str) -> None:
+        assert address % 64 == 0
+        made.append(box.data)
+        encode_for_host(address, box, dtype)
+
+    block = ArgumentBlock(kernel, problem, kernel.tiles[0], views, encode)
+    assert block.tensor_names == ("Q", "K", "V", "O", "LSE")
+    first = made.copy()
+    assert first == [views[name].pointer for name in ("Q", "K", "V", "O")]
+    K_map = Box.from_buffer(block.values[kernel.args.index("K_map")])
+    assert ([*K_map.size], [*K_map.stride]) == ([64, 50, 3, 2], [128, 50 * 128, 150 * 128])
+    assert [*K_map.box] == [64, kernel.tiles[0].BLOCK_N, 1, 1]
+    for pointer in (0x1000, first[1], 0x1000):
+        block.slots[1].value = pointer
+        assert K_map.data == pointer
+        assert block.values[kernel.args.index("K")].data == pointer
+    assert made == [*first, 0x1000]
+
+
+@on_cpu
+def test_strides_that_no_map_has_are_refused(device: Device) -> None:
+    kernel, problem = get("fwd_wgmma"), Problem(1, 1, 40, 40, 64, dtype="float16")
+    q = np.zeros((1, 1, 40, 64), np.float16)
+    lse = np.zeros((1, 1, 40), np.float32)
+    for k in (q[:, :, ::-1], np.broadcast_to(q[:, :, :1], q.shape)):
+        views = {name: view(array) for name, array in {"Q": q, "K": k, "V": q, "O": q, "LSE": lse}.items()}
+        with pytest.raises(UnsupportedProblem, match=r"K has a stride of (-64|0) elements in S"):
+            ArgumentBlock(kernel, problem, kernel.tiles[0], views)

@@ -1,0 +1,375 @@
+"""The CPU backend under sanitizers: they find what is wrong, by line, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sandbox.core import registry
+from sandbox.cpu import compiler
+from sandbox.cpu import instrumented as sanitize
+from sandbox.cpu.build import Sanitizer
+from sandbox.cpu.instrumented import Report
+from sandbox.spec import Kernel, Problem
+from sandbox.verify.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
+
+KERNELS = list(registry.kernels().values())
+pytestmark = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has no sanitizers")
+both = pytest.mark.parametrize("sanitizer", ["address", "thread"])
+
+SOURCE = registry.get("fwd_minimal").source
+LINES = SOURCE.read_text().splitlines()
+BARRIERS = [number for number, line in enumerate(LINES, 1) if "__syncthreads()" in line]
+
+
+def ragged(kernel: Kernel) -> Problem:
+    """Causal, lengths that no tile divides, 3 x 2 blocks, two query heads to a key/value head."""
+    return small_problems(kernel, small_tile(kernel))[0]
+
+
+def run_kernel(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: Path | None = None) -> Report:
+    """One launch of a kernel, or of a changed copy of its source."""
+    changed = dataclasses.replace(kernel, source=source or kernel.source)
+    return launch_on_host(sanitizer, changed, problem, small_tile(kernel))[0]
+
+
+def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> Path:
+    """A copy of a kernel's source with one thing changed; its line numbers stay."""
+    before = of.read_text()
+    after = change(before)
+    assert after != before
+    assert after.count("\n") == before.count("\n")
+    copy = tmp_path / of.name
+    copy.write_text(after)
+    return copy
+
+
+@pytest.mark.parametrize("tool", HOST_TOOLS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
+    """On a ragged causal problem of several blocks, and on whole tiles."""
+    tile = small_tile(kernel)
+    problems = small_problems(kernel, tile)
+    assert problems
+    for problem in problems:
+        found = on_host(tool, kernel, problem, tile, timeout=60)
+        assert found.clean or (tool == "orders" and not kernel.deterministic), found.text or found
+        assert found.findings == ()
+
+
+@pytest.mark.parametrize("number", BARRIERS)
+def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
+    """Without it, ThreadSanitizer names a load into the tile, or the use of it, beside the missing barrier."""
+
+    def without(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        lines[number - 1] = lines[number - 1].replace("__syncthreads();", "")
+        return "".join(lines)
+
+    kernel = registry.get("fwd_minimal")
+    report = run_kernel("thread", kernel, ragged(kernel), changed(tmp_path, without))
+    assert not report.clean
+    assert "data race" in report.text
+    named = {line for name, line in report.lines if name == "fwd_minimal.cu"}
+    loads = {i for i, line in enumerate(LINES, 1) if "load_tile<" in line}
+    uses = {i for i, line in enumerate(LINES, 1) if re.search(r"[+*] [KV]_smem\[", line)}
+    assert loads
+    assert uses
+    assert named & loads, report.text
+    assert named & uses, report.text
+
+
+MEETINGS = [
+    (name, number)
+    for name in ("bwd_minimal", "bwd_block2d")
+    for number, line in enumerate(registry.get(name).source.read_text().splitlines(), 1)
+    if re.search(r"__sync(threads|warp)\(\);", line)
+]
+
+
+@pytest.mark.parametrize(("name", "number"), MEETINGS)
+def test_each_meeting_of_a_backward_is_needed(name: str, number: int, tmp_path: Path) -> None:
+    """Without this barrier, of the block or of a warp, some entry of the kernel races."""
+    kernel = registry.get(name)
+
+    def without(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        lines[number - 1] = re.sub(r"__sync(threads|warp)\(\);", "", lines[number - 1])
+        return "".join(lines)
+
+    source = changed(tmp_path, without, kernel.source)
+    report = run_kernel("thread", kernel, ragged(kernel), source)
+    assert "data race" in report.text, report.text
+
+
+def test_a_row_too_far_is_named(tmp_path: Path) -> None:
+    kernel = registry.get("fwd_minimal")
+    old = "query_row < score.Sq ?"
+    (line,) = [i for i, text in enumerate(LINES, 1) if old in text]
+    source = changed(tmp_path, lambda text: text.replace(old, "query_row <= score.Sq ?"))
+    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
+    assert "heap-buffer-overflow" in report.text
+    assert ("fwd_minimal.cu", line) in report.lines
+
+
+def test_a_row_too_far_in_a_header_is_named(tmp_path: Path) -> None:
+    """In a copy of common.cuh beside a copy of the kernel, which is found first."""
+    header = SOURCE.parent / "include" / "common.cuh"
+    old = "tile[i] = row < S ?"
+    (line,) = [i for i, text in enumerate(header.read_text().splitlines(), 1) if old in text]
+    changed(tmp_path, lambda text: text.replace(old, "tile[i] = row <= S ?"), header)
+    kernel = registry.get("fwd_minimal")
+    source = tmp_path / SOURCE.name
+    source.write_text(SOURCE.read_text())
+    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
+    assert ("common.cuh", line) in report.lines, report.text
+    assert any(name == "fwd_minimal.cu" and "load_tile<" in LINES[at - 1] for name, at in report.lines)
+
+
+@both
+def test_a_return_above_a_barrier(sanitizer: Sanitizer, tmp_path: Path) -> None:
+    """The barrier's own error comes through, and no other."""
+    old = "    float m = -INF"
+    source = changed(tmp_path, lambda text: text.replace(old, "    if (query_row >= score.Sq) return;" + old))
+    kernel = registry.get("fwd_minimal")
+    report = run_kernel(sanitizer, kernel, ragged(kernel), source)
+    assert not report.clean
+    assert "Sanitizer" not in report.text
+    assert "barrier not reached by every thread" in report.text
+    assert ("fwd_minimal.cu", BARRIERS[0]) in report.lines
+    assert "returned" in report.text
+
+
+def run_text(
+    tmp_path: Path, sanitizer: Sanitizer, text: str, *buffers: np.ndarray, grid: int = 1, block: int = 32,
+    smem: int = 0, **options: Any,
+) -> Report:  # fmt: skip
+    """A kernel called `k` in k.cu, on these arrays."""
+    source = tmp_path / "k.cu"
+    source.write_text(text)
+    arguments = [ctypes.c_void_p() for _ in buffers]
+    return sanitize.run(
+        sanitizer, source, "k", {}, (grid, 1, 1), (block, 1, 1), smem, arguments, dict(enumerate(buffers)), **options
+    )
+
+
+def line_of(text: str) -> tuple[str, int]:
+    """Where the comment HERE stands."""
+    return ("k.cu", next(i for i, line in enumerate(text.splitlines(), 1) if "// HERE" in line))
+
+
+# Two groups of copies, of which the second is used.
+COPY = """#define DTYPE_float32 1
+        #define HEAD_DIM 16
+        #include "ptx.cuh"
+        extern "C" __global__ void k(float* out) {{
+            __shared__ __align__(16) float a[192], b[192];
+            __shared__ volatile float sum[48];
+            cp_async_16(smem_address(&a[4 * threadIdx.x]), out, true);
+            cp_async_commit();
+            cp_async_16(smem_address(&b[4 * threadIdx.x]), out, true);
+            cp_async_commit();
+            {wait}
+            sum[threadIdx.x] = a[4 * threadIdx.x];
+            sum[threadIdx.x] = b[4 * threadIdx.x];  // HERE
+        }}"""
+
+BROKEN = {
+    "write past dynamic shared memory": (
+        "address",
+        """extern "C" __global__ void k(float* out) {
+            extern __shared__ float a[];
+            a[threadIdx.x + 1] = 1.0f;  // HERE
+            __syncthreads();
+            out[threadIdx.x] = a[threadIdx.x];
+        }""",
+    ),
+    "write past static shared memory": (
+        "address",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ float a[32];
+            a[threadIdx.x + 1] = 1.0f;  // HERE
+            __syncthreads();
+            out[threadIdx.x] = a[threadIdx.x];
+        }""",
+    ),
+    "write past a local array": (
+        "address",
+        """extern "C" __global__ void k(float* out) {
+            float a[8];
+            for (int i = 0; i <= int(threadIdx.x); ++i) a[i] = i;  // HERE
+            out[threadIdx.x] = a[threadIdx.x % 8];
+        }""",
+    ),
+    "misaligned vector": (
+        "address",
+        """extern "C" __global__ void k(float* out) {
+            reinterpret_cast<float4*>(out + 1)[0].x = 1.0f;  // HERE
+        }""",
+    ),
+    "shift too far": (
+        "undefined",
+        """extern "C" __global__ void k(float* out) {
+            out[threadIdx.x] = 1 << (threadIdx.x + 1);  // HERE
+        }""",
+    ),
+    "static shared memory that nobody wrote": (
+        "uninitialised",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ float a[32];
+            if (threadIdx.x != 7) a[threadIdx.x] = 1.0f;
+            __syncthreads();
+            out[threadIdx.x] = a[31 - threadIdx.x];  // HERE
+        }""",
+    ),
+    "dynamic shared memory that the block before wrote": (
+        "uninitialised",
+        """extern "C" __global__ void k(float* out) {
+            extern __shared__ float a[];
+            if (blockIdx.x == 0) a[threadIdx.x] = 1.0f;
+            __syncthreads();
+            out[threadIdx.x] = a[threadIdx.x];  // HERE
+        }""",
+    ),
+    "half of a vector that nobody wrote": (
+        "uninitialised",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ __align__(16) float a[128];
+            a[4 * threadIdx.x] = a[4 * threadIdx.x + 1] = a[4 * threadIdx.x + 2] = 1.0f;
+            const float4 v = *reinterpret_cast<float4*>(&a[4 * threadIdx.x]);  // HERE
+            out[threadIdx.x] = v.x + v.y + v.z + v.w;
+        }""",
+    ),
+    "shared memory that a copy is on its way to": (
+        "address",
+        COPY.format(wait="cp_async_wait<1>();"),
+    ),
+    "shared memory that no copy has reached": (
+        "uninitialised",
+        COPY.format(wait="cp_async_wait<1>();"),
+    ),
+    "race between blocks": (
+        "thread",
+        """extern "C" __global__ void k(float* out) {
+            if (threadIdx.x == 0) out[0] += 1.0f;  // HERE
+        }""",
+    ),
+    "race between threads that never meet": (
+        "thread",
+        """extern "C" __global__ void k(float* out) {
+            if (blockIdx.x == 0) out[threadIdx.x / 2] = threadIdx.x;  // HERE
+        }""",
+    ),
+    "race that a shuffle does not order": (
+        "thread",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ float a[32];
+            a[threadIdx.x] = 1.0f;
+            const float v = __shfl_xor_sync(~0u, 1.0f, 1);
+            if (blockIdx.x == 0) out[threadIdx.x] = v + a[threadIdx.x ^ 1];  // HERE
+        }""",
+    ),
+    "race between the halves of a warp that synchronise apart": (
+        "thread",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ float a[32];
+            const unsigned half = threadIdx.x < 16 ? 0x0000ffffu : 0xffff0000u;
+            __syncwarp(half);
+            a[threadIdx.x] = 1.0f;
+            __syncwarp(half);
+            if (blockIdx.x == 0) out[threadIdx.x] = a[threadIdx.x ^ 16];  // HERE
+        }""",
+    ),
+    "race with what follows the next __syncwarp": (
+        "thread",
+        """extern "C" __global__ void k(float* out) {
+            __shared__ float a;
+            __syncwarp();
+            if (threadIdx.x == 0) a = 1.0f;
+            if (threadIdx.x == 1 && blockIdx.x == 0) out[0] = a;  // HERE
+            __syncwarp();
+        }""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_it_is_found(name: str, tmp_path: Path) -> None:
+    sanitizer, text = BROKEN[name]
+    out = np.zeros(32, np.float32)
+    report = run_text(tmp_path, sanitizer, text, out, grid=2, smem=4 * 32)
+    assert not report.clean
+    assert line_of(text) in report.lines, report.text
+
+
+CLEAN = {
+    "copies that were waited for": COPY.format(wait="cp_async_wait<0>();"),
+    "copies that nobody waits for, and the next block": """
+        #define DTYPE_float32 1
+        #define HEAD_DIM 16
+        #include "ptx.cuh"
+        extern "C" __global__ void k(float* out) {
+            __shared__ __align__(16) float a[192];
+            if (blockIdx.x == 0) cp_async_16(smem_address(&a[4 * threadIdx.x]), out, true);
+            else a[4 * threadIdx.x] = 1.0f;
+        }""",
+    "atomics": """extern "C" __global__ void k(float* out) { atomicAdd(&out[0], 1.0f); }""",
+    "the last block sums up": """
+        extern "C" __global__ void k(float* out) {
+            __shared__ bool last;
+            if (threadIdx.x == 0) {
+                out[1 + blockIdx.x] = 1.0f + blockIdx.x;
+                __threadfence();
+                last = atomicAdd(reinterpret_cast<unsigned*>(&out[31]), 1u) == gridDim.x - 1;
+                __threadfence();
+                if (last)
+                    for (int b = 0; b < gridDim.x; ++b) out[0] += out[1 + b];
+            }
+        }""",
+    "shared memory that every block uses anew": """
+        extern "C" __global__ void k(float* out) {
+            extern __shared__ float a[];
+            __shared__ float b[48];
+            a[threadIdx.x] = b[threadIdx.x] = threadIdx.x;
+            __syncthreads();
+            if (threadIdx.x < 2) out[blockIdx.x * 2 + threadIdx.x] = a[47 - threadIdx.x] + b[47 - threadIdx.x];
+        }""",
+    "groups within a warp": """
+        extern "C" __global__ void k(float* out) {
+            __shared__ float a[48];
+            const int t = threadIdx.x;
+            const unsigned mine = t % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
+            for (int i = 0; i < 5; ++i) {
+                if (t % 32 < 16) __syncwarp(mine);
+                a[t] = i;
+                __syncwarp(mine);
+                const float v = a[t ^ 1];
+                __syncwarp();
+                a[t ^ 1] = v;
+                __syncwarp(mine);
+            }
+            if (blockIdx.x == 0 && t < 32) out[t] = a[t];
+        }""",
+}
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread", "uninitialised"])
+@pytest.mark.parametrize("name", CLEAN)
+def test_nothing_is_found(name: str, sanitizer: Sanitizer, tmp_path: Path) -> None:
+    out = np.zeros(32, np.float32)
+    report = run_text(tmp_path, sanitizer, CLEAN[name], out, grid=15, block=48, smem=4 * 48)
+    assert report.clean, report.text
+
+
+def test_many_blocks_of_1024_threads(tmp_path: Path) -> None:
+    """More threads than ThreadSanitizer can tell apart, were each block's run at once."""
+    text = 'extern "C" __global__ void k(float* out) { __syncthreads(); if (threadIdx.x == 0) out[blockIdx.x] = 1.0f; }'
+    report = run_text(tmp_path, "thread", text, np.zeros(20, np.float32), grid=20, block=1024)
+    assert report.clean, report.text

@@ -1,0 +1,220 @@
+"""Every kernel that the registry finds, against the float64 reference, on both backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from sandbox.core import registry
+from sandbox.engine import choose, pipeline
+from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.spec import COMPUTATIONS, Causal, Kernel, Problem, Tile
+from sandbox.toolchain import arch, nvrtc
+from sandbox.verify import check, trial
+from sandbox.verify.cases import Case, inputs_of, make_inputs, sweep_cases
+
+KERNELS = list(registry.kernels().values())
+FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
+ARCHS = {"sm_80": 1, "sm_89": 3, "sm_90a": 1, "sm_100a": 3, "sm_120": 3}  # compiled for: one of so many variants
+by_name = lambda kernel: kernel.name  # noqa: E731
+
+
+def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
+    """Head widths, dtypes, masks and tiles to compile, drawn by the same lot each time: one of the 16-bit dtypes, which
+    differ in conversions alone, and few for architectures that differ little from others."""
+    draw, target, found = random.Random(f"{kernel.name} {arch_name}"), arch.parse(arch_name), []
+    for D, causal, tile in itertools.product((40, 64, 96, 128, kernel.max_D), (False, "bottom-right"), kernel.tiles):
+        narrow = draw.choice([dtype for dtype in kernel.dtypes if dtype != "float32"])
+        for dtype in (narrow, *({"float32"} & {*kernel.dtypes})):
+            problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal)
+            if not (kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target)):
+                found.append((problem, tile))
+    return draw.sample(found, -(-len(found) // ARCHS[arch_name]))
+
+
+@pytest.mark.parametrize("arch_name", ARCHS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
+    """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
+    chosen = variants(kernel, arch_name)
+    assert chosen or kernel.refuses(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
+    for p, tile in chosen:
+        for compiled in pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, arch_name, tile):
+            r, what = compiled.resources, f"{compiled.entry} {arch_name} {p} {tile}"
+            assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
+            assert r.warnings == (), what
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
+    """Ragged lengths, masks, groups, layouts, pointed inputs: everything `check` tries."""
+    bad, tried = [], 0
+    for case in sweep_cases(kernel):
+        if case.problem.dtype == dtype:
+            result = check.verify(kernel, case, device)
+            tried += result.ok is not None
+            if result.ok is False:
+                bad.append(result)
+    assert not bad, "\n".join(map(str, bad))
+    assert tried > 30 or dtype not in kernel.dtypes
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
+    """Not the best tile only."""
+    for tile in kernel.tiles:
+        problems = [Problem(1, 2, 130, 101, D, dtype=kernel.dtypes[-1], causal="bottom-right") for D in (64, 128, 256)]
+        case = Case("ragged", next(p for p in problems if choose.refuses_tile(kernel, p, tile, None) is None))
+        result = check.verify(kernel, case, device, tile)
+        assert result.ok, result
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
+def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
+    """A race shows once in hundreds of runs; the CPU backend, whose order is fixed, needs few."""
+    case = Case("repeat", Problem(1, 2, 203, 131, 64, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right"))
+    inputs = inputs_of(kernel.computes, case)
+    tile = choose.choose_tile(kernel, case.problem, None)
+    first = trial.launch(kernel, tile, case.problem, inputs, device)
+    for _ in range(5 if device == HOST else 250):
+        again = trial.launch(kernel, tile, case.problem, inputs, device)
+        for name, output in first.outputs.items():
+            assert output.tobytes() == again.outputs[name].tobytes(), name
+
+
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+def test_few_blocks_do_all_the_work(causal: Causal, device: Device) -> None:
+    """Blocks that stay on their SM: who takes which piece in which round, and over how many heads, changes no bit."""
+    kernel, problem = registry.get("fwd_wgmma"), Problem(2, 3, 300, 200, 64, dtype="float16", causal=causal)
+    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma exists on compute capability 9.0 alone")
+    inputs = inputs_of("forward", Case("blocks", problem))
+    whole = trial.launch(kernel, Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=1000), problem, inputs, device)
+    for blocks in (1, 2, 5, 7):
+        tile = Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=blocks)
+        assert kernel.grid(problem, tile)[0] <= blocks
+        again = trial.launch(kernel, tile, problem, inputs, device)
+        for name, output in whole.outputs.items():
+            assert output.tobytes() == again.outputs[name].tobytes(), name
+
+
+@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> None:
+    """A masked value's P is 0, and 0 * NaN must not count."""
+    problem = Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right")
+    q, k, v = make_inputs(Case("nan", problem))
+    v[:, :, 40] = np.nan
+    k[:, :, 50] = np.nan
+    tile = choose.choose_tile(kernel, problem, None)
+    outputs = trial.launch(kernel, tile, problem, {"Q": q, "K": k, "V": v}, device).outputs
+    rows = np.isnan(outputs["O"].astype(np.float32)).any(axis=3)[0, 0]
+    assert not rows[:40].any()
+    assert rows[40:].all()
+    assert np.isfinite(outputs["LSE"][0, 0, :50]).all()
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "backward"], ids=by_name)
+def test_nan_stays_in_the_gradients_that_it_reaches(kernel: Kernel, device: Device) -> None:
+    """Of a query row, or its dO: that row of dQ, and of dK and dV the keys that it sees."""
+    case = Case("nan", Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right"))
+    tile = choose.choose_tile(kernel, case.problem, None)
+    for name in ("Q", "dO"):
+        inputs = inputs_of(kernel.computes, case)
+        inputs[name][:, :, 40] = np.nan
+        outputs = trial.launch(kernel, tile, case.problem, inputs, device).outputs
+        hit = {n: np.isnan(x.astype(np.float32)).any(axis=3)[0, 0] for n, x in outputs.items()}
+        assert hit["dQ"].nonzero()[0].tolist() == [40]
+        for gradient in ("dK", "dV"):
+            assert hit[gradient].nonzero()[0].tolist() == list(range(41))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_a_wrong_result_is_caught(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: with the scale forgotten, an element of any output left unwritten, or too large, it does."""
+    case = Case("normal", Problem(1, 1, 64, 64, 64, dtype=kernel.dtypes[0]))
+    real = trial.launch
+    assert check.verify(kernel, case, device).ok
+
+    def fails(launch) -> bool:
+        monkeypatch.setattr(trial, "launch", launch)
+        return check.verify(kernel, case, device).ok is False
+
+    def wrong_scale(kernel, tile, problem, *args, **kwargs):
+        return real(kernel, tile, dataclasses.replace(problem, scale=0.13), *args, **kwargs)
+
+    def spoilt(name: str, spoil):
+        def launch(*args, **kwargs):
+            done = real(*args, **kwargs)
+            element = (0, 0, 5, 5)[: done.outputs[name].ndim]
+            done.outputs[name][element] = spoil(np.abs(done.outputs[name]).max())
+            return done
+
+        return launch
+
+    assert kernel.computes == "delta" or fails(wrong_scale)
+    for name in COMPUTATIONS[kernel.computes].writes:
+        assert fails(spoilt(name, lambda largest: np.nan))
+        assert fails(spoilt(name, lambda largest: 1.1 * float(largest)))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    """64-bit offsets: the heads of a tensor of 2.4e9 elements."""
+    torch = pytest.importorskip("torch")
+    import sandbox
+
+    S, D = 2**20, 256
+    q = torch.randn(1, 9, 40, D, device="cuda", dtype=torch.float16)
+    k = torch.zeros(1, 9, S, D, device="cuda", dtype=torch.float16)
+    k[:, :, -64:] = torch.randn(9, 64, D, device="cuda", dtype=torch.float16)
+    last = k[:, :, -64:]
+    assert 8 * last.stride(1) >= 2**31  # where the last head begins
+    out = sandbox.attention(q, last, last)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, last, last)
+    assert ((out - expected).abs() < 1e-2).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_driver_and_compiler_agree_on_resources(kernel: Kernel) -> None:
+    """Registers that the driver reports are those that the log says; so is occupancy, by our own rule."""
+    from sandbox.launch import driver
+
+    gpu = driver.device()
+    for D in (64, 128, 256):
+        for tile in kernel.tiles:
+            problem = Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[-1])
+            if kernel.refuses(problem, gpu.arch) or choose.refuses_tile(kernel, problem, tile, gpu.arch):
+                continue
+            case = Case("fits", dataclasses.replace(problem, Sq=8, Sk=8))
+            assert check.verify(kernel, case, ("cuda", 0), tile).ok  # opts in to the shared memory
+            loaded = pipeline.load(kernel, tile, problem, ("cuda", 0))
+            for entry, function, compiled in zip(kernel.entries, loaded.functions, loaded.compiled, strict=True):
+                resources = compiled.resources
+                assert function.attribute("NUM_REGS") == resources.registers
+                assert function.attribute("SHARED_SIZE_BYTES") == resources.smem_static
+                x, y, z = entry.block(tile)
+                smem = entry.smem_bytes(problem, tile)
+                ours = arch.occupancy(gpu.arch, x * y * z, resources.registers, smem + resources.smem_static)
+                assert ours.blocks_per_sm == function.blocks_per_sm(x * y * z, smem)
+
+
+def test_program_name_is_the_source(tmp_path) -> None:
+    """Errors, disassembly and Nsight show the real file: its path is in the line table."""
+    compiled = pipeline.compile("fwd_minimal", arch="sm_90a")
+    assert str(registry.get("fwd_minimal").source) in compiled.ptx
+    assert nvrtc.version().split(".")[0] in ("12", "13")
+
+
+def test_each_entry_is_compiled_by_its_name() -> None:
+    """One cubin holds them all."""
+    for kernel in KERNELS:
+        compiled = [pipeline.compile(entry.name, D=64, arch="sm_90a") for entry in kernel.entries]
+        assert [c.entry for c in compiled] == [entry.name for entry in kernel.entries]
+        assert len({c.cubin for c in compiled}) == 1

@@ -1,0 +1,228 @@
+"""The driver: absent, it says so at once; present, it launches what it is told and names what fails."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import sandbox
+from sandbox import DriverError, GpuUnavailable
+from sandbox.launch import driver
+from sandbox.toolchain import nvrtc
+
+
+@pytest.mark.skipif(driver.available(), reason="there is a GPU")
+def test_without_a_gpu() -> None:
+    """In a fresh process: GpuUnavailable with what is missing, in under 0.2 s, and no import of CUDA packages."""
+    code = """
+import sys, time
+from sandbox import GpuUnavailable
+from sandbox.launch import driver
+start = time.perf_counter()
+try:
+    driver.device()
+except GpuUnavailable as error:
+    print(time.perf_counter() - start, error, sep="|")
+assert "cuda.bindings" not in sys.modules
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, message = said.split("|")
+    assert float(seconds) < 0.2
+    assert "libcuda" in message
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(100, "sees no GPU"), (3, "forked process"), (803, "cuInit returned 803")],
+)
+def test_a_driver_that_does_not_start(status: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each status of cuInit has its sentence."""
+
+    class Broken:
+        def __init__(self, name: str):
+            assert name == "libcuda.so.1"
+
+        def cuInit(self, flags: int) -> int:
+            return status
+
+    driver._libcuda.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", Broken)
+    try:
+        with pytest.raises(GpuUnavailable, match=message):
+            driver._libcuda()
+    finally:
+        driver._libcuda.cache_clear()
+
+
+SCALE = """
+struct Pair { int a; float b; };
+extern "C" __global__ void scale(float* x, Pair pair, float factor, long long n, double d) {
+    extern __shared__ float big[];
+    big[threadIdx.x] = x[threadIdx.x];
+    if (threadIdx.x < n) x[threadIdx.x] = big[threadIdx.x] * factor + pair.a + pair.b + float(d);
+}
+"""
+
+
+class Pair(ctypes.Structure):
+    """As in the source above."""
+
+    _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_float))
+
+
+def test_arguments_by_declared_type(run_cuda) -> None:
+    """Structures by value, floats as floats, 64-bit integers whole; more shared memory than the default 48 KiB."""
+    x = np.arange(32, dtype=np.float32)
+    run_cuda(
+        SCALE, "scale", x, Pair(3, 0.25), ctypes.c_float(0.1), ctypes.c_longlong(30), ctypes.c_double(0.5), smem=60_000
+    )
+    expected = np.arange(32, dtype=np.float32)
+    expected[:30] = expected[:30] * np.float32(0.1) + np.float32(3.75)
+    assert np.abs(x - expected).max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_launch_that_cannot_be_is_named(run_cuda) -> None:
+    """Call, kernel, geometry and the driver's own word for it."""
+    arguments = (np.zeros(32, np.float32), Pair(), ctypes.c_float(), ctypes.c_longlong(), ctypes.c_double())
+    with pytest.raises(DriverError) as error:
+        run_cuda(SCALE, "scale", *arguments, block=2048)
+    text = str(error.value)
+    assert "cuLaunchKernel(scale, grid=(1, 1, 1), block=(2048, 1, 1), smem=0)" in text
+    assert "CUDA_ERROR_INVALID_VALUE" in text
+    with pytest.raises(DriverError, match=r"cuFuncSetAttribute\(scale.*smem=300000"):
+        run_cuda(SCALE, "scale", *arguments, smem=300_000)
+
+
+@pytest.mark.gpu
+def test_an_illegal_address_is_named_with_its_kernel() -> None:
+    """In a process of its own: the context is lost with it."""
+    code = """
+import ctypes, pathlib, tempfile
+from sandbox.launch import driver
+from sandbox.toolchain import nvrtc
+class Arguments:
+    values = [ctypes.c_void_p(8)]
+    table = (ctypes.c_void_p * 1)(ctypes.addressof(values[0]))
+    slots = []
+with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "bad.cu"
+    path.write_text('extern "C" __global__ void bad(int* p) { *p = 1; }')
+    gpu = driver.device()
+    f = driver.CudaFunction(nvrtc.compile(path, "bad", f"sm_{gpu.arch[0]}{gpu.arch[1]}").cubin, "bad", gpu)
+    f.launcher((1, 1, 1), (1, 1, 1), 0, Arguments)(())
+    try:
+        gpu.synchronize(after="bad")
+    except driver.DriverError as error:
+        print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "after bad" in said.stdout, said
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in said.stdout
+
+
+@pytest.mark.gpu
+def test_events_measure_gpu_time() -> None:
+    """A sleep of a known number of cycles takes about that long."""
+    torch = pytest.importorskip("torch")
+    stream = torch.cuda.current_stream().cuda_stream
+    with driver.device().current():
+        before, after = driver.Event(), driver.Event()
+        before.record(stream)
+        torch.cuda._sleep(100_000_000)
+        after.record(stream)
+        after.synchronize()
+        assert 0.02 < after.seconds_since(before) < 1
+
+
+@pytest.mark.gpu
+def test_the_callers_context_stays_current() -> None:
+    """With several GPUs, PyTorch takes the current context for the device the user has chosen."""
+    torch = pytest.importorskip("torch")
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    torch.cuda.set_device(devices[0])
+    for device in devices:
+        q = torch.randn(1, 1, 8, 16, device=device)
+        for _ in range(2):
+            out = sandbox.attention(q, q, q)
+            assert out.device == device
+            assert torch.cuda.current_device() == 0
+        expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        assert ((out - expected).abs() < 1e-5).all()
+
+
+@pytest.mark.gpu
+def test_the_primary_context_is_shared() -> None:
+    """PyTorch's memory is ours to launch on, and the other way round."""
+    torch = pytest.importorskip("torch")
+    x = torch.arange(8, device="cuda", dtype=torch.float32)
+    host = np.zeros(8, np.float32)
+    torch.cuda.synchronize()
+    driver.read(host.ctypes.data, x.data_ptr(), host.nbytes, driver.device())
+    assert (host == np.arange(8)).all()
+    assert nvrtc.version()
+
+
+BOTH_KINDS = """
+extern "C" __global__ void both(float* x) {
+    extern __shared__ float dynamic[];
+    __shared__ float fixed[64];
+    fixed[threadIdx.x] = dynamic[12 * 1024 - 1 - threadIdx.x] = 1.0f + threadIdx.x;
+    __syncthreads();
+    x[threadIdx.x] = fixed[31 - threadIdx.x] + dynamic[12 * 1024 - 1 - threadIdx.x];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_static_shared_memory_counts_too(run_cuda) -> None:
+    """Dynamic shared memory of 48 KiB alone needs no opt-in; with 256 bytes of static it does."""
+    x = np.zeros(32, np.float32)
+    run_cuda(BOTH_KINDS, "both", x, smem=48 * 1024)
+    np.testing.assert_array_equal(x, np.full(32, 33.0))
+
+
+class _Slot:
+    """Where an address goes; the `interrupted` time it is set, Ctrl-C comes first."""
+
+    def __init__(self, interrupted: int = 0):
+        self.held, self.times, self.interrupted = 0, 0, interrupted
+
+    def _put(self, pointer: int) -> None:
+        self.times += 1
+        if self.times == self.interrupted:
+            raise KeyboardInterrupt
+        self.held = pointer
+
+    value = property(None, _put)
+
+
+def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever launches next, on the addresses of before too, launches on those that he names."""
+    slots, launched = [_Slot(), _Slot(interrupted=2)], []
+
+    class Cuda:
+        def cuLaunchKernel(self, *arguments):
+            launched.append([slot.held for slot in slots])
+            return 0
+
+    monkeypatch.setattr(driver, "_libcuda", Cuda)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    function = object.__new__(driver.CudaFunction)
+    function.entry, function._function = "f", 1
+    function.attribute = lambda which: 0
+    launch = function.launcher((1, 1, 1), (32, 1, 1), 0, SimpleNamespace(slots=slots, table=None))
+    launch((1, 2))
+    with pytest.raises(KeyboardInterrupt):
+        launch((3, 4))
+    launch((1, 2))
+    launch((1, 2))
+    assert launched == [[1, 2], [1, 2], [1, 2]]
+    assert [slot.times for slot in slots] == [3, 3]  # the last launch refilled nothing

@@ -1,0 +1,52 @@
+"""What an entry point has to do, told by the tensors that it names; against numbers worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.core import registry
+from sandbox.profile.work import Work, work_of
+from sandbox.spec import Problem, Tile
+
+P = Problem(1, 2, 8, 8, 16, Hk=1, dtype="float16")
+TILE = Tile(BLOCK_M=4, BLOCK_N=4)
+Q, K, ROW, SUMS = 2 * 8 * 16 * 2, 8 * 16 * 2, 4 * 2 * 8, 4 * 2 * 8 * 16  # bytes of Q, K, LSE, a dQ in fp32
+FORWARD = 4 * 2 * 8 * 8 * 16  # operations
+
+
+def work(name: str, tile: Tile = TILE) -> Work:
+    return work_of(registry.entry_owner(name).entry(name), P, tile)
+
+
+def test_a_forward() -> None:
+    w = work("fwd_minimal")
+    assert w.flops == FORWARD
+    assert (w.least.read, w.least.written) == ({"Q": Q, "K": K, "V": K}, {"O": Q, "LSE": ROW})
+    assert w.model.read == {"Q": Q, "K": 2 * 2 * K, "V": 2 * 2 * K}  # two query tiles of each of two heads
+
+
+@pytest.mark.parametrize("kernel", ["bwd_minimal", "bwd_block2d"])
+def test_a_backward_in_two_passes(kernel: str) -> None:
+    """S, dP, dV and dK by key tile; S and dP again, and dQ, by query tile."""
+    dkv, dq = work(kernel), work(f"{kernel}_dq")
+    assert (dkv.flops, dq.flops) == (FORWARD * 2, FORWARD * 3 // 2)
+    assert dkv.least.written == {"dK": K, "dV": K}
+    assert dkv.model.read["Q"] == 2 * Q
+    assert dq.model.written == dq.least.written == {"dQ": Q}
+    assert dq.model.read["LSE"] == dq.least.read["LSE"] == ROW
+
+
+def test_a_backward_that_sums_in_memory() -> None:
+    """Each of two key tiles sends sums for every query; they are converted afterwards."""
+    w = work("bwd_mma")
+    assert w.flops == P.flops_of("backward")
+    assert w.model.written["dQ_accum"] == 2 * SUMS
+    assert w.least.written == {"dK": K, "dV": K, "dQ_accum": SUMS}
+    assert set(w.model.read) == set(w.least.read) == {"Q", "K", "V", "dO", "LSE", "delta"}
+    converted = work("bwd_mma_dq")
+    assert (converted.flops, converted.model.read, converted.model.written) == (0, {"dQ_accum": SUMS}, {"dQ": Q})
+
+
+def test_delta() -> None:
+    w = work("bwd_delta", tile=Tile())
+    assert (w.flops, w.model.read, w.model.written) == (0, {"dO": Q, "O": Q}, {"delta": ROW})

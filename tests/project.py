@@ -1,0 +1,36 @@
+"""What tests share: where the project is, and commands and kernels in a copy of it (`project_copy`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Before a command that a test sends SIGINT: that may be ignored here, as after a shell's `&`, which is inherited.
+INTERRUPTIBLE = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
+
+
+def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """`python -m …` with the copy's own packages, its tables as wide as they need to be."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def new_kernel(project: Path, name: str, **edits: str) -> None:
+    """fwd_minimal once more under another name, its spec edited: small, so that a sweep is quick."""
+    folder = project / "kernels_cu"
+    for suffix in (".cu", ".py"):
+        text = (ROOT / "kernels_cu" / f"fwd_minimal{suffix}").read_text().replace("fwd_minimal", name)
+        for old, new in (edits if suffix == ".py" else {}).items():
+            assert old in text
+            text = text.replace(old, new)
+        (folder / f"{name}{suffix}").write_text(text)

@@ -1,0 +1,287 @@
+"""The cache on disk: whole entries or none, whoever writes, clears, damages or dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sandbox.core.errors import CacheError
+from sandbox.toolchain import cache
+
+KEY = cache.make_key(what="a test")
+FILES = {"cubin": b"\x7fELF" * 1000, "ptx": b".version 8.0\n"}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_round_trip(own_cache: Path) -> None:
+    assert cache.get(KEY) is None
+    put = cache.put(KEY, FILES, {"name": "k sm_90a", "numbers": [1, 2]})
+    got = cache.get(KEY)
+    assert got == put
+    assert got.files == FILES
+    assert got.meta == {"name": "k sm_90a", "numbers": [1, 2]}
+    assert {path.name: path.read_bytes() for path in got.path.iterdir()}.items() >= FILES.items()
+    assert leftovers(own_cache) == []
+
+
+def test_keys_depend_on_every_part_and_on_nothing_else() -> None:
+    assert cache.make_key(a=1, b=("x",)) == cache.make_key(b=("x",), a=1)
+    different = [{"a": 1}, {"a": 2}, {"b": 1}, {"a": "1"}, {"a": 1, "b": None}]
+    assert len({cache.make_key(**parts) for parts in different}) == len(different)
+
+
+def test_the_first_of_two_writers_wins(own_cache: Path) -> None:
+    cache.put(KEY, {"f": b"first"}, {})
+    assert cache.put(KEY, {"f": b"second"}, {}).files == {"f": b"first"}
+
+
+def hammer(seed: int, keys: list[str]) -> str:
+    """Put and get every key in an order of one's own; every entry that is seen must be whole."""
+    for i in range(len(keys)):
+        n = (i * 7 + seed * 11) % len(keys)
+        content = keys[n].encode() * 500
+        entry = cache.get(keys[n]) or cache.put(keys[n], {"a": content, "b": content[::-1]}, {"n": n})
+        if entry.files != {"a": content, "b": content[::-1]} or entry.meta != {"n": n}:
+            return f"half an entry: {n}"
+    return ""
+
+
+def keep_clearing(seconds: float) -> str:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        cache.clear()
+        list(cache.entries())
+        time.sleep(0.005)
+    return ""
+
+
+@pytest.mark.parametrize("clearing", [False, True])
+def test_many_processes_at_once(own_cache: Path, clearing: bool) -> None:
+    keys = [cache.make_key(n=n) for n in range(50)]
+    with multiprocessing.get_context("spawn").Pool(8) as pool:
+        jobs = [pool.apply_async(hammer, (seed, keys)) for seed in range(7 if clearing else 8)]
+        if clearing:
+            jobs.append(pool.apply_async(keep_clearing, (0.5,)))
+        assert [job.get(60) for job in jobs] == [""] * 8
+    assert leftovers(own_cache) == []
+    if not clearing:
+        assert sorted(entry.key for entry in cache.entries()) == sorted(keys)
+
+
+def truncate(entry: Path) -> None:
+    (entry / "cubin").write_bytes(FILES["cubin"][:-1])
+
+
+def flip(entry: Path) -> None:
+    content = bytearray(FILES["cubin"])
+    content[1234] ^= 1
+    (entry / "cubin").write_bytes(content)
+
+
+def lose_file(entry: Path) -> None:
+    (entry / "ptx").unlink()
+
+
+def file_becomes_folder(entry: Path) -> None:
+    (entry / "ptx").unlink()
+    (entry / "ptx").mkdir()
+
+
+def lose_record(entry: Path) -> None:
+    (entry / "entry.json").unlink()
+
+
+def record(text: str) -> Callable[[Path], None]:
+    def damage(entry: Path) -> None:
+        (entry / "entry.json").write_bytes(text.encode("latin1"))
+
+    damage.__name__ = text[:20] or "empty"
+    return damage
+
+
+def entry_becomes_file(entry: Path) -> None:
+    for path in entry.iterdir():
+        path.unlink()
+    entry.rmdir()
+    entry.write_text("?")
+
+
+RECORDS = (
+    "", "{", "[]", "3", "null", '"x"', "{}", "\xff\xfe\x00", '{"files": {}}', '{"files": {}, "meta": 7}',
+    '{"files": 3, "meta": {}}', '{"files": ["cubin"], "meta": {}}', '{"files": {"cubin": 5}, "meta": {}}',
+)  # fmt: skip
+DAMAGE = [
+    truncate, flip, lose_file, file_becomes_folder, lose_record, entry_becomes_file, *map(record, RECORDS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_entry_is_dropped_and_rebuilt(own_cache: Path, damage: Callable[[Path], None]) -> None:
+    damage(cache.put(KEY, FILES, {}).path)
+    assert cache.get(KEY) is None
+    assert list(own_cache.iterdir()) == []
+    assert cache.put(KEY, FILES, {}).files == FILES
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_entry_in_the_way_is_replaced(own_cache: Path, damage: Callable[[Path], None]) -> None:
+    damage(cache.put(KEY, FILES, {}).path)
+    list(cache.entries())  # can be listed, whatever is in there
+    assert cache.put(KEY, FILES, {"again": True}).meta == {"again": True}
+    assert leftovers(own_cache) == []
+
+
+def test_the_directory_is_private(own_cache: Path) -> None:
+    assert stat.S_IMODE(cache.directory().stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_directory_that_others_can_write_to_is_refused(own_cache: Path, mode: int) -> None:
+    own_cache.mkdir()
+    own_cache.chmod(mode)
+    with pytest.raises(CacheError, match=rf"{own_cache} is not private .*mode {mode:o}.*chmod 700.*SANDBOX_CACHE_DIR"):
+        cache.get(KEY)
+
+
+def test_a_directory_of_somebody_else_is_refused(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.directory()
+    monkeypatch.setattr(os, "geteuid", lambda: own_cache.stat().st_uid + 1)
+    with pytest.raises(CacheError, match=r"not private .owner .*SANDBOX_CACHE_DIR"):
+        cache.put(KEY, FILES, {})
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SANDBOX_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.directory() == tmp_path / "xdg" / "attention-sandbox"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.directory() == tmp_path / "home" / ".cache" / "attention-sandbox"
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for impossible in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+        monkeypatch.setenv("SANDBOX_CACHE_DIR", str(impossible))
+        with pytest.raises(CacheError, match=r"cannot be made.*set SANDBOX_CACHE_DIR to a folder of your own"):
+            cache.put(KEY, FILES, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CacheError, match=r"cannot be written .No space left on device.*SANDBOX_CACHE_DIR"):
+        cache.put(KEY, FILES, {})
+    assert list(own_cache.iterdir()) == []
+
+
+def test_an_entry_that_cannot_be_read_stays(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a file descriptor, or on a disk that stutters: that is no fault of the entry."""
+    cache.put(KEY, FILES, {})
+
+    def fails(path: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fails)
+        with pytest.raises(CacheError, match=rf"{KEY} cannot be read \(Too many open files\)"):
+            cache.get(KEY)
+    assert cache.get(KEY)
+
+
+def test_what_was_used_least_recently_goes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "1")
+    monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
+    names = [cache.make_key(n=n) for n in range(4)]
+    for age, name in enumerate(names[:3]):
+        cache.put(name, {"f": bytes(300_000)}, {})
+        os.utime(own_cache / name, (1000 + age, 1000 + age))
+    assert cache.get(names[0])  # and so names[1] is the oldest
+    cache.put(names[3], {"f": bytes(300_000)}, {})
+    assert {entry.key for entry in cache.entries()} == {names[0], names[2], names[3]}
+
+
+def test_nothing_goes_while_it_is_in_use(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
+    monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
+    clearing = threading.Thread(target=cache.clear)
+    with cache.in_use():
+        cache.put(KEY, FILES, {})
+        clearing.start()
+        clearing.join(0.3)
+        assert cache.get(KEY)
+    clearing.join(60)
+    assert cache.get(KEY) is None
+
+
+def test_a_limit_that_is_no_number(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "much")
+    with pytest.raises(CacheError, match="SANDBOX_CACHE_MB=much must be a number of MiB"):
+        cache.limit()
+
+
+def test_clear_takes_what_is_ours_and_old_and_nothing_else(own_cache: Path) -> None:
+    cache.put(KEY, FILES, {})
+    lose_record(cache.put(cache.make_key(other=1), FILES, {}).path)
+    foreign = own_cache / "notes"
+    foreign.mkdir()
+    (foreign / "entry.json").write_text("{}")
+    (own_cache / "todo.txt").write_text("mine")
+    fresh, stale = own_cache / ".new-fresh", own_cache / ".new-stale"
+    for staging in (fresh, stale):
+        staging.mkdir()
+        (staging / "cubin").write_bytes(b"half")
+    os.utime(stale, (time.time() - 3600,) * 2)
+    assert cache.clear() == 1
+    assert sorted(path.name for path in own_cache.iterdir()) == [".new-fresh", "notes", "todo.txt"]
+    assert cache.clear() == 0
+
+
+def test_entries(own_cache: Path) -> None:
+    before = time.time()
+    for n in range(3):
+        cache.put(cache.make_key(n=n), FILES, {"name": f"kernel {n}"})
+    (own_cache / "todo.txt").write_text("mine")
+    listed = list(cache.entries())
+    assert sorted(entry.meta["name"] for entry in listed) == ["kernel 0", "kernel 1", "kernel 2"]
+    for entry in listed:
+        assert entry.nbytes == sum(path.stat().st_size for path in (own_cache / entry.key).iterdir())
+        assert entry.nbytes > sum(map(len, FILES.values()))
+        assert before - 1 <= entry.made <= time.time() + 1
+
+
+def test_a_killed_writer_leaves_nothing_to_read(own_cache: Path) -> None:
+    """Killed at the last moment: every file is written, the entry not yet in its place."""
+    script = (
+        "import os, signal\n"
+        "from sandbox.toolchain import cache\n"
+        "os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"cache.put({KEY!r}, {{'cubin': b'x' * 100}}, {{}})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (staging,) = own_cache.iterdir()
+    assert json.loads((staging / "entry.json").read_text())["files"]
+    assert cache.get(KEY) is None
+    assert list(cache.entries()) == [] or all(entry.key != KEY for entry in cache.entries())
+    assert cache.put(KEY, FILES, {}).files == FILES
+    os.utime(staging, (0, 0))
+    cache.clear()
+    assert list(own_cache.iterdir()) == []

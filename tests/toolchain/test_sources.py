@@ -1,0 +1,177 @@
+"""Which headers a source is made of, and that its fingerprint follows every one of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandbox.core import registry
+from sandbox.toolchain import nvrtc, sources
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """main.cu, and two folders on the include path."""
+    for folder in ("src", "first", "second"):
+        (tmp_path / folder).mkdir()
+    return tmp_path
+
+
+def scan(tree: Path) -> list[str]:
+    files, complete = sources.included_files(tree / "src/main.cu", (tree / "first", tree / "second"))
+    assert complete
+    return sorted(str(path.relative_to(tree)) for path in files)
+
+
+def fingerprint(tree: Path) -> str | None:
+    return sources.fingerprint(tree / "src/main.cu", (tree / "first", tree / "second"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '#include "a.h"',
+        "#include <a.h>",
+        '#include"a.h"',
+        "#include<a.h>",
+        '  #  include\t"a.h"  // why',
+        '/* why */ #include "a.h"',
+        '#if 0\n#include "a.h"\n#endif',
+        '// #include "a.h"',
+        '#include "a.h"\r\n',
+        "#if __has_include(<a.h>)\n#endif",
+        "#include_next <a.h>",
+        '#include/**/"a.h"',
+        "#/* a\ncomment */include /**/ <a.h>",
+        '#inc\\\nlude "a.h"',
+        "#include \\\n<a.h>",
+        '%:include "a.h"',
+    ],
+)
+def test_every_form_is_found(tree: Path, line: str) -> None:
+    (tree / "src/main.cu").write_bytes(f"int x;\n{line}\n".encode())
+    (tree / "second/a.h").write_text("")
+    assert scan(tree) == ["second/a.h", "src/main.cu"]
+
+
+def test_nested_includes_cycles_and_subfolders(tree: Path) -> None:
+    (tree / "first/sub").mkdir()
+    (tree / "src/main.cu").write_text('#include "sub/a.h"\n')
+    (tree / "first/sub/a.h").write_text('#include "b.h"\n')  # beside the file that includes it
+    (tree / "first/sub/b.h").write_text("#include <c.h>\n")
+    (tree / "second/c.h").write_text('#include "sub/a.h"\n#include "c.h"\n')  # cycles
+    assert scan(tree) == ["first/sub/a.h", "first/sub/b.h", "second/c.h", "src/main.cu"]
+
+
+def test_a_missing_header_is_left_to_the_compiler(tree: Path) -> None:
+    (tree / "src/main.cu").write_text('#include "nowhere.h"\n')
+    assert scan(tree) == ["src/main.cu"]
+    before = fingerprint(tree)
+    (tree / "second/nowhere.h").write_text("")
+    assert fingerprint(tree) != before
+
+
+def test_a_missing_source(tree: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        fingerprint(tree)
+
+
+@pytest.mark.parametrize("form", ['"a.h"', "<a.h>"])
+def test_a_header_newly_shadowed(tree: Path, form: str) -> None:
+    """The compiler takes the first of a name on its path: a new file there changes what is compiled."""
+    (tree / "src/main.cu").write_text(f"#include {form}\n")
+    (tree / "second/a.h").write_text("int from_second;\n")
+    seen = {fingerprint(tree)}
+    for folder in ("first", "src"):
+        (tree / folder / "a.h").write_text("int from_second;\n")  # the same text: where it lies counts as well
+        seen.add(fingerprint(tree))
+    assert len(seen) == 3
+
+
+def test_an_angled_include_does_not_stop_at_a_file_beside_it(tree: Path) -> None:
+    """<a.h> is not looked up beside the source by every compiler: the one on the path counts too."""
+    (tree / "src/main.cu").write_text("#include <a.h>\n")
+    (tree / "src/a.h").write_text("")
+    (tree / "second/a.h").write_text("int old;\n")
+    before = fingerprint(tree)
+    (tree / "second/a.h").write_text("int new;\n")
+    assert fingerprint(tree) != before
+
+
+def test_every_file_counts_and_only_its_content(tree: Path) -> None:
+    (tree / "src/main.cu").write_text('#include "a.h"\n')
+    (tree / "first/a.h").write_text('#include "b.h"\n')
+    (tree / "first/b.h").write_text("int b1;\n")
+    (tree / "first/unrelated.h").write_text("")
+    before = fingerprint(tree)
+    os.utime(tree / "first/b.h")
+    (tree / "first/unrelated.h").write_text("int x;\n")
+    assert fingerprint(tree) == before
+    (tree / "first/b.h").write_text("int b2;\n")  # the same length, within one tick of the clock
+    assert fingerprint(tree) != before
+    (tree / "first/b.h").write_text("int b1;\n")
+    assert fingerprint(tree) == before
+
+
+def test_a_header_found_elsewhere_counts(tree: Path) -> None:
+    """The same text in another folder: what lies beside it is another neighbour's."""
+    (tree / "src/main.cu").write_text("#include <a.h>\n")
+    (tree / "first/a.h").write_text("int a;\n")
+    before = fingerprint(tree)
+    (tree / "first/a.h").rename(tree / "second/a.h")
+    assert fingerprint(tree) != before
+
+
+def test_an_edit_within_one_tick_of_the_clock(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may give it the time stamps of the edit before: of a young file the content counts."""
+    main, real = tree / "src/main.cu", Path.stat
+    main.write_text("int a;\n")
+    stamped = main.stat()
+    monkeypatch.setattr(Path, "stat", lambda self, **options: stamped if self == main else real(self, **options))
+    before = fingerprint(tree)
+    main.write_text("int b;\n")
+    assert fingerprint(tree) != before
+
+
+def test_an_edit_that_keeps_length_and_time(tree: Path) -> None:
+    """As `cp -p`, `rsync -t` or unpacking an archive can make it."""
+    main = tree / "src/main.cu"
+    main.write_text("int a;\n")
+    os.utime(main, (1_000_000_000,) * 2)
+    before = fingerprint(tree)
+    replacement = tree / "src/other.cu"
+    replacement.write_text("int b;\n")
+    os.utime(replacement, (1_000_000_000,) * 2)
+    replacement.replace(main)
+    assert fingerprint(tree) != before
+
+
+@pytest.mark.parametrize(
+    "line", ["#include HEADER", "#include/**/HEADER", "#inc\\\nlude HEADER", "# include_next NAME(x)"]
+)
+def test_a_computed_include_cannot_be_known(tree: Path, line: str) -> None:
+    (tree / "src/main.cu").write_text(f"#define HEADER <a.h>\n{line}\n")
+    assert fingerprint(tree) is None
+    (tree / "src/main.cu").write_text('#include "a.h"\n')
+    (tree / "first/a.h").write_text(f"#define HEADER <a.h>\n{line}\n")
+    assert fingerprint(tree) is None
+
+
+def test_prose_is_no_computed_include(tree: Path) -> None:
+    (tree / "src/main.cu").write_text("// #include of another file\nint includes;  // the #include above\n")
+    assert fingerprint(tree) is not None
+
+
+def test_names_and_text_in_any_encoding(tree: Path) -> None:
+    (tree / "src/main.cu").write_bytes(b'#include "caf\xe9.h"\n// caf\xe9\n')
+    assert fingerprint(tree) is not None
+
+
+def test_shipped_kernels_can_be_cached() -> None:
+    """CUDA's own headers among their includes."""
+    for kernel in registry.kernels().values():
+        assert sources.fingerprint(kernel.source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs())) is not None
+    files, _ = sources.included_files(registry.get("fwd_minimal").source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs()))
+    assert {"common.cuh", "score.cuh", "cuda_fp16.h", "cuda_bf16.h"} <= {path.name for path in files}

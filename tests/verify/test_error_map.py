@@ -1,0 +1,165 @@
+"""The error map: faults of a known shape are recognised by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from project import in_project
+
+from sandbox.core import registry
+from sandbox.reference import attention
+from sandbox.spec import Problem, Tile
+from sandbox.verify import error_map
+from sandbox.verify.error_map import ErrorMap, locate
+
+KERNEL, TILE = registry.get("fwd_minimal"), Tile(BLOCK_M=64, BLOCK_N=32)
+PROBLEM = Problem(2, 3, 200, 200, 32)
+BOUND = 1e-2
+
+
+def spoilt(*where: object, value: float = 9.0, problem: Problem = PROBLEM, name: str = "O") -> ErrorMap:
+    """What the map says of random numbers of which some are `value`."""
+    rng = np.random.default_rng(1)
+    ref = rng.standard_normal((problem.B, problem.H, problem.Sq, problem.D))
+    got = ref.copy()
+    got[where] = value  # type: ignore[index]
+    found = locate(name, got, ref, BOUND, KERNEL, problem, TILE)
+    assert found
+    return found
+
+
+every = slice(None)
+
+
+def test_nothing_is_wrong() -> None:
+    x = np.ones((1, 1, 4, 4))
+    assert locate("O", x, x + BOUND / 2, BOUND, KERNEL, PROBLEM, TILE) is None
+
+
+def test_one_element() -> None:
+    found = spoilt(1, 2, 70, 5)
+    assert (found.wrong, found.first, found.worst) == (1, (1, 2, 70, 5), (1, 2, 70, 5))
+    assert "first at b 1, h 2, row 70, column 5: 9 instead of" in found.text
+    assert "in 1 of 6 heads: (b 1, h 2)" in found.follows
+    assert found.heat.shape == (200, 32)
+    assert (found.heat > 1).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "phrase"),
+    [
+        ((every, every, slice(192, 200)), "the tail"),
+        ((every, every, slice(64, 200, 64)), "a tile boundary: only the first row of a tile (BLOCK_M=64)"),
+        ((every, every, slice(63, 192, 64)), "a tile boundary: only the last row"),
+        ((every, every, slice(64, 128)), "only tiles 1 of 4"),
+        ((every, every, slice(70, 90)), "a warp's rows: those of warp 0 of 2"),
+        ((every, every, every, slice(16, 32)), "only columns 16-31 of 32"),
+        ((every, every, every, slice(3, 32, 8)), "only columns c with c % 8 in 3"),
+        ((every, slice(0, 1)), "in 2 of 6 heads: (b 0, h 0), (b 1, h 0)"),
+        ((every,), "nearly everywhere"),
+    ],
+)
+def test_shapes(where: tuple, phrase: str) -> None:
+    found = spoilt(*where)
+    assert any(said.startswith(phrase) for said in found.follows), found.text
+    assert phrase in found.text
+
+
+def test_rows_of_keys_come_in_other_tiles() -> None:
+    assert any("BLOCK_N=32" in said for said in spoilt(every, every, slice(32, 200, 32), name="dK").follows)
+
+
+def test_nan_is_named() -> None:
+    assert f"{8 * 6 * 32} of them NaN" in spoilt(every, every, slice(192, 200), value=np.nan).text
+
+
+def test_an_infinite_reference_is_no_error_by_itself() -> None:
+    ref = np.full((1, 1, 8), -np.inf)
+    bound = np.zeros_like(ref)
+    problem = Problem(1, 1, 8, 0, 32)
+    assert locate("LSE", ref, ref, bound, KERNEL, problem, TILE) is None
+    got = ref.copy()
+    got[0, 0, 3] = 0.0
+    found = locate("LSE", got, ref, bound, KERNEL, problem, TILE)
+    assert found
+    assert found.first == found.worst == (0, 0, 3)
+    assert "row 3: 0 instead of -inf" in found.text
+
+
+@pytest.mark.parametrize("fault", ["mask", "scale"])
+def test_a_mask_follows_the_diagonal_and_a_scale_does_not(fault: str) -> None:
+    problem = Problem(1, 2, 200, 200, 32, causal="bottom-right")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 200, 32)) for _ in range(3))
+    ref, _ = attention(q, k, v, causal=True)
+    if fault == "mask":  # keys j < i: the same attention, one key behind
+        got = np.zeros_like(ref)
+        got[:, :, 1:], _ = attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], causal=True)
+    else:
+        got, _ = attention(q, k, v, causal=True, scale=2 / np.sqrt(32))
+    found = locate("O", got, ref, BOUND, KERNEL, problem, TILE)
+    assert found
+    assert any("diagonal" in said for said in found.follows) is (fault == "mask"), found.text
+
+
+def test_rows_that_see_no_key() -> None:
+    problem = Problem(1, 2, 200, 150, 32, causal="bottom-right")
+    found = spoilt(every, every, slice(0, 50), problem=problem)
+    assert "only rows that see no key" in found.follows
+
+
+def test_a_whole_last_tile_is_no_tail() -> None:
+    """Where the rows are a multiple of a tile there are S / BLOCK_M tiles, and none is partial."""
+    problem = Problem(1, 1, 192, 192, 32)
+    assert "only tiles 2 of 3 (BLOCK_M=64)" in spoilt(0, 0, slice(128, 192), problem=problem).follows
+    assert "only tiles 0 of 3 (BLOCK_M=64)" in spoilt(0, 0, slice(0, 64), problem=problem).follows
+    assert not any("tile" in said for said in spoilt(0, 0, slice(0, 192, 5), problem=problem).follows)
+
+
+@pytest.mark.parametrize(("Sq", "edges"), [(200, [63.5, 127.5, 191.5]), (192, [63.5, 127.5]), (40, [])])
+def test_the_edges_of_tiles_are_drawn(Sq: int, edges: list[float], tmp_path: Path, monkeypatch) -> None:
+    """Between the last row of a tile and the first of the next, and nowhere else."""
+    axes = pytest.importorskip("matplotlib.axes")
+    drawn: list[float] = []
+    monkeypatch.setattr(axes.Axes, "axhline", lambda self, y, **style: drawn.append(y))
+    error_map.draw(spoilt(0, 0, 5, problem=Problem(1, 1, Sq, Sq, 32)), "edges", tmp_path / "map")
+    assert drawn == edges
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = spoilt(every, every, slice(192, 200), value=np.nan)
+    paths = error_map.draw(found, "fwd_minimal", tmp_path / "new" / "map")
+    assert [path.name for path in paths] == ["map.png", "map.svg"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    text = paths[1].read_text()
+    again = error_map.draw(found, "fwd_minimal", tmp_path / "again")
+    assert again[1].read_text() == text  # the same faults give the same file
+
+
+def test_the_command_line_says_where_and_draws(project_copy: Path) -> None:
+    pytest.importorskip("matplotlib")
+    source = project_copy / "kernels_cu" / "fwd_minimal.cu"
+    text = source.read_text()
+    source.write_text(text.replace("if (query_row >= score.Sq) return;", "if (query_row >= score.Sq - 1) return;"))
+    assert source.read_text() != text
+    arguments = ("fwd_minimal", "--shape", "1,1,130,40,16", "--backend", "cpu", "--map", str(project_copy / "map"))
+    done = in_project(project_copy, "sandbox", "run", *arguments)
+    assert done.returncode == 1, done.stderr
+    assert "O is wrong in 16 of 2080 elements, 16 of them NaN (or never written)" in done.stdout
+    assert "the tail" in done.stdout
+    assert done.stderr.splitlines()[-2:] == [f"wrote {project_copy / 'map'}.{kind}" for kind in ("png", "svg")]
+    (row,) = json.loads(in_project(project_copy, "sandbox", "run", *arguments, "--json").stdout)
+    assert row["where"]["first"] == [0, 0, 129, 0]
+    assert "heat" not in row["where"]
+
+
+def test_a_factor_is_seen() -> None:
+    rng = np.random.default_rng(1)
+    ref = rng.standard_normal((1, 1, 64, 32))
+    found = locate("O", 0.5 * ref, ref, BOUND, KERNEL, PROBLEM, TILE)
+    assert found
+    assert "0.5 times what they should be" in found.follows

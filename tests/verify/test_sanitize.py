@@ -1,0 +1,282 @@
+"""`sanitize`: each planted fault is found, on the line where it is, by the tool that can see it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from project import in_project
+
+from sandbox.cli import cli
+from sandbox.core import registry
+from sandbox.core.errors import ToolchainMissing
+from sandbox.core.place import Place
+from sandbox.cpu import compiler
+from sandbox.launch.dlpack import HOST
+from sandbox.toolchain import tools
+from sandbox.verify import compute_sanitizer, findings, sanitize
+
+needs_sanitizers = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has none")
+
+# fault: (kernel, text to replace, its replacement, tool, what it says, text of a line that it names)
+FAULTS = {
+    "race": (
+        "fwd_minimal", "__syncthreads();  // the tile is whole", "// the tile is whole", "thread",
+        "data race: ", "S_rmem[j] += q * K_smem",
+    ),
+    "order": (
+        "fwd_minimal", "__syncthreads();  // the tile is whole", "// the tile is whole", "orders",
+        "O depends on the order of threads", "",
+    ),
+    "out of bounds": (
+        "fwd_minimal", "query_row < score.Sq ? to_float", "query_row <= score.Sq ? to_float", "address",
+        "out of bounds, read of 2 bytes", "query_row <= score.Sq ? to_float",
+    ),
+    "beyond shared memory": (
+        "fwd_minimal", "Q_smem + HEAD_DIM * BLOCK_M;", "Q_smem + 1 + HEAD_DIM * BLOCK_M;", "address",
+        "beyond the dynamic shared memory, write of 4 bytes", "load_tile<BLOCK_N, BLOCK_M>(V_smem",
+    ),
+    "uninitialised shared memory": (
+        "fwd_minimal", "O_smem[d * BLOCK_M + t] = 0.0f;", ";", "uninitialised",
+        "shared memory read before anything was written there", "float o = alpha * O_smem",
+    ),
+    "missing wait": (
+        "fwd_mma", "cp_async_wait<0>();", "", "address",
+        "shared memory used while a cp.async to it by thread 0 has not been waited for", "arrive(j);",
+    ),
+    "deleted barrier": (
+        "fwd_mma", "__syncthreads();  // tile j is there", "// tile j is there", "thread",
+        "against previous write of 8 bytes at fwd_mma.cu", "request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
+    ),
+    "uninitialised, by ldmatrix": (
+        "fwd_mma", "        arrive(j);\n        attend<false>", "        attend<false>", "uninitialised",
+        "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
+    ),
+    "out of bounds, by cp.async": (
+        "fwd_mma", "Q.stride_s, m0, score.Sq);", "Q.stride_s, m0, score.Sq + 16);", "address",
+        "out of bounds, read of 16 bytes", "m0, score.Sq + 16);",
+    ),
+    "divergent barrier": (
+        "fwd_minimal", "    float m = -INF", "    if (query_row >= score.Sq) return; float m = -INF", "thread",
+        "barrier not reached by every thread of the block", "__syncthreads();",
+    ),
+    "undefined": (
+        "fwd_minimal", "float m = -INF, l = 0.0f;", "float m = -INF, l = 0.0f * (1 << (t + 31));", "undefined",
+        "shift exponent 32 is too large for 32-bit type 'int'", "(1 << (t + 31))",
+    ),
+    "endless": (
+        "fwd_minimal", "float m = -INF, l = 0.0f;", "float m = -INF, l = 0.0f; while (score.Sq) asm volatile(\"\");",
+        "orders", "did not finish within 0.5 s", "",
+    ),
+}  # fmt: skip
+
+
+@needs_sanitizers
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_on_the_cpu(fault: str, tmp_path: Path) -> None:
+    name, old, new, tool, what, line = FAULTS[fault]
+    kernel = registry.get(name)
+    text = kernel.source.read_text()
+    assert old in text
+    changed = dataclasses.replace(kernel, source=tmp_path / f"{name}.cu")
+    changed.source.write_text(text.replace(old, new))
+    tile = sanitize.small_tile(kernel)
+    problem = sanitize.small_problems(kernel, tile)[0]
+    found = sanitize.on_host(tool, changed, problem, tile, timeout=0.5 if fault == "endless" else 60)
+    assert found.clean is False
+    said = [f for f in found.findings if what in f.what]
+    assert said, found
+    named = [place for f in said for place in f.places]
+    assert not line or any(line in place.text() for place in named), said
+    assert all(place.file.endswith((".cu", ".cuh")) and "/cpu/" not in place.file for place in named)
+
+
+@needs_sanitizers
+def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
+    """It falls on the next block's rows: what is wrong is where it goes."""
+    kernel = registry.get("fwd_minimal")
+    changed = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
+    text = kernel.source.read_text()
+    changed.source.write_text(text.replace("if (query_row >= score.Sq) return;", "if (query_row > score.Sq) return;"))
+    looked = sanitize.inspect(changed, HOST, tile=sanitize.small_tile(kernel))
+    found = {r.tool: r for r in itertools.islice(looked, len(sanitize.HOST_TOOLS))}
+    assert found["address"].clean is False
+    assert [found[tool].clean for tool in ("thread", "orders")] == [None, None]
+    assert "a store out of bounds" in found["thread"].message
+
+
+LARGE = ("query_row < score.Sq ? to_float", "query_row < score.Sq + (BLOCK_M == 64) ? to_float")
+
+
+@needs_sanitizers
+@pytest.mark.parametrize("command", ["sanitize", "watch"])
+def test_what_is_shipped_is_examined(command: str, project_copy: Path) -> None:
+    """A fault of the shipped tile alone: the smallest does not show it."""
+    assert sanitize.small_tile(registry.get("fwd_minimal")).BLOCK_M == 32
+    source = project_copy / "kernels_cu" / "fwd_minimal.cu"
+    source.write_text(source.read_text().replace(*LARGE))
+    options = ("--once",) if command == "watch" else ()
+    done = in_project(project_copy, "sandbox", command, "fwd_minimal", "--backend", "cpu", *options)
+    assert done.returncode == 1
+    (line,) = [n for n, text in enumerate(source.read_text().splitlines(), 1) if LARGE[1] in text]
+    assert f"fwd_minimal.cu:{line}" in done.stdout
+    assert "out of bounds, read of 2 bytes" in done.stdout
+
+
+@needs_sanitizers
+def test_the_command(project_copy: Path) -> None:
+    source = project_copy / "kernels_cu" / "fwd_minimal.cu"
+    command = ("sandbox", "sanitize", "fwd_minimal", "--backend", "cpu")
+    done = in_project(project_copy, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("clean") == 3 * len(sanitize.HOST_TOOLS)  # two small problems, one shipped tile
+    source.write_text(source.read_text().replace("O_smem[d * BLOCK_M + t] = 0.0f;", ";"))
+    (line,) = [n for n, text in enumerate(source.read_text().splitlines(), 1) if "float o = alpha" in text]
+    done = in_project(project_copy, *command)
+    assert done.returncode == 1
+    assert f"      fwd_minimal.cu:{line}  float o = alpha * O_smem[d * BLOCK_M + t];" in done.stdout.splitlines()
+    rows = json.loads(in_project(project_copy, *command, "--json").stdout)
+    wrong, *_ = [row for row in rows if row["tool"] == "uninitialised"]
+    assert (wrong["clean"], wrong["findings"][0]["places"][0]) == (False, {"file": str(source), "line": line})
+
+
+def test_a_tool_that_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "find", lambda name: None)
+    with pytest.raises(ToolchainMissing, match=r"compute-sanitizer is not on the PATH .* CUDA toolkit"):
+        next(sanitize.inspect(registry.get("fwd_minimal"), ("cuda", 0)))
+
+
+# ---- what compute-sanitizer writes (its user manual has examples of each tool)
+
+MEMCHECK = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 2 bytes
+=========     at fwd_minimal+0x1a0 in /w/kernels_cu/include/common.cuh:41
+=========     by thread (3,0,0) in block (2,0,0)
+=========     Address 0x7f1a02400a06 is out of bounds
+=========     and is 7 bytes after the nearest allocation at 0x7f1a02400000 of size 2,560 bytes
+=========     Device Frame:fwd_minimal+0x150 in /w/kernels_cu/fwd_minimal.cu:40
+=========
+========= Invalid __global__ read of size 2 bytes
+=========     at fwd_minimal+0x1a0 in /w/kernels_cu/include/common.cuh:41
+=========     by thread (4,0,0) in block (2,0,0)
+=========     Address 0x7f1a02400a08 is out of bounds
+=========     Device Frame:fwd_minimal+0x150 in /w/kernels_cu/fwd_minimal.cu:40
+=========
+Traceback (most recent call last):
+========= Target application returned an error
+========= ERROR SUMMARY: 2 errors
+"""
+RACECHECK = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at fwd_minimal+0x8a0 in /w/kernels_cu/fwd_minimal.cu:40
+=========     and Read access at fwd_minimal+0xb10 in /w/kernels_cu/fwd_minimal.cu:48 [4096 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+SYNCCHECK = """========= COMPUTE-SANITIZER
+========= Barrier error detected. Divergent thread(s) in block.
+=========     at fwd_minimal+0x3d0 in /w/kernels_cu/fwd_minimal.cu:39
+=========     by thread (3,0,0) in block (2,0,0)
+=========
+========= ERROR SUMMARY: 1 error
+"""
+CLEAN = """========= COMPUTE-SANITIZER
+========= ERROR SUMMARY: 0 errors
+"""
+
+
+def test_memcheck_is_read() -> None:
+    (found,) = findings.of_compute_sanitizer(MEMCHECK)
+    assert found.what.startswith("Invalid __global__ read of size 2 bytes, by thread (3,0,0) in block (2,0,0), Address")
+    assert found.places == (Place("/w/kernels_cu/include/common.cuh", 41), Place("/w/kernels_cu/fwd_minimal.cu", 40))
+
+
+def test_racecheck_is_read() -> None:
+    (found,) = findings.of_compute_sanitizer(RACECHECK)
+    assert found.what == (
+        "Race reported between Write access at fwd_minimal+0x8a0 in fwd_minimal.cu:40, "
+        "and Read access at fwd_minimal+0xb10 in fwd_minimal.cu:48 [4096 hazards]"
+    )
+    assert [place.line for place in found.places] == [40, 48]
+
+
+def test_files_without_folders_are_found() -> None:
+    """As compute-sanitizer 2025 names them."""
+    here = registry.FOLDER
+    bare = RACECHECK.replace("/w/kernels_cu/", "").replace("fwd_minimal.cu:48", "common.cuh:41")
+    (found,) = findings.of_compute_sanitizer(bare, (here, here / "include"))
+    assert found.places == (Place(str(here / "fwd_minimal.cu"), 40), Place(str(here / "include" / "common.cuh"), 41))
+    assert " in fwd_minimal.cu:40, and Read access" in found.what
+
+
+def test_synccheck_is_read() -> None:
+    (found,) = findings.of_compute_sanitizer(SYNCCHECK)
+    assert "Divergent thread(s)" in found.what
+    assert [str(place) for place in found.places] == ["fwd_minimal.cu:39"]
+
+
+def test_nothing_is_read() -> None:
+    assert findings.of_compute_sanitizer(CLEAN) == []
+
+
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int) -> None:
+    """A compute-sanitizer that says `text`."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\nexit {status}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(("text", "status", "clean"), [(MEMCHECK, 91, False), (CLEAN, 0, True), ("broken\n", 1, None)])
+def test_the_tool_decides(
+    text: str, status: int, clean: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path, monkeypatch, text, status)
+    kernel = registry.get("fwd_minimal")
+    tile = sanitize.small_tile(kernel)
+    found = sanitize.on_gpu("memcheck", kernel, sanitize.small_problems(kernel, tile)[0], tile, 20)
+    assert found.clean is clean
+    assert bool(found.findings) is (clean is False)
+    assert (clean is None) is ("ended with status 1:\nbroken" in found.message)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not tools.find("compute-sanitizer"), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize(("fault", "tool"), [("race", "racecheck"), ("out of bounds", "memcheck")])
+def test_a_fault_is_found_on_a_gpu(fault: str, tool: str, project_copy: Path) -> None:
+    """Not threads that return above a barrier: hardware and synccheck let them, the CPU backend does not."""
+    name, old, new, _, _, line = FAULTS[fault]
+    source = project_copy / "kernels_cu" / f"{name}.cu"
+    source.write_text(source.read_text().replace(old, new))
+    done = in_project(project_copy, "sandbox", "sanitize", name, "--backend", "cuda", "--json")
+    assert done.returncode == 1, done.stderr
+    found = [f for row in json.loads(done.stdout) if row["tool"] == tool for f in row["findings"]]
+    lines = source.read_text().splitlines()
+    named = [lines[p["line"] - 1] for f in found for p in f["places"] if p["file"] == str(source)]
+    assert any(line in text for text in named), found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not tools.find("compute-sanitizer"), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", compute_sanitizer.TOOLS)
+def test_a_shipped_kernel_is_clean_on_a_gpu(tool: str) -> None:
+    for name in ("fwd_minimal", "fwd_mma"):
+        kernel = registry.get(name)
+        tile = sanitize.small_tile(kernel)
+        for problem in sanitize.small_problems(kernel, tile):
+            found = sanitize.on_gpu(tool, kernel, problem, tile, 120)
+            assert found.clean, found.text or found.message
+
+
+@needs_sanitizers
+def test_a_problem_of_ones_own() -> None:
+    call = lambda *options: CliRunner().invoke(cli, ["sanitize", "fwd_minimal", "--backend", "cpu", *options])  # noqa: E731
+    rows = json.loads(call("--shape", "1,1,40,16", "--causal", "--json").stdout)
+    assert [row["tool"] for row in rows] == list(sanitize.HOST_TOOLS)
+    assert {row["problem"] for row in rows} == {"B1 H1 S40 D16 float16 causal"}
+    assert all(row["clean"] for row in rows)
+    assert call("--causal").exit_code == 2

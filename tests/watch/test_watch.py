@@ -1,0 +1,245 @@
+"""`watch`: a person edits, each save gets its report, and nothing that a kernel does ends the loop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from project import INTERRUPTIBLE, in_project, new_kernel
+
+pytest.importorskip("watchfiles")
+
+
+class Person:
+    """Somebody who edits a kernel of a project while `watch` runs beside."""
+
+    def __init__(self, project: Path, backend: str, *options: str):
+        self.folder = project / "kernels_cu"
+        command = [
+            *INTERRUPTIBLE,
+            sys.executable,
+            "-m",
+            "sandbox",
+            "watch",
+            "mine",
+            "--backend",
+            backend,
+            "--json",
+            *options,
+        ]
+        self.process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def sees(self) -> dict[str, Any]:
+        """The next verdict; waits for it as long as the test may take."""
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        return json.loads(line)
+
+    def edits(self, old: str, new: str, file: str = "mine.cu") -> dict[str, Any]:
+        """One save, and what the screen then says."""
+        path = self.folder / file
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        return self.sees()
+
+
+@pytest.fixture
+def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
+    """Starts one, at a copy of fwd_minimal called `mine`; ends it, gently."""
+    new_kernel(project_copy, "mine")
+    started = []
+
+    def start(backend: str, *options: str) -> Person:
+        started.append(Person(project_copy, backend, *options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.send_signal(signal.SIGINT)
+        try:
+            _, stderr = each.process.communicate(timeout=60)
+        finally:
+            each.process.kill()
+        assert each.process.returncode == 0
+        assert stderr == ""
+
+
+WRITTEN = "query_row < score.Sq ? to_float"
+SCALE = "dot * score.scale"
+BARRIER = "__syncthreads();  // the tile is whole"
+START = "float m = -INF, l = 0.0f;"
+
+
+def line_of(folder: Path, text: str) -> int:
+    (number,) = [n for n, line in enumerate((folder / "mine.cu").read_text().splitlines(), 1) if text in line]
+    return number
+
+
+def test_a_scripted_person(person: Callable[..., Person]) -> None:
+    me = person("cpu", "--timeout", "3")
+    first = me.sees()
+    assert (first["number"], first["found"]["stage"]) == (1, "ok")
+
+    said = me.edits(START, "float m = -INF, l = 0.0f")["found"]
+    assert said["stage"] == "compile"
+    assert f"mine.cu({line_of(me.folder, 'const int key_end')}): error" in said["message"]
+    assert "^" in said["message"]
+
+    me.edits("l = 0.0f", "l = 0.0f;")
+    said = me.edits(WRITTEN, WRITTEN.replace("<", "<="))["found"]
+    assert said["stage"] == "sanitize"
+    assert said["findings"][0]["what"] == "out of bounds, read of 2 bytes"
+    assert said["findings"][0]["places"][0]["line"] == line_of(me.folder, "query_row <= score.Sq")
+
+    me.edits("query_row <= score.Sq", "query_row < score.Sq")
+    said = me.edits(SCALE, "dot * 2.0f * score.scale", "include/score.cuh")["found"]
+    assert said["stage"] == "wrong"
+    assert "O is wrong in" in said["message"]
+    assert said["results"][0]["where"]["wrong"] > 0
+
+    me.edits("dot * 2.0f * score.scale", SCALE, "include/score.cuh")
+    said = me.edits(BARRIER, "// the tile is whole")["found"]
+    assert said["stage"] == "sanitize"
+    assert any(finding["what"].startswith("data race") for finding in said["findings"])
+
+    me.edits("// the tile is whole", BARRIER)
+    said = me.edits(START, START + ' while (score.Sq > 96) asm volatile("");')  # only on larger problems
+    assert said["found"]["stage"] == "hang"
+    assert "did not finish within 3 s while running B1 H2 S192 D64" in said["found"]["message"]
+
+    last = me.edits(' while (score.Sq > 96) asm volatile("");', "")
+    assert (last["found"]["stage"], last["number"]) == ("ok", 11)
+    assert last["previous"]["number"] == 9
+    assert last["best"]["number"] == 1
+    assert last["figures"] == first["figures"]
+
+
+def test_a_crash_and_a_spec(person: Callable[..., Person]) -> None:
+    me = person("cpu")
+    me.sees()
+    said = me.edits(START, START + " if (score.Sq > 96) *reinterpret_cast<volatile int*>(8) = 1;")["found"]
+    assert said["stage"] == "crash"
+    assert said["message"].startswith("it accessed memory that is not there (SIGSEGV) while running B1 H2 S192 D64")
+    me.edits(" if (score.Sq > 96) *reinterpret_cast<volatile int*>(8) = 1;", "")
+
+    said = me.edits('summary="', 'summery="', "mine.py")["found"]
+    assert said["stage"] == "spec"
+    assert "mine.py, line 5: TypeError" in said["message"]
+    assert "summery" in said["message"]
+    last = me.edits('summery="', 'summary="', "mine.py")
+    assert (last["found"]["stage"], last["number"]) == ("ok", 5)
+
+    last = me.edits("tiles=(Tile(BLOCK_M=64, BLOCK_N=32), ", "tiles=(Tile(BLOCK_M=96, BLOCK_N=32), ", "mine.py")
+    assert last["found"]["stage"] == "ok"
+    if last["found"]["cost"]:
+        assert last["figures"]["smem"] > last["previous"]["figures"]["smem"]
+
+
+def test_a_loop_that_no_problem_ends_is_met_under_the_sanitizers(person: Callable[..., Person]) -> None:
+    me = person("cpu", "--timeout", "1")
+    me.sees()
+    said = me.edits(START, START + ' while (score.Sq) asm volatile("");')["found"]
+    assert said["stage"] == "hang"
+    assert said["message"] == "mine did not finish within 1 s: does it end?"
+
+
+def test_what_a_kernel_prints_is_shown(person: Callable[..., Person]) -> None:
+    me = person("cpu", "--shape", "1,1,33,8", "--dtype", "float32")
+    me.sees()
+    said = me.edits(START, START + r' if (query_row == 32) printf("row %d\n", query_row);')["found"]
+    assert (said["stage"], said["output"]) == ("ok", "row 32\n")
+
+
+@pytest.mark.gpu
+def test_a_scripted_person_on_a_gpu(person: Callable[..., Person]) -> None:
+    """What a CUDA context does not survive, and a kernel that does not end."""
+    me = person("cuda", "--timeout", "5")
+    first = me.sees()
+    assert first["found"]["stage"] == "ok"
+    assert first["figures"]["tflops"] > 0
+
+    for fault, what in (
+        ("*reinterpret_cast<volatile int*>(8) = 1;", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("__trap();", "CUDA_ERROR_"),
+        ("while (score.Sq) __threadfence();", "did not finish within 5 s while running"),
+    ):
+        said = me.edits(START, f"{START} {fault}")["found"]
+        assert said["stage"] == ("hang" if "while (" in fault else "run")
+        assert what in said["message"]
+        said = me.edits(f"{START} {fault}", START)["found"]
+        assert said["stage"] == "ok", said["message"]
+
+
+# ---- once, and back
+
+
+def once(project: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return in_project(project, "sandbox", "watch", "mine", *options)
+
+
+def test_once_and_the_way_back(project_copy: Path) -> None:
+    new_kernel(project_copy, "mine")
+    source = project_copy / "kernels_cu" / "mine.cu"
+    small = ("--once", "--backend", "cpu", "--shape", "1,1,33,40,16", "--causal")
+    good = source.read_text()
+    done = once(project_copy, *small)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("mine #1  ok")
+    wrong = good.replace("l = alpha * l + row_sum", "l = alpha * l + 2 * row_sum")
+    source.write_text(wrong)
+    done = once(project_copy, *small)
+    assert done.returncode == 1
+    assert "mine #2  WRONG" in done.stdout
+    assert "0.5 times what they should be" in " ".join(done.stdout.split())
+    assert "last good, and best #1" in done.stdout
+
+    source.write_text(wrong + "// and more\n")
+    listed = once(project_copy, "--history").stdout.splitlines()
+    assert [line[:5].strip() for line in listed[::2]] == ["#1", "#2"]
+    shown = once(project_copy, "--show", "2").stdout
+    assert wrong in shown
+    assert "==> kernels_cu/mine.py <==" in shown
+    assert "==> kernels_cu/include/score.cuh <==" in shown
+    changed = once(project_copy, "--diff", "1", "2").stdout.splitlines()
+    assert changed[:2] == ["--- kernels_cu/mine.cu (#1)", "+++ kernels_cu/mine.cu (#2)"]
+    assert [line for line in changed[2:] if line.startswith(("-", "+"))] == [
+        "-        l = alpha * l + row_sum;",
+        "+        l = alpha * l + 2 * row_sum;",
+    ]
+    assert "+// and more" in once(project_copy, "--diff", "2").stdout
+    restored = once(project_copy, "--restore", "1")
+    assert restored.stdout == "version 1 is back; what it replaced is version 3\n"
+    assert source.read_text() == good
+    assert "// and more" in once(project_copy, "--show", "3").stdout
+    assert once(project_copy, "--restore", "1").stdout == "version 1 is back\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--show", "3"), "mine has no version 3: there are none yet"),
+        (("--restore", "1"), "mine has no version 1: there are none yet"),
+        (("7",), "7 is not an option's: --diff N M takes two versions"),
+        (("--shape", "1,2"), "shape '1,2' must be B,H,S,D"),
+    ],
+)
+def test_usage_errors(project_copy: Path, options: tuple[str, ...], message: str) -> None:
+    new_kernel(project_copy, "mine")
+    done = once(project_copy, *options)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_without_the_library(project_copy: Path) -> None:
+    new_kernel(project_copy, "mine")
+    (project_copy / "watchfiles.py").write_text("raise ImportError('none')\n")
+    done = once(project_copy, "--backend", "cpu")
+    assert done.returncode == 1
+    assert 'pip install "attention-sandbox[watch]"' in done.stderr
