@@ -133,8 +133,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     float* dQ_accum,                               // (B, H, query tiles, DQ_TILE), zeros before
     const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ TensorMap Q_map,       // boxes of BLOCK_M rows
-    const __grid_constant__ TensorMap dO_map,
+    const __grid_constant__ TensorMap Q_tile_map,  // boxes of BLOCK_M rows
+    const __grid_constant__ TensorMap dO_tile_map,
     const __grid_constant__ TensorMap K_map,       // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dK_map,      // boxes of 64 rows
@@ -170,9 +170,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                                      tensor.stride_b ? b : 0, base + full + 8 * stage);
                 };
                 if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
-                request(Q_map, Q, Q_AT, EMPTY_Q, FULL_Q);
+                request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
                 if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
-                request(dO_map, dO, dO_AT, EMPTY_dO, FULL_dO);
+                request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
         } else if (warp == 1) {
             const bool of_LSE = lane < 16;  // the other half: delta
@@ -309,12 +309,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (LATE_DQ) named_barrier_sync(turn, 256);
             const int first_query = m0 + own_queries;
             const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
-            if (first_query < whole.begin || (Head::FIRST && first_query + QUERIES > whole.end)) {
+            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // rows from Sq on among them: 0 * inf is NaN
                 const unsigned thread = thread_index_x() % 128;
                 const int query_row = first_query + thread % 4 * 2, key_col = n0 + own_keys + thread / 32 * 16 + thread / 4 % 8;
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!head0.sees(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
+                    if (!head0.counts(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
             }
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {

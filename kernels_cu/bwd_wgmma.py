@@ -41,7 +41,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     smem = smem_bytes(p, t)
     fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else 128, 128)
     rules = (
-        ((t.BLOCK_M, t.BLOCK_N) == fits, f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
+        (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)

@@ -17,12 +17,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sandbox import Problem, bench, driver, registry
-from sandbox import check as checking
-from sandbox.peers import PEERS
-from sandbox.rows import Row, recorded
+from sandbox import Problem
+from sandbox.bench import contest
+from sandbox.bench.peers import PEERS
+from sandbox.bench.rows import Row, recorded
+from sandbox.bench.timing import Limits
+from sandbox.core import registry
+from sandbox.launch import driver
 from sandbox.spec import Tile
-from sandbox.timing import Limits
+from sandbox.verify import check as checking
 
 HERE = Path(__file__).resolve().parent
 MASKS = (False, "bottom-right")
@@ -37,7 +40,7 @@ FLASH_4 = {
 
 def tests() -> None:
     """Hopper's verbs by themselves, then the kernel: 250 repeats and all."""
-    files = ["tests/test_hopper.py", "tests/test_backward.py", "tests/test_kernels.py"]
+    files = ["tests/cpu/test_hopper.py", "tests/engine/test_backward.py", "tests/engine/test_kernels.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", *files]
     subprocess.run([*command, "-k", "hopper or bwd_wgmma"], check=False)
 
@@ -60,7 +63,9 @@ def measure(
 
     def kept():
         limits = Limits(rounds=30, seconds=seconds)
-        for row in bench.run(kernels, problems, [PEERS["sdpa-cudnn"]], tiles=tiles, limits=limits, computes="backward"):
+        for row in contest.run(
+            kernels, problems, [PEERS["sdpa-cudnn"]], tiles=tiles, limits=limits, computes="backward"
+        ):
             rows.append(row)
             yield row
 
@@ -73,8 +78,8 @@ def measure(
 
 
 def grid() -> None:
-    """All 36 points of the paper's grid: TFLOP/s, and over the better of cuDNN here and FlashAttention-4 scaled to here."""
-    rows = measure(bench.GRIDS["paper"]("float16"), ["bwd_wgmma"])
+    """The 36 points of the paper's grid: TFLOP/s, and over the better of cuDNN and a scaled FlashAttention-4."""
+    rows = measure(contest.GRIDS["paper"]("float16"), ["bwd_wgmma"])
     speed = {(r.contender, r.problem): r.tflops for r in rows}
     ceiling = rows[0].setting["ceiling_tflops"]
     print(f"TFLOP/s, cuDNN, FlashAttention-4 scaled (ratio to the better); cuBLAS {ceiling:.0f}")
@@ -96,7 +101,8 @@ def tiles() -> None:
     """Every tile of the spec."""
     kernel = registry.get("bwd_wgmma")
     for D, causal in itertools.product((64, 128, 256), MASKS):
-        problems = [Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal) for S in (512, 2048, 16384)]  # type: ignore[arg-type]
+        lengths = (512, 2048, 16384)
+        problems = [Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal) for S in lengths]  # type: ignore[arg-type]
         fitting = [tile for tile in kernel.tiles if kernel.refuses_tile(problems[0], tile, (9, 0)) is None]
         rows = measure(problems, ["bwd_wgmma"], fitting, seconds=0.06)
         for name in dict.fromkeys(r.contender for r in rows):

@@ -177,8 +177,8 @@ def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
 # ---- wgmma
 
 MULTIPLY = """
-// A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from registers or from shared memory, there also
-// transposed: A^T (64 x 64) lies behind A.
+// A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from registers or from shared memory, also as
+// A^T (64 x 64), which lies behind A.
 template <int N, int VARIANT>
 __device__ void multiply(float* out, SmemAddress A_tile, SmemAddress B_tile, const TensorMap& B_map,
                          const TensorMap& Bt_map, SmemAddress barrier, unsigned& turn) {
@@ -230,8 +230,8 @@ __device__ void multiply_all(float*& out, SmemAddress A_tile, SmemAddress B_tile
 }
 extern "C" __global__ __launch_bounds__(128, 1) void products(
     const unsigned short* A, const unsigned short* At, const unsigned short* B, const unsigned short* Bt, float* out,
-    const __grid_constant__ TensorMap A_map, const __grid_constant__ TensorMap At_map, const __grid_constant__ TensorMap B_map,
-    const __grid_constant__ TensorMap Bt_map) {
+    const __grid_constant__ TensorMap A_map, const __grid_constant__ TensorMap At_map,
+    const __grid_constant__ TensorMap B_map, const __grid_constant__ TensorMap Bt_map) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress A_tile = smem_address(smem), B_tile = A_tile + 2 * 8192, barrier = B_tile + 4 * 8192;
     unsigned turn = 0;
@@ -251,7 +251,7 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("widths", [(16, 32, 64, 80, 96), (48, 112, 128, 144), (160, 176, 192), (208, 224), (240, 256)])
 def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
-    """Every width, both orders of B and of A in shared memory, A from registers: small integers, so that all is exact."""
+    """Every width, both orders of both operands, A also from registers: small integers, so that all is exact."""
     rng = np.random.default_rng(0)
     A = rng.integers(-3, 4, (1, 1, 64, 64)).astype(TYPES[dtype])
     B = rng.integers(-3, 4, (1, 1, 64, 256)).astype(TYPES[dtype])
