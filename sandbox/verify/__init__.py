@@ -1,3 +1,16 @@
 """Is it right? Cases and their truth, trials, the verbs run, check and sanitize, error maps."""
 
-__all__ = ["apart", "cases", "check", "error_map", "findings", "report", "sampled", "sampled_gradients", "sanitize", "scores", "trial", "truth"]
+__all__ = [
+    "apart",
+    "cases",
+    "check",
+    "error_map",
+    "findings",
+    "report",
+    "sampled",
+    "sampled_gradients",
+    "sanitize",
+    "scores",
+    "trial",
+    "truth",
+]
