@@ -213,7 +213,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     const unsigned tiles = walk.tiles();
     const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
-    const auto release = [&](unsigned empty, unsigned i) { if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i)); };
+    const auto release = [&](unsigned empty, unsigned i) {
+        __syncwarp();  // all lanes have read LSE and delta
+        if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
+    };
     // S^T or dP^T: the consumer's keys times its queries.
     const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
         const SmemAddress smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are

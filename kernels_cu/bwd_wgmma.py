@@ -51,7 +51,6 @@ kernel = Kernel(
     name="bwd_wgmma",
     computes="backward",
     rung=4,
-    default=True,
     summary="Hopper's warpgroup MMA, fed by TMA; dQ leaves by bulk reductions that L2 carries out",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
