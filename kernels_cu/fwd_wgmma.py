@@ -45,6 +45,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
+        (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
