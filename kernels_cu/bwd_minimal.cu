@@ -16,7 +16,8 @@
 #include "score.cuh"
 
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M), "spec and kernel disagree on shared memory");
-static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)),
+              "spec and kernel disagree on shared memory");
 
 // This thread's row of a tensor into its column of own[WIDTH][ROWS]; zeros beyond row S.
 template <int ROWS, int WIDTH>

@@ -13,6 +13,7 @@
 //     word 3: row g + 8, keys 2q+8, 2q+9        and they exchange halves.
 // clang-format on
 #pragma once
+#include <ptx.cuh>  // along the include path: on the CPU backend its twin
 
 // N counters of four words, in place, under one key: round by round, so that a round's key serves all of them. A round takes
 // two wide multiplications and two exclusive ors of three.

@@ -10,12 +10,11 @@
 // Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
 // plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
 #pragma once
-#include <ptx.cuh>  // along the include path: on the CPU backend its twin
-
 #include "dropout.cuh"
 #include "number.cuh"
 
-// Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32.
+// Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
+// BIAS and MASK + 4: the same for every key.
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -50,14 +49,14 @@
 #define SCORE_BYTES 16
 #endif
 
-// A tensor that broadcasts to (B, H, Sq, Sk): strides in elements, 0 where it does not vary.
+// A tensor that broadcasts to (B, H, Sq, Sk): strides in elements, 0 where it does not vary; in Sk 1, or it does not vary.
 template <class T>
 struct Broadcast {
     const T* data;
-    long long stride_b, stride_h, stride_i, stride_j;
+    long long stride_b, stride_h, stride_i;
     __device__ __forceinline__ const T* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
 };
-#if BIAS == 2
+#if BIAS % 4 == 2
 using bias_t = float;
 #else
 using bias_t = dtype;
@@ -166,6 +165,7 @@ struct Head {
     static constexpr bool HIDES = FIRST || LAST || SCATTERED || KEY_LENGTHS;  // some key within Sk, from some row
     static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x is the dot product, scaled
     static constexpr bool STEEP = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
+    static constexpr bool LOOKS_UP = BIAS || SCATTERED || Snippet::SCORES;  // in memory: more registers
     static constexpr bool MAPPED = BLOCK_MAP;
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
@@ -261,7 +261,7 @@ struct Head {
     __device__ __forceinline__ bool sees(int query_row, int key_col) const {
         bool seen = reaches(query_row, key_col);
 #if MASK
-        seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + key_col * score.mask.stride_j];
+        seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
         if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, score.Sq, Sk);
@@ -298,13 +298,13 @@ struct Head {
     // ---- what a dot product becomes
 
     // IN_X: x itself; else in units of `unit`. T is float, or a Dual, whose derivative is that of x with respect to the
-    // scaled dot product. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
-    template <class T, bool IN_X>
+    // scaled dot product, or OF_BIAS, to the bias. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
+    template <class T, bool IN_X, bool OF_BIAS = false>
     __device__ __forceinline__ T steps(float dot, At at) const {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
         T x = number<T>(IN_UNITS_OF_1 ? dot * score.scale : dot, 1.0f);
 #if SOFTCAP
-        const float y = tanh_of(dot * (score.scale * (1.0f / score.softcap)));
+        const float y = expression::tanh(dot * (score.scale * (1.0f / score.softcap)));
         x = number<T>(IN_UNITS_OF_1 ? score.softcap * y : y, 1.0f - y * y);
 #endif
 #if ALIBI
@@ -312,9 +312,10 @@ struct Head {
         x = x - (IN_UNITS_OF_1 ? slope : slope * per_unit) * fabsf(distance);
 #endif
 #if BIAS
-        const float shift = to_float(bias[min(at.query_row(), Sq - 1) * score.bias.stride_i +
-                                          min(at.key_col(), score.Sk - 1) * score.bias.stride_j]);
+        const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
+        const float shift = BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
         x = x + (IN_UNITS_OF_1 ? shift : shift * per_unit);
+        if (OF_BIAS) x = number<T>(value_of(x), 1.0f);
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
@@ -330,10 +331,12 @@ struct Head {
 
     // Of a pair in the backward: P, recomputed from its row's LSE, and the derivative of x. 0 where it is not seen, unless the
     // LSE is NaN.
+    template <bool OF_BIAS = false>
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
-        const Dual x = steps<Dual, NATURAL>(dot, {query_row, key_col});
+        const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
-        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), STEEP ? x.derivative : 1.0f};
+        const bool steep = OF_BIAS ? Snippet::SCORES : STEEP;
+        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), steep ? x.derivative : 1.0f};
     }
 
     // Raw scores, for whoever applies the mask afterwards.
@@ -402,15 +405,8 @@ struct Head {
     template <class T>
     static __device__ __forceinline__ T number(float value, float derivative);
 
-    static __device__ __forceinline__ float tanh_of(float y) {
-#if defined(DTYPE_bfloat16)
-        return tanh_approx(y);  // error 2^-11, of a score that plain attention would round to 2^-9
-#elif defined(DTYPE_float16)
-        return 1.0f - __fdividef(2.0f, 1.0f + ex2(2.0f * LOG2E * y));  // error 2^-22 of softcap
-#else
-        return tanhf(y);
-#endif
-    }
+    static __device__ __forceinline__ float value_of(float x) { return x; }
+    static __device__ __forceinline__ float value_of(Dual x) { return x.value; }
 };
 template <>
 __device__ __forceinline__ float Head::number<float>(float value, float) { return value; }

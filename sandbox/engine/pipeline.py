@@ -18,7 +18,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver
-from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -61,6 +61,9 @@ class Prepared:
 def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Prepared:
     """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may lack.
 
+    A backward also computes the gradients of bias and sink, where `tensors` has "dbias" or "dsink"; with "dLSE" it is
+    that of LSE too.
+
     An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
@@ -89,6 +92,8 @@ def _steps(
 ) -> Iterator[_Step]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
+        if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
+            continue
         grid = entry.grid(problem, tile)
         for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
             if size > limit:
@@ -165,7 +170,7 @@ def _compiled(
 
 
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
-    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches. Needs no GPU."""
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches."""
     return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
 
 

@@ -29,7 +29,12 @@ _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
     "dK": lambda p: (p.B, p.Hk, p.Sk, p.D),
     "dV": lambda p: (p.B, p.Hk, p.Sk, p.Dv),
     **dict.fromkeys(("LSE", "delta"), lambda p: (p.B, p.H, p.Sq)),
+    "dbias": lambda p: p.bias,
+    "dsink": lambda p: (p.H,),
 }
+
+
+_BORDERED = ("O", "dQ", "dK", "dV")  # tensors of any strides
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
     CPU backend.
     """
-    bordered = {name: _bordered(*what) for name, what in outputs_of(kernel, problem).items()}
-    outputs = {name: array[:, :, 1:-1] if array.ndim == 4 else array for name, array in bordered.items()}
+    made = outputs_of(kernel, problem).items()
+    bordered = {name: _bordered(*what) if name in _BORDERED else _filled(*what) for name, what in made}
+    outputs = {name: array[:, :, 1:-1] if name in _BORDERED else array for name, array in bordered.items()}
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -65,15 +71,18 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
         for name in outputs:
             staged[name].fetch()
-    borders = {name: array[:, :, [0, -1]] for name, array in bordered.items() if array.ndim == 4}
+    borders = {name: array[:, :, [0, -1]] for name, array in bordered.items() if name in _BORDERED}
     trespassed = tuple(name for name, border in borders.items() if (border.view(np.uint8) != 0xFF).any())
     return Trial(prepared, outputs, trespassed, seconds)
 
 
 def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32."""
-    shapes = {name: _SHAPES[name](problem) for name in COMPUTATIONS[kernel.computes].writes}
-    return {name: (shape, problem.dtype if len(shape) == 4 else "float32") for name, shape in shapes.items()}
+    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32; of
+    a backward the gradients of bias and sink among them, where the problem has them."""
+    asked = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
+    names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, there in asked.items() if there))
+    dtypes = {"dbias": problem.bias_dtype or problem.dtype, **dict.fromkeys(("LSE", "delta", "dsink"), "float32")}
+    return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}
 
 
 def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -83,9 +92,9 @@ def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...
 
 
 def _bordered(shape: tuple[int, ...], dtype: str) -> Array:
-    """Memory for an output; of a tensor with a border, a row before and one after each head's."""
-    B, H, S, *D = shape
-    return _filled((B, H, S + 2, *D) if D else shape, dtype)
+    """Memory for a tensor with a border, a row before and one after each head's."""
+    B, H, S, D = shape
+    return _filled((B, H, S + 2, D), dtype)
 
 
 def _filled(shape: tuple[int, ...], dtype: str) -> Array:
