@@ -40,7 +40,8 @@ class Problem:
     What a score is beyond scale and causal, absent by default: `window`, `softcap`; the shapes of `alibi`'s slopes,
     (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
-    `score`; and the probability `dropout` that an element of P is dropped. A bias has q's dtype, or `bias_dtype`. Raises SpecError naming the value that makes no sense.
+    `score`; and the probability `dropout` that an element of P is dropped. A bias has q's dtype, or `bias_dtype`.
+    Raises SpecError naming the value that makes no sense.
     """
 
     B: int

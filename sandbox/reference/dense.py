@@ -32,9 +32,9 @@ def attention(
 
     q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides, Hk dividing H. `scale` defaults
     to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". What a score is beyond that: `window`,
-    `softcap`, `alibi`, `bias`, `mask`, `sink`, `key_lengths` and `score`, as `reference.score` has them; `dropout`, with
-    its `seed`. Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural-log log-sum-exp of the scores, the sink's
-    among them. Raises ValueError for shapes that do not fit and for an unknown `causal`.
+    `softcap`, `alibi`, `bias`, `mask`, `sink`, `key_lengths` and `score`, as `reference.score` has them; and `dropout`
+    with its `seed`. Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural-log log-sum-exp of the scores, the
+    sink's among them. Raises ValueError for shapes that do not fit and for an unknown `causal`.
 
     Source: FlashAttention-2 (Dao 2023), section 2.2: S, P and O.
     """

@@ -47,8 +47,8 @@ def flash1(
     (B, H, Sq) = m + ln l in `dtype`. No tile is skipped under causal, as printed in the paper. Raises ValueError for
     shapes that do not fit, an unknown `causal` or a tile side below 1.
 
-    Source: FlashAttention (Dao et al. 2022), Algorithm 2, with mask and dropout; its line numbers stand at the right. What
-    line 1 keeps for the backward, a generator's state, is `seed` here.
+    Source: FlashAttention (Dao et al. 2022), Algorithm 2, which has mask and dropout; its line numbers stand at the
+    right. What its line 1 keeps for the backward, a generator's state, is `seed` here.
     """
     return _forward(_flash1_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, options, dtype)
 

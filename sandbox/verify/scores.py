@@ -121,7 +121,7 @@ def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
 def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     """What `sandbox.reference` is told of a problem whose score reads `given`."""
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
-    tensors = {option: given[name] for option, name in names.items() if name in given}
+    tensors: dict[str, Any] = {option: given[name] for option, name in names.items() if name in given}
     score = p.score and dataclasses.replace(p.score, tensors={name: given[f"score.{name}"] for name in p.score.tensors})
     if "seed" in given:
         tensors |= {"dropout": p.dropout, "seed": int(given["seed"][0])}
