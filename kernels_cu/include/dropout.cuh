@@ -63,7 +63,7 @@ struct AllKept {
 
 // Dropout in head h of batch entry b. An element is kept where its 16 bits reach `least`, shifted up by 16.
 struct Dropout {
-    unsigned long long seed;
+    const unsigned long long* seed;
     unsigned least, h, b;
 
     // Whether element (i, j) is kept.
@@ -114,6 +114,6 @@ struct Dropout {
 #pragma unroll
         for (int n = 0; n < N; ++n)
             words[n][0] = i / 16 * 32 + lane, words[n][1] = j / 16 + n, words[n][2] = h, words[n][3] = b;
-        philox(words, seed);
+        philox(words, *seed);
     }
 };

@@ -225,7 +225,7 @@ struct Head {
         sink = score.sink[h * score.sink_stride];
 #endif
 #if DROPOUT
-        dropout = {*score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
+        dropout = {score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
 #endif
 #if BLOCK_MAP
         block_map = score.block_map.head(b, h);
