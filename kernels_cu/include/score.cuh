@@ -274,6 +274,16 @@ struct Head {
         return query_row < Sq && sees(query_row, key_col);
     }
 
+    // `counts` of a row, or a key, and others that follow one another, up to 64: a bit each, where it takes a look into memory.
+    template <int COUNT>
+    __device__ __forceinline__ unsigned long long look_up(int query_row, int key_col, bool along_keys) const {
+        static_assert(!SCATTERED || COUNT <= 64, "a bit for each pair");
+        unsigned long long bits = 0;
+        for (int k = 0; SCATTERED && k < COUNT; ++k)
+            bits |= static_cast<unsigned long long>(counts(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
+        return bits;
+    }
+
     // ---- which tiles: ranges of what some row or key sees, and of what all of them see. `end` may be less than `begin`.
 
     // Of the keys, for query rows m0 .. m1. m1 may exceed Sq.

@@ -155,7 +155,8 @@ def backward_magnitudes(
             dx = np.where(S.seen, P * (head.dropped(dO @ V.T, rows.start) + delta[:, None]), 0)
             P = head.dropped(P, rows.start)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
-            sums.add(b, h, rows, S.seen, P, abs(S.steep) * dx, abs(S.steep_bias) * dx, Q, K, dO)
+            dS, dbias = (np.where(S.seen, abs(s) * dx, 0) for s in (S.steep, S.steep_bias))  # NaN where none is seen
+            sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += abs(head.dsink(lse[b, h, rows], delta) * (1 + abs(head.sink) + abs(LSE[:, 0]))).sum()
     return sums.gradients(np.abs)  # a negative scale is a size too
 

@@ -58,7 +58,7 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
 
 
 WRITTEN = "query_row < score.Sq ? to_float"
-SCALE = "dot * scale"
+SCALE = "dot * score.scale"
 BARRIER = "__syncthreads();  // the tile is whole"
 START = "float m = -INF, l = 0.0f;"
 
@@ -85,12 +85,12 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
     assert said["findings"][0]["places"][0]["line"] == line_of(me.folder, "query_row <= score.Sq")
 
     me.edits("query_row <= score.Sq", "query_row < score.Sq")
-    said = me.edits(SCALE, "dot * 2.0f * scale", "include/score.cuh")["found"]
+    said = me.edits(SCALE, "dot * 2.0f * score.scale", "include/score.cuh")["found"]
     assert said["stage"] == "wrong"
     assert "O is wrong in" in said["message"]
     assert said["results"][0]["where"]["wrong"] > 0
 
-    me.edits("dot * 2.0f * scale", SCALE, "include/score.cuh")
+    me.edits("dot * 2.0f * score.scale", SCALE, "include/score.cuh")
     said = me.edits(BARRIER, "// the tile is whole")["found"]
     assert said["stage"] == "sanitize"
     assert any(finding["what"].startswith("data race") for finding in said["findings"])
