@@ -116,8 +116,8 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, mask: Any, alibi: Any,
-    sink: Any, *rest: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, mask: Any,
+    alibi: Any, sink: Any, *rest: Any,
 ) -> Results:  # fmt: skip
     wanted = rest[-1].split()
     dbias = empty_like(bias) if "dbias" in wanted else q.new_empty(0)

@@ -149,7 +149,9 @@ def test_an_option_makes_a_difference(name: str) -> None:
     assert abs(reference.attention(q, k, v, **call, **options)[0] - out).max() > 1e-3
 
 
-@pytest.mark.parametrize("names", [("window",), ("softcap",), ("alibi",), ("bias",), ("sink",), ("score",), ("dropout",), OPTIONS])
+@pytest.mark.parametrize(
+    "names", [("window",), ("softcap",), ("alibi",), ("bias",), ("sink",), ("score",), ("dropout",), OPTIONS]
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_yardstick_is_near_the_truth_and_within_its_own_bound(names: tuple[str, ...], dtype: str) -> None:
     q, k, v, dout, dlse, call, options = problem(1, names)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from project import in_project, new_kernel
+from project import INTERRUPTIBLE, in_project, new_kernel
 
 pytest.importorskip("watchfiles")
 
@@ -21,7 +21,18 @@ class Person:
 
     def __init__(self, project: Path, backend: str, *options: str):
         self.folder = project / "kernels_cu"
-        command = [sys.executable, "-m", "sandbox", "watch", "mine", "--backend", backend, "--json", *options]
+        command = [
+            *INTERRUPTIBLE,
+            sys.executable,
+            "-m",
+            "sandbox",
+            "watch",
+            "mine",
+            "--backend",
+            backend,
+            "--json",
+            *options,
+        ]
         self.process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def sees(self) -> dict[str, Any]:
@@ -52,7 +63,10 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
     yield start
     for each in started:
         each.process.send_signal(signal.SIGINT)
-        _, stderr = each.process.communicate(timeout=60)
+        try:
+            _, stderr = each.process.communicate(timeout=60)
+        finally:
+            each.process.kill()
         assert each.process.returncode == 0
         assert stderr == ""
 

@@ -84,13 +84,14 @@ inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the h
     return coarse - (coarse - y);
 }
 
-inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+// Inlined, so that the place of the copy, which is made later, is the caller's.
+__forceinline__ void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
     }
     cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
 }
-inline void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+__forceinline__ void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 4) {
         cpu::sandbox_trap("cp.async of 4 bytes between addresses that are not multiples of 4", site);
     }
