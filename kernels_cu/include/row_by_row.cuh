@@ -53,14 +53,15 @@ struct Pair {
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by all WARPS_ warps of the block.
+// dK and dV of keys n0 .. n0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by WARPS_ warps, of which this is the one of
+// number `warp`.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
-                                                      const View<dtype>& dV, int group, const Score& score, int n0) {
+                                                      const View<dtype>& dV, int group, const Score& score, int n0, int warp) {
     const int kv_head = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
-    for (int j = n0 + threadIdx.x / 32; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
+    for (int j = n0 + warp; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);

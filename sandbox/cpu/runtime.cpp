@@ -72,12 +72,19 @@ struct Copy {  // one cp.async, on its way
     void* issued;  // where in the kernel: what it does later is done there, for whoever reports it
 };
 
-struct Sent {  // one box on its way out of shared memory
+struct Sent {  // one box, or sums, on its way out of shared memory
     const char* from;
     TensorMap map;
     int at[4];
+    float* sums;  // what it is added to; null: a box
+    unsigned bytes;
     bool committed;
     Site site;
+};
+
+struct Departed {  // sums that have left shared memory and are not added yet
+    float *to, *numbers;
+    unsigned count;
 };
 
 template <class T> struct List {
@@ -208,6 +215,7 @@ struct Block {
     bool any_ready() const;
     bool deliver_boxes();
     bool nothing_left_behind();
+    void add_departed();
     void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));

@@ -66,13 +66,15 @@ def _bias_size(axis: int, problem: Problem) -> ctypes.c_int32:
     return ctypes.c_int32(problem.bias[axis])
 
 
-_WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
+_WARPGROUP_ROWS = 64  # which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
     **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
+    **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
+    **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),

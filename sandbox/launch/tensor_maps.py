@@ -90,7 +90,7 @@ def new_map() -> TensorMap:
 
 
 def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
-    heads, length = (p.Hk, p.Sk) if name in ("K", "V") else (p.H, p.Sq)
+    heads, length = (p.Hk, p.Sk) if name in ("K", "V", "dK", "dV") else (p.H, p.Sq)
     itemsize = ITEMSIZE[p.dtype]
     width = p.Dv if name in ("V", "O") else p.D
     size, stride = [width, length, heads, p.B], [s * itemsize for s in reversed(tensor.strides[:3])]

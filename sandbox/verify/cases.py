@@ -78,7 +78,8 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
 
     for name, problem in option_cases(kernel, problem_of):
         layout, inputs = next(places)
-        yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
+        if kernel.refuses(problem) is None:
+            yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
 
 
 def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:

@@ -102,8 +102,8 @@ template <int PENDING>
 inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
 
 inline void add_fragment(float* to, const float (&x)[4]) {
-    for (int i = 0; i < 4; ++i) atomicAdd(to + 32 * i + threadIdx.x % 32, x[i]);
+    for (int i = 0; i < 4; ++i) atomicAdd(to + 4 * (threadIdx.x % 32) + i, x[i]);  // as on Hopper
 }
 inline void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
-    for (int i = 0; i < 16; ++i) rows[i / 8][i % 8 / 4 + i % 4 * 2] = from[i / 4 * 32 + 4 * g + i % 4];
+    for (int i = 0; i < 16; ++i) rows[i / 2 % 2][i / 4 * 2 + i % 2] = from[16 * g + i];
 }
