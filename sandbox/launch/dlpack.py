@@ -108,8 +108,7 @@ class _NumPy(Library):
         return np.ascontiguousarray(array)
 
     def seed(self, like: Any, seed: int | None) -> np.ndarray:
-        drawn = np.random.randint(*_SEEDS, size=1, dtype=np.int64) if seed is None else seed  # theirs
-        return np.full(1, drawn, np.int64)
+        return np.random.randint(*_SEEDS, size=1, dtype=np.int64) if seed is None else np.full(1, seed, np.int64)
 
 
 class _CuPy(Library):
@@ -184,8 +183,7 @@ class _PyTorch(Library):
         return array.contiguous()
 
     def seed(self, like: Any, seed: int | None) -> Any:
-        """By operations that a CUDA graph captures and the compiler follows: a replay draws anew."""
-        torch = sys.modules["torch"]
+        torch = sys.modules["torch"]  # whose operations a CUDA graph captures: a replay draws anew
         how = {"dtype": torch.int64, "device": like.device}
         return torch.randint(*_SEEDS, (1,), **how) if seed is None else torch.full((1,), seed, **how)
 
@@ -285,8 +283,7 @@ _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
 _SEEDS = (0, 2**63 - 1)  # that are drawn: from, up to
 _DTYPES = {  # (DLDataTypeCode, bits)
-    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
-    (6, 8): "bool",
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64", (6, 8): "bool"
 }  # fmt: skip
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
