@@ -13,6 +13,7 @@ from ..core.score import SIZES
 
 Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
 HOST: Device = ("cpu", 0)
+SEEDS = (0, 2**63 - 1)  # that are drawn: from, up to
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from ..core.errors import UnsupportedProblem
 from ..core.problem import ITEMSIZE
 from ..core.score import SIZES
-from .array_view import HOST, ArrayView, Device, dense_strides, element_strides, layout, permuted
+from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, permuted
 from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
 
 __all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
@@ -108,7 +108,7 @@ class _NumPy(Library):
         return np.ascontiguousarray(array)
 
     def seed(self, like: Any, seed: int | None) -> np.ndarray:
-        return np.random.randint(*_SEEDS, size=1, dtype=np.int64) if seed is None else np.full(1, seed, np.int64)
+        return np.random.randint(*SEEDS, size=1, dtype=np.int64) if seed is None else np.full(1, seed, np.int64)
 
 
 class _CuPy(Library):
@@ -147,7 +147,7 @@ class _CuPy(Library):
         import cupy
 
         with like.device:
-            return cupy.random.randint(*_SEEDS, size=1, dtype="int64") if seed is None else cupy.full(1, seed, "int64")
+            return cupy.random.randint(*SEEDS, size=1, dtype="int64") if seed is None else cupy.full(1, seed, "int64")
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         import cupy
@@ -185,7 +185,7 @@ class _PyTorch(Library):
     def seed(self, like: Any, seed: int | None) -> Any:
         torch = sys.modules["torch"]  # whose operations a CUDA graph captures: a replay draws anew
         how = {"dtype": torch.int64, "device": like.device}
-        return torch.randint(*_SEEDS, (1,), **how) if seed is None else torch.full((1,), seed, **how)
+        return torch.randint(*SEEDS, (1,), **how) if seed is None else torch.full((1,), seed, **how)
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
@@ -281,9 +281,9 @@ class _Capsule(Library):
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
-_SEEDS = (0, 2**63 - 1)  # that are drawn: from, up to
 _DTYPES = {  # (DLDataTypeCode, bits)
-    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64", (6, 8): "bool"
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
+    (6, 8): "bool",
 }  # fmt: skip
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
