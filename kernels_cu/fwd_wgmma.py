@@ -59,6 +59,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
+        (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
         (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
             f"tile {t} spills with a bias, mask or score of one's own: at most 128 rows and {most_keys(p)} keys do not",

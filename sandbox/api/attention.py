@@ -30,6 +30,8 @@ def attention(
     sink: Any = None,
     key_lengths: Any = None,
     score: Score | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -41,7 +43,7 @@ def attention(
     `kernel` and `tile` are the forward's; the backward takes the highest rung, a deterministic one under
     torch.use_deterministic_algorithms(True). The other options are constants to autograd.
     """
-    what, arrays = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     if library_of(q).records(q, k, v, scale, *arrays):
         from . import torch_op
 

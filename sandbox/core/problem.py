@@ -40,7 +40,8 @@ class Problem:
     What a score is beyond scale and causal, absent by default: `window`, `softcap`; the shapes of `alibi`'s slopes,
     (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
-    `score`. A bias has q's dtype, or `bias_dtype`. Raises SpecError naming the value that makes no sense.
+    `score`; and the probability `dropout` that an element of P is dropped. A bias has q's dtype, or `bias_dtype`.
+    Raises SpecError naming the value that makes no sense.
     """
 
     B: int
@@ -64,6 +65,7 @@ class Problem:
     sink: bool = False
     key_lengths: bool = False
     score: Score | None = None
+    dropout: float = 0.0  # the probability that an element of P is dropped; a number, not compiled in
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -83,6 +85,9 @@ class Problem:
         set_(self, "softcap", _number("softcap", self.softcap or 0.0))
         if self.softcap < 0:
             raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
+        set_(self, "dropout", _number("dropout", self.dropout or 0.0))
+        if not 0 <= self.dropout <= 1:
+            raise SpecError(f"dropout={self.dropout!r} must be a probability, 0 <= dropout <= 1")
         self._check_tensors()
 
     def _check_tensors(self) -> None:
@@ -228,6 +233,8 @@ class Problem:
         yield from (name for name in ("sink", "key_lengths") if getattr(self, name))
         if self.score:
             yield f"score=({self.score})"
+        if self.dropout:
+            yield f"dropout={self.dropout:g}"
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
