@@ -92,6 +92,7 @@ def compile(
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "-lineinfo",
+        "--device-as-default-execution-space",  # NVRTC 13.0 takes a generic lambda for a function of the host's
         "--ptxas-options=-v",
         *library.no_cache,
         *options,
