@@ -32,6 +32,7 @@ kernel = Kernel(
     name="bwd_block2d",
     computes="backward",
     rung=2,
+    default=True,
     summary="a 2-D thread block shares each tile; each thread owns a register tile of S, dP and the gradients",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

@@ -6,6 +6,7 @@ kernel = Kernel(
     name="bwd_delta",
     computes="delta",
     rung=1,
+    default=True,
     summary="delta = rowsum(dO * O), which every backward needs first; neighbouring lanes share a row",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

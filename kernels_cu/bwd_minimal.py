@@ -6,6 +6,7 @@ kernel = Kernel(
     name="bwd_minimal",
     computes="backward",
     rung=1,
+    default=True,
     summary="one thread per key row for dK and dV, then one per query row for dQ; P recomputed from LSE",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

@@ -50,6 +50,7 @@ kernel = Kernel(
     name="bwd_mma",
     computes="backward",
     rung=3,
+    default=True,
     summary="tensor cores warp by warp: S^T and dP^T feed dV and dK from registers; dQ by fp32 reductions in L2",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),

@@ -27,6 +27,7 @@ kernel = Kernel(
     name="fwd_block2d",
     computes="forward",
     rung=2,
+    default=True,
     summary="a 2-D thread block shares each tile; each thread owns a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

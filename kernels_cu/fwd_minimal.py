@@ -6,6 +6,7 @@ kernel = Kernel(
     name="fwd_minimal",
     computes="forward",
     rung=1,
+    default=True,
     summary="one thread per query row, K and V tiles in shared memory",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),

@@ -47,6 +47,7 @@ kernel = Kernel(
     name="fwd_mma",
     computes="forward",
     rung=3,
+    default=True,
     summary="tensor cores warp by warp (mma.sync), fed by cp.async through swizzled shared memory",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),

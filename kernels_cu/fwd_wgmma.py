@@ -71,6 +71,7 @@ kernel = Kernel(
     name="fwd_wgmma",
     computes="forward",
     rung=4,
+    default=True,
     summary="Hopper's warpgroup MMA, fed by TMA: one warpgroup loads, the others take turns on the tensor cores",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),

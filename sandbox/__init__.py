@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from .core.registry import kernels
     from .engine.pipeline import compile
 
+
+def _evaluate(score: Score, *arguments: Any) -> tuple[Any, Any, Any]:
+    from .cpu.expressions import evaluate
+
+    return evaluate(score, *arguments)
+
+
+Score.on_host = _evaluate
+
 _LATER = {
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",

@@ -8,7 +8,7 @@ from typing import Any
 from ..core.kernel import Kernel
 from ..core.tile import Tile
 from ..launch.dlpack import library_of
-from .passes import attention_forward
+from .passes import run_forward
 
 
 def attention(
@@ -29,10 +29,10 @@ def attention(
     the backward takes the highest rung, a deterministic one under torch.use_deterministic_algorithms(True). lse is a
     constant to autograd: what is computed from it has no gradient.
     """
-    if library_of(q).records(q, k, v):
+    if library_of(q).records(q, k, v, scale):
         from . import torch_op
 
         out, lse = torch_op.attention(q, k, v, causal, scale, kernel, tile, backend)
     else:
-        out, lse = attention_forward(q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend)
+        out, lse = run_forward(q, k, v, causal, scale, kernel, tile, backend)
     return (out, lse) if return_lse else out

@@ -1,7 +1,8 @@
 """The public door: attention, forward and backward, on anybody's arrays.
 
-The first call with arrays of some shapes, strides, dtype and device checks everything, picks a kernel, compiles it and
-keeps a plan; later calls of the same kind look the plan up and launch.
+The first call with arrays of some shapes, strides, alignment, dtype and device checks everything, picks a kernel,
+compiles it and keeps a plan; later calls of the same kind look the plan up and launch. A plan's key holds what the plan
+was made from, and nothing else: in particular of the addresses what `layout` makes of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
+from ..core.errors import SpecError
 from ..core.kernel import Kernel
 from ..core.tile import Tile
 from ..launch.dlpack import library_of
@@ -39,8 +41,9 @@ def attention_forward(
     q: (B, H, Sq, D); k, v: (B, Hk, Sk, D), Hk dividing H; float32, float16 or bfloat16; any strides with a unit stride
     in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
     causal: False; True, or "bottom-right", query i sees keys j <= i + Sk - Sq; "top-left", j <= i.
-    scale: 1/sqrt(D) by default. kernel: a name, by default the highest rung that takes the problem. tile: a Tile,
-    {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by default where the arrays are.
+    scale: 1/sqrt(D) by default; of an array of one number the value is taken. kernel: a name, by default the highest
+    rung that takes the problem. tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by
+    default where the arrays are.
 
     Returns out, of q's shape, dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp of the
     scaled scores. A row that sees no key has out 0 and lse -inf. On a GPU the work is queued on the caller's current
@@ -49,19 +52,11 @@ def attention_forward(
     Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
     ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    library, arrays = library_of(q), (q, k, v)
-    try:
-        addresses: tuple[int, ...] = (library.pointer(q), library.pointer(k), library.pointer(v))
-        key = (
-            library.signature(q), library.signature(k), library.signature(v),
-            (addresses[0] | addresses[1] | addresses[2]) % 16, causal, scale, kernel, tile, backend,
-        )  # fmt: skip
-        plan = _plans.get(key)
-    except _NO_KEY:
-        key, plan = None, None
-    if plan is None:
-        plan, addresses = _make_plan("forward_plan", key, arrays, (causal, scale, kernel, tile, backend))
-    return plan(arrays, addresses)
+    if library_of(q).intercepts(q, k, v):
+        from . import torch_op
+
+        return torch_op.forward(q, k, v, causal, scale, kernel, tile, backend)
+    return run_forward(q, k, v, causal, scale, kernel, tile, backend)
 
 
 def attention_backward(
@@ -91,11 +86,48 @@ def attention_backward(
 
     Raises what `attention_forward` does.
     """
-    library, arrays = library_of(dout), (dout, q, k, v, out, lse)
-    options = (causal, scale, kernel, tile, backend, deterministic)
+    arrays, options = (dout, q, k, v, out, lse), (causal, scale, kernel, tile, backend, deterministic)
+    if library_of(dout).intercepts(*arrays):
+        from . import torch_op
+
+        return torch_op.backward(arrays, options)
+    return run_backward(arrays, options)
+
+
+def run_forward(
+    q: Any, k: Any, v: Any, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
+) -> tuple[Any, Any]:
+    """`attention_forward` of arrays that have memory of their own, whoever watches."""
+    if scale is not None and type(scale) is not float:
+        scale = number(scale)
+    library = library_of(q)
+    q, k, v = arrays = library.held(q, k, v)
+    try:
+        addresses: tuple[int, ...] = (library.pointer(q), library.pointer(k), library.pointer(v))
+        bits = addresses[0] | addresses[1] | addresses[2] | 16
+        key = (
+            library.signature(q), library.signature(k), library.signature(v),
+            bits & -bits, 0 in addresses, causal, scale, kernel, tile, backend,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except _NO_KEY:
+        key, plan = None, None
+    if plan is None:
+        plan, addresses = _make_plan("forward_plan", key, arrays, (causal, scale, kernel, tile, backend))
+    return plan(arrays, addresses)
+
+
+def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """`attention_backward`, as `run_forward`; options in the order of `plan.Options`."""
+    causal, scale, *how = options
+    if scale is not None and type(scale) is not float:
+        options = (causal, number(scale), *how)
+    library = library_of(arrays[0])
+    arrays = library.held(*arrays)
     try:
         addresses = tuple(map(library.pointer, arrays))
-        key = (*map(library.signature, arrays), reduce(or_, addresses) % 16, *options)
+        bits = reduce(or_, addresses[:5], 16)  # lse is read number by number
+        key = (*map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
         plan = _plans.get(key)
     except _NO_KEY:
         key, plan = None, None
@@ -104,17 +136,26 @@ def attention_backward(
     return plan(arrays, addresses)
 
 
+def number(scale: Any) -> float:
+    """`scale` as a float, so that a plan belongs to the value and not to the array that holds it just now."""
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise SpecError(f"scale={scale!r} must be a number") from None
+
+
 def _make_plan(
     maker: str, key: tuple | None, arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[Plan, tuple[int, ...]]:
     """A plan for arrays of this kind, kept under `key` if there is one, and their addresses."""
     from . import plan as plans  # all that compiles and launches is imported here
 
+    kept = _plans  # those of now: a reload meanwhile forgets this one too
     plan = getattr(plans, maker)(arrays, plans.Options(*options))
     if key is not None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        if len(kept) >= _MOST_PLANS:
+            kept.clear()
+        kept[key] = plan
     return plan, tuple(map(library_of(arrays[0]).pointer, arrays))
 
 
@@ -123,6 +164,7 @@ def reload() -> None:
     from ..core import registry
     from ..engine import pipeline
 
-    _plans.clear()
-    pipeline.forget()
+    global _plans  # noqa: PLW0603  # a plan in the making goes to the old ones
     registry.forget()
+    pipeline.forget()
+    _plans = {}  # last: what is planned from here on is planned from what is read anew

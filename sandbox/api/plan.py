@@ -17,6 +17,7 @@ from ..engine.staging import Staged
 from ..launch import driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, layout, library_of
+from .passes import run_backward
 
 _TENSORS = {"dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE"}  # a caller's word: a spec's
 
@@ -61,21 +62,16 @@ def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
         for name in copied:
             strides = views[name].strides
             log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, strides)
-        return _copying_plan(library, [list(_TENSORS).index(name) for name in copied], arrays, options)
+        return _copying_plan(library, [list(_TENSORS).index(name) for name in copied], options)
     results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
     problem = dataclasses.replace(problem, **layout(views.values()))
     return _plan("backward", problem, library, views, arrays[1], results, options)
 
 
-def _copying_plan(library: Library, copied: list[int], arrays: tuple[Any, ...], options: Options) -> Plan:
-    def readable(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
-
-    plan = backward_plan(readable(arrays), options)
-
+def _copying_plan(library: Library, copied: list[int], options: Options) -> Plan:
     def copy_first(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        arrays = readable(arrays)
-        return plan(arrays, tuple(map(library.pointer, arrays)))
+        readable = tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
+        return run_backward(readable, tuple(vars(options).values()))  # whose plan depends on where the copies lie
 
     return copy_first
 
@@ -109,11 +105,13 @@ def _plan(
     arch = gpu.arch if gpu else None
     kernel = _kernel(computes, problem, arch, options)
     tile = choose.choose_tile(kernel, problem, arch, pipeline.as_tile(options.tile), gpu=gpu.name if gpu else "")
+    handed = library.handed(like)
     scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem).items()}
     makers = {name: library.allocator(like, *lying) for name, lying in {**results, **scratch}.items()}
     given = [_TENSORS[name] for name in views]
     if device != home:
-        return _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
+        staged = _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
+        return _handing_plan(staged, handed) if handed else staged
     tensors = dict(zip(given, views.values(), strict=True))
     tensors |= {name: library.view(makers[name]()) for name in results}
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device)
@@ -128,7 +126,12 @@ def _plan(
         launch(every if as_given else tuple(every[i] for i in order), stream())
         return tuple(made[:count])
 
-    return plan
+    return _handing_plan(plan, handed) if handed else plan
+
+
+def _handing_plan(plan: Plan, handed: Callable[[Any], Any]) -> Plan:
+    """`plan`, its results turned into what the caller knows once they are written."""
+    return lambda arrays, addresses: tuple(map(handed, plan(arrays, addresses)))
 
 
 def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options) -> Kernel:

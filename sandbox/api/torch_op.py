@@ -1,78 +1,103 @@
 """Attention as PyTorch knows operations: differentiable, and opaque to torch.compile. Imported on demand.
 
 The operators "sandbox::attention_forward" and "sandbox::attention_backward" have fake implementations, which say shapes
-and strides without computing, and a gradient each: the backward's own is a refusal. Eager code takes the same two
-functions through a torch.autograd.Function, which costs a third of the dispatcher's time.
+and strides without computing; rules for torch.func.vmap, which make one batch of two; and a gradient each: the
+backward's own is a refusal. Three ways lead there:
+
+- eager code on plain tensors, `_Attention`: past the dispatcher, which takes three times as long;
+- what else PyTorch has to see (subclasses, dispatch modes, torch.func, forward-mode), `_Watched`, around the operators;
+- torch.compile, torch.jit.trace and torch.func.functionalize, which take the operators themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ..core import registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import normalise_causal
-from ..engine.pipeline import as_tile
-from ..launch.dlpack import dense_strides
-from .passes import attention_backward, attention_forward
+from ..core.tile import Tile
+from ..launch.dlpack import dense_strides, library_of
+from .passes import number, run_backward, run_forward
+
+Results = tuple[Tensor, ...]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None, kernel: Any, tile: Any, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `sandbox.attention`, recorded for autograd or for the compiler."""
-    if not torch.compiler.is_compiling():
+    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
+) -> Results:
+    """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches."""
+    if isinstance(scale, Tensor):
+        scale = _constant(scale)
+    if not library_of(q).intercepts(q, k, v):
         return _Attention.apply(q, k, v, causal, scale, kernel, tile, backend)
-    name = kernel.name if isinstance(kernel, Kernel) else kernel
-    return _forward(q, k, v, normalise_causal(causal) or "", scale, name, str(as_tile(tile) or ""), backend)
+    mask = normalise_causal(causal) or ""
+    return _watched(_forward, _Watched, q, k, v, mask, scale, _kernel_text(kernel), _tile_text(tile), backend)
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: float | None, kernel: Any, tile: Any, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    return attention_forward(q, k, v, causal=causal, scale=scale, kernel=kernel, tile=tile, backend=backend)
+def forward(*inputs: Any) -> Results:
+    """`sandbox.attention_forward` where PyTorch has to see it; the arguments of `attention`."""
+    with torch.no_grad():
+        return attention(*inputs)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, causal, ctx.scale, _, _, ctx.backend = inputs
-    ctx.causal = normalise_causal(causal or False) or ""
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
+def backward(arrays: Results, options: tuple[Any, ...]) -> Results:
+    """`sandbox.attention_backward` where PyTorch has to see it; the arguments of `run_backward`."""
+    causal, scale, kernel, tile, backend, deterministic = options
+    scale = scale if scale is None else number(scale)
+    how = _kernel_text(kernel), _tile_text(tile), backend, deterministic
+    with torch.no_grad():
+        return _watched(_backward, _WatchedBackward, *arrays, normalise_causal(causal) or "", scale, *how)
 
 
-def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    return _wanted(ctx, _backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.backend))
+# ---- options as an operator's arguments, which are of few types: causal is "" where nothing is masked
 
 
-def _gradients_eagerly(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    """As `_gradients`, past the dispatcher, unless the gradients may be differentiated: the operator refuses that."""
-    if torch.is_grad_enabled():
-        return _gradients(ctx, dout, dlse)
-    q, k, v, out, lse = ctx.saved_tensors
-    return _wanted(ctx, _run_backward(dout, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.backend))
+def _constant(scale: Tensor) -> float:
+    """The value of a scale that is a tensor. Raises UnsupportedProblem where its derivative would be lost."""
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(scale).tangent is not None
+    if dual or (scale.requires_grad and torch.is_grad_enabled()):
+        raise UnsupportedProblem(
+            "scale is a tensor to differentiate by, and attention has no derivative by its scale: "
+            "pass scale.detach(), or multiply q by it and pass scale=1.0"
+        )
+    return number(scale)
 
 
-def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if needed else None for gradient, needed in wanted), None, None, None, None, None)
+_texts: dict[str, Kernel] = {}
 
 
-class _Attention(torch.autograd.Function):
-    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
+@torch.compiler.assume_constant_result
+def _kernel_text(kernel: str | Kernel | None) -> str | None:
+    """A kernel's name; of one that is not the registry's, a text that stands for this very object in this process."""
+    if not isinstance(kernel, Kernel):
+        return kernel
+    if registry.kernels().get(kernel.name) == kernel:
+        return kernel.name
+    text = f"{kernel.name} ({kernel.source}, {id(kernel):#x})"
+    _texts[text] = kernel  # which keeps it alive, and the number its own
+    return text
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _run(*inputs)
-        _remember(ctx, inputs, output)
-        return output
 
-    backward = staticmethod(_gradients_eagerly)
+@torch.compiler.assume_constant_result
+def _whole_tile_text(tile: Tile) -> str:
+    return str(tile)
 
 
-# An operator's arguments are of few types: causal is "" where nothing is masked, kernel a name, tile a text.
+def _tile_text(tile: Tile | str | Mapping[str, int] | None) -> str:
+    """Without making a Tile, which the compiler would have to follow; "" for none."""
+    if tile is None or isinstance(tile, str):
+        return tile or ""
+    return _whole_tile_text(tile) if isinstance(tile, Tile) else ",".join(f"{n}={int(tile[n])}" for n in tile)
+
+
+# ---- the operators
 
 
 @torch.library.custom_op("sandbox::attention_forward", mutates_args=())
@@ -80,34 +105,82 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, kernel: str | None, tile: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _run(q, k, v, causal or False, scale, kernel, tile or None, backend)
+    chosen = _texts.get(kernel, kernel) if kernel else None
+    return run_forward(q, k, v, causal or False, scale, chosen, tile or None, backend)
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
     return _empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _run_backward(
+@torch.library.custom_op("sandbox::attention_backward", mutates_args=())
+def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: str, scale: float | None,
-    backend: str | None,
+    kernel: str | None, tile: str, backend: str | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return attention_backward(
-        dout, q, k, v, out, lse, causal=causal or False, scale=scale, backend=backend, deterministic=deterministic
-    )
-
-
-_backward = torch.library.custom_op("sandbox::attention_backward", _run_backward, mutates_args=())
+    chosen = _texts.get(kernel, kernel) if kernel else None
+    arrays = (dout, q, k, v, out, lse)
+    return run_backward(arrays, (causal or False, scale, chosen, tile or None, backend, deterministic))
 
 
 @_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
 def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=x.dtype, device=x.device)
+
+
+def _vmapped(operator: Any) -> None:
+    """Registers what torch.func.vmap does with `operator`: the mapped dimension becomes part of B."""
+
+    def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Results, tuple[int, ...]]:
+        n = info.batch_size
+        folded = [_folded(x, n, dim) if isinstance(x, Tensor) else x for x, dim in zip(inputs, dims, strict=True)]
+        results = operator(*folded)
+        return tuple(x.unflatten(0, (n, x.shape[0] // n if n else 0)) for x in results), (0,) * len(results)
+
+    operator.register_vmap(rule)
+
+
+def _folded(x: Tensor, n: int, dim: int | None) -> Tensor:
+    mapped = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+_vmapped(_forward)
+_vmapped(_backward)
+
+
+# ---- their gradients
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    q, k, v, causal, ctx.scale, _, _, ctx.backend = inputs
+    ctx.causal = normalise_causal(causal or False) or ""
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    options = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled()
+    return _wanted(ctx, _watched(_backward, _WatchedBackward, dout, *ctx.saved_tensors, *options))
+
+
+def _gradients_eagerly(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    """As `_gradients`, past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
+    batched = torch._C._functorch.is_legacy_batchedtensor(dout)  # by is_grads_batched
+    if torch.is_grad_enabled() or batched or library_of(dout).intercepts(dout):
+        return _gradients(ctx, dout, dlse)
+    options = ctx.causal or False, ctx.scale, None, None, ctx.backend, torch.are_deterministic_algorithms_enabled()
+    return _wanted(ctx, run_backward((dout, *ctx.saved_tensors), options))
+
+
+def _wanted(ctx: Any, gradients: Results) -> tuple[Tensor | None, ...]:
+    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+    return (*(gradient if needed else None for gradient, needed in wanted), None, None, None, None, None)
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
@@ -117,5 +190,59 @@ def _refuse(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
+def _refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
+    raise UnsupportedProblem(
+        "attention has no forward-mode derivative: differentiate in reverse (backward, torch.func.grad, vjp or jacrev) "
+        "or use torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
 _forward.register_autograd(_gradients, setup_context=_remember)
 _backward.register_autograd(_refuse)
+
+
+class _Attention(torch.autograd.Function):
+    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Results:
+        output = run_forward(*inputs)
+        _remember(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradients_eagerly)
+
+
+class _Watched(torch.autograd.Function):
+    """The operator as torch.func and forward-mode differentiation take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_remember)
+    backward = staticmethod(_gradients)
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+class _WatchedBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward = staticmethod(_backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_refuse)
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+def _watched(operator: Any, function: Any, *inputs: Any) -> Results:
+    """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
+    if forward_ad._current_level >= 0:
+        return _uncompiled(function, *inputs)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return operator(*inputs)
+    stack = torch._C._functorch.peek_interpreter_stack()
+    functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
+    return operator(*inputs) if functionalizing else function.apply(*inputs)
+
+
+@torch.compiler.disable
+def _uncompiled(function: Any, *inputs: Any) -> Results:
+    """Where there may be tangents, which a compiled graph would lose in silence."""
+    return function.apply(*inputs)

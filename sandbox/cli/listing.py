@@ -38,7 +38,7 @@ def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, a
         given_without("--problem", "dtype", "causal", "arch")
         kernels = registry.kernels().values()
         if as_json:
-            fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source")
+            fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default")
             print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
         else:
             screen().print(_ladder_table(kernels))
@@ -50,7 +50,7 @@ def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, a
         print_json([_row(offer) for offer in found])
     else:
         screen().print(_offers_table(found))
-    sys.exit(0 if any(offer.tile for offer in found) else 2)
+    sys.exit(0 if any(offer.tile and not offer.reason for offer in found) else 2)
 
 
 def _row(offer: choose.Offer) -> dict[str, object]:
@@ -82,6 +82,8 @@ def _offers_table(offers: Iterable[choose.Offer]) -> Table:
         name, computes = offer.kernel.name, offer.kernel.computes
         if offer.tile is None:
             shown.add_row(name, computes, Text("refuses", "yellow"), offer.reason.removeprefix(f"{name}: "))
+        elif offer.reason:
+            shown.add_row(name, computes, "by name", str(offer.tile))
         else:
             state = "takes it" if computes in chosen else Text("chosen", "green")
             shown.add_row(name, computes, state, str(offer.tile))

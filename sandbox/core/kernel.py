@@ -67,6 +67,7 @@ class Kernel(Entry):
     tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     then: tuple[Entry, ...] = ()
+    default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     deterministic: bool = True  # False: sums by atomics, in any order
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None

@@ -7,39 +7,73 @@ import difflib
 import importlib
 import pkgutil
 import sys
+import threading
 import traceback
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import kernels_cu
 
+from . import log
 from .errors import SpecError, UnknownKernel
 from .kernel import COMPUTATIONS, Kernel
 
 FOLDER = Path(kernels_cu.__path__[0]).resolve()
 
 
+_reading = threading.RLock()  # nobody forgets modules that somebody is importing
+
+
+class _Found(NamedTuple):
+    kernels: dict[str, Kernel]
+    broken: dict[str, SpecError]  # by the spec's file name, without its suffix
+
+
 @lru_cache(maxsize=1)
-def _kernels() -> dict[str, Kernel]:
+def _read() -> _Found:
+    """Every spec; one that is wrong is said in a line, and the others go on."""
+    specs: dict[str, tuple[Kernel, ...]] = {}
     found: dict[str, Kernel] = {}
+    broken: dict[str, SpecError] = {}
     for module_info in pkgutil.iter_modules(kernels_cu.__path__):
-        module = _load(module_info.name)
-        source = FOLDER / f"{module_info.name}.cu"
-        specs = getattr(module, "kernels", None) or (getattr(module, "kernel", None),)
-        for kernel in specs:
-            if not isinstance(kernel, Kernel):
-                raise SpecError(
-                    f"kernels_cu/{module_info.name}.py must define `kernel`, a Kernel, or `kernels`, several: "
-                    f"it defines {kernel!r}"
-                )
-            if not source.is_file():
-                raise SpecError(f"kernels_cu/{module_info.name}.py has no {source.name} beside it")
-            if kernel.name in found:
-                raise SpecError(f"kernel {kernel.name} is defined twice, in {found[kernel.name].source} and {source}")
-            found[kernel.name] = dataclasses.replace(kernel, source=source)
+        try:
+            specs[module_info.name] = _kernels_of(module_info.name)
+        except SpecError as error:
+            broken[module_info.name] = error
+    # A file of a kernel's own name has the better right to it than one that was copied and not renamed.
+    for name, own in sorted(specs.items(), key=lambda item: item[0] not in {kernel.name for kernel in item[1]}):
+        sourced = {kernel.name: dataclasses.replace(kernel, source=FOLDER / f"{name}.cu") for kernel in own}
+        if twice := [kernel for kernel in sourced.values() if kernel.name in found]:
+            (again, *_), first = twice, found[twice[0].name]
+            broken[name] = SpecError(f"kernel {again.name} is defined twice, in {first.source} and {again.source}")
+        else:
+            found.update(sourced)
+    for wrong in broken.values():
+        log.logger.warning("sandbox: a kernel is left out: %s", " ".join(str(wrong).split()))
     kinds = list(COMPUTATIONS)
-    return dict(sorted(found.items(), key=lambda item: (kinds.index(item[1].computes), item[1].rung, item[0])))
+    order = sorted(found.items(), key=lambda item: (kinds.index(item[1].computes), item[1].rung, item[0]))
+    return _Found(dict(order), broken)
+
+
+def _all() -> _Found:
+    with _reading:
+        return _read()
+
+
+def _kernels_of(name: str) -> tuple[Kernel, ...]:
+    module = _load(name)
+    several = getattr(module, "kernels", None)
+    kernels = several if isinstance(several, tuple | list) else (several or getattr(module, "kernel", None),)
+    for kernel in kernels:
+        if not isinstance(kernel, Kernel):
+            raise SpecError(
+                f"kernels_cu/{name}.py must define `kernel`, a Kernel, or `kernels`, several: it defines {kernel!r}"
+            )
+    if not (FOLDER / f"{name}.cu").is_file():
+        raise SpecError(f"kernels_cu/{name}.py has no {name}.cu beside it")
+    return tuple(kernels)
 
 
 def _load(name: str) -> ModuleType:
@@ -55,12 +89,12 @@ def _load(name: str) -> ModuleType:
 
 
 def kernels() -> dict[str, Kernel]:
-    """{name: Kernel}, forward before backward, lowest rung first. Raises SpecError naming a spec that is wrong."""
-    return dict(_kernels())
+    """{name: Kernel}, forward before backward, lowest rung first, without those whose specs are wrong (see `get`)."""
+    return dict(_all().kernels)
 
 
 def get(name: str) -> Kernel:
-    """The kernel of that name. Raises UnknownKernel with the names there are."""
+    """The kernel of that name. Raises UnknownKernel with the names there are, SpecError when its own spec is wrong."""
     kernel = entry_owner(name)
     if kernel.name != name:
         raise UnknownKernel(f"{name} is a part of {kernel.name}, launched after it: name {kernel.name}")
@@ -68,19 +102,23 @@ def get(name: str) -> Kernel:
 
 
 def entry_owner(name: str) -> Kernel:
-    """The kernel that has an entry point of that name. Raises UnknownKernel with the names of kernels."""
-    known = _kernels()
+    """The kernel that has an entry point of that name. Raises UnknownKernel with the names of kernels, SpecError."""
+    known, broken = _all()
     owners = {entry.name: kernel for kernel in known.values() for entry in kernel.entries}
     if name not in owners:
+        if name in broken:
+            raise SpecError(str(broken[name])) from broken[name]
         near = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UnknownKernel(f"kernel {name!r} is not known: {hint}there are {', '.join(known)}")
+        left_out = "".join(f"; left out: {error}" for error in broken.values())
+        raise UnknownKernel(f"kernel {name!r} is not known: {hint}there are {', '.join(known)}{left_out}")
     return owners[name]
 
 
 def forget() -> None:
     """Read the specs anew at the next call."""
-    for name in [name for name in sys.modules if name.startswith("kernels_cu.")]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
-    _kernels.cache_clear()
+    with _reading:
+        for name in [name for name in sys.modules if name.startswith("kernels_cu.")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        _read.cache_clear()

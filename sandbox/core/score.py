@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .errors import SpecError
 
-DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "bool": 1}  # bytes an element of what kernels read
+DTYPES = tuple(SIZES)  # of the tensors that an expression may read
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
 MOST_DIMENSIONS = 4
@@ -44,6 +45,7 @@ class Score:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
     blocks: Any = None
+    on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
 
     def __post_init__(self) -> None:
         for name in ("score", "mask"):
@@ -88,6 +90,11 @@ class Score:
     def __str__(self) -> str:
         shown = [self.score] if self.changes or not self.hides else []
         return "; ".join([*shown, f"sees {self.mask}"] if self.hides else shown)
+
+    def evaluate(self, x: Any, b: int, h: int, i: Any, j: Any, Sq: int, Sk: int) -> tuple[Any, Any, Any]:
+        """(what x becomes, its derivative, which are seen) of NumPy scores x (M, N), for query rows i (M, 1) and keys
+        j (1, N), in double precision by the host compiler: what `sandbox.reference` asks of a score."""
+        return self.on_host(x, b, h, i, j, Sq, Sk)
 
     def with_blocks(self, blocks: Any) -> Score:
         """The same with the block map of its mask, of `sandbox.block_map`, so that tiles which hold nothing are not

@@ -59,9 +59,7 @@ class Built:
     cached: bool
 
 
-def library(
-    source: Path, entries: Sequence[str], defines: Mapping[str, object], folders: Sequence[Path] = ()
-) -> Built:
+def library(source: Path, entries: Sequence[str], defines: Mapping[str, object], folders: Sequence[Path] = ()) -> Built:
     """The shared library of one kernel, with all its entry points; headers may lie in `folders`, too. Raises
     CompileError, ToolchainMissing."""
     compiler = host.find()

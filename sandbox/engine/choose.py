@@ -49,9 +49,15 @@ def choose_tile(
     raise UnsupportedProblem(reasons[-1])
 
 
+BY_NAME = "is chosen by name only (default=True in its spec makes it one to choose)"
+
+
 @dataclass(frozen=True)
 class Offer:
-    """What a kernel makes of a problem: the tile it would take it with, or the sentence that says why it does not."""
+    """What a kernel makes of a problem: the tile it would take it with, or the sentence that says why it does not.
+
+    One with a tile and a reason would take it, and is not chosen for that reason.
+    """
 
     kernel: Kernel
     tile: Tile | None
@@ -59,7 +65,7 @@ class Offer:
 
 
 def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Offer]:
-    """Every kernel that `computes`, highest rung first: the first that has a tile is the one to choose."""
+    """Every kernel that `computes`, highest rung first: the first with a tile and no reason is the one to choose."""
     for kernel in reversed(registry.kernels().values()):
         if kernel.computes != computes:
             continue
@@ -67,19 +73,20 @@ def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bo
             yield Offer(kernel, None, f"{kernel.name}: is not deterministic")
             continue
         try:
-            yield Offer(kernel, choose_tile(kernel, problem, arch))
+            tile = choose_tile(kernel, problem, arch)
+            yield Offer(kernel, tile, "" if kernel.default else f"{kernel.name}: {BY_NAME}")
         except UnsupportedProblem as reason:
             yield Offer(kernel, None, str(reason))
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
-    """The highest rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`.
+    """The highest default rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`.
 
     Raises UnsupportedProblem with every kernel's reason.
     """
     reasons: list[str] = []
     for offer in offers(problem, computes, arch, deterministic):
-        if offer.tile is not None:
+        if offer.tile is not None and not offer.reason:
             because = "".join(f"\n  not {reason}" for reason in reasons)
             log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, offer.kernel.name, because)
             return offer.kernel

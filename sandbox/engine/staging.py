@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from ..core.problem import ITEMSIZE
+from ..core.score import SIZES
 from ..launch import driver
 from ..launch.dlpack import HOST, ArrayView, Device
 
@@ -18,7 +18,7 @@ class Staged:
     def __init__(self, view: ArrayView, device: Device):
         self.strides = view.strides
         low, high = view.extent()
-        itemsize = ITEMSIZE[view.dtype]
+        itemsize = SIZES[view.dtype]
         self._nbytes = (high - low) * itemsize
         self._home, self._home_device = view.pointer + low * itemsize, view.device
         self._device = device

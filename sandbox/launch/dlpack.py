@@ -7,10 +7,8 @@ library is imported here that the caller has not imported already.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -19,47 +17,11 @@ import numpy as np
 
 from ..core.errors import UnsupportedProblem
 from ..core.problem import ITEMSIZE
-from .capsule import tensor_in
+from ..core.score import SIZES
+from .array_view import HOST, ArrayView, Device, dense_strides, layout
+from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
 
-Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
-HOST: Device = ("cpu", 0)
-
-
-@dataclass(frozen=True)
-class ArrayView:
-    """One array, seen from outside its library. `strides` in elements; `owner` keeps the memory alive."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: Device
-    owner: Any
-
-    @property
-    def alignment(self) -> int:
-        """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
-        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
-        return math.gcd(16, self.pointer, *steps)
-
-    @property
-    def mappable(self) -> bool:
-        """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
-        steps = [s * ITEMSIZE[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
-        return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
-
-    def extent(self) -> tuple[int, int]:
-        """(lowest, one past the highest) element that the view reaches, counted from its first element."""
-        if 0 in self.shape:
-            return 0, 0
-        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
-        return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + 1
-
-
-def layout(views: Iterable[ArrayView]) -> dict[str, Any]:
-    """What kernels ask of how tensors lie: the fields `alignment` and `mappable` of a Problem."""
-    tensors = [view for view in views if len(view.shape) == 4]
-    return {"alignment": min(x.alignment for x in tensors), "mappable": all(x.mappable for x in tensors)}
+__all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
 
 
 class Library:
@@ -69,6 +31,18 @@ class Library:
     """
 
     name: str
+
+    def held(self, *arrays: Any) -> tuple[Any, ...]:
+        """The arrays as the other methods take them; their memory stays where it is as long as somebody has these."""
+        return arrays
+
+    def handed(self, like: Any) -> Callable[[Any], Any] | None:
+        """What turns an array of `allocator(like, …)` into the caller's kind, once it is written; None: it is."""
+        return None
+
+    def intercepts(self, *arrays: Any) -> bool:
+        """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
+        return False
 
     def signature(self, array: Any) -> Hashable:
         """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
@@ -92,15 +66,15 @@ class Library:
 
     def contiguous(self, array: Any) -> Any:
         """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
-        raise UnsupportedProblem(f"a {type(array).__name__} of these strides cannot be copied: pass a contiguous array")
+        raise NotImplementedError
 
     def records(self, *arrays: Any) -> bool:
-        """Whether the library notes what is done to one of these arrays: to differentiate it, or to compile it."""
+        """Whether the library has to see the operation, or wants a gradient of it."""
         return False
 
 
 def _dtype(name: str, library: str) -> str:
-    if name not in ITEMSIZE:
+    if name not in SIZES:
         raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
     return name
 
@@ -118,7 +92,7 @@ class _NumPy(Library):
         if not array.dtype.isnative:
             raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        strides = _element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
@@ -141,7 +115,7 @@ class _CuPy(Library):
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, ITEMSIZE[dtype])
+        strides = _element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
@@ -202,27 +176,50 @@ class _PyTorch(Library):
     def records(self, *arrays: Any) -> bool:
         torch = sys.modules["torch"]
         followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
-        return followed or torch.compiler.is_compiling()
+        return followed or self.intercepts(*arrays[:3])
+
+    def intercepts(self, *arrays: Any) -> bool:
+        """The compiler, a subclass (a fake or distributed tensor, …), a dispatch mode, torch.func, a dual level, or
+        torch.jit.trace: half a microsecond, by what their own Python modules ask."""
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling():
+            return True
+        for array in arrays:
+            kind = type(array)
+            if kind is not torch.Tensor and kind is not torch.nn.Parameter and isinstance(array, torch.Tensor):
+                return True
+        return (
+            torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+            or torch._C._get_tracing_state() is not None
+        )
 
 
 class _Capsule(Library):
-    """Any other array with `__dlpack__`, read from its capsule; results are handed to its own `from_dlpack`."""
+    """Any other array with `__dlpack__`, read from its capsule, which is asked for once a call and kept: a library may
+    copy to make one. The methods take views. Results are NumPy's, handed to the array's own `from_dlpack`."""
 
     name = "DLPack"
 
-    def signature(self, array: Any) -> Hashable:
-        view = self.view(array)
-        return view.shape, view.strides, view.dtype, view.device
+    def held(self, *arrays: Any) -> tuple[Any, ...]:
+        return tuple(self.view(array) if library_of(array) is self else array for array in arrays)
 
-    def pointer(self, array: Any) -> int:
-        return self.view(array).pointer
+    def signature(self, array: ArrayView) -> Hashable:
+        return array.shape, array.strides, array.dtype, array.device, type(array.owner[0])
+
+    def pointer(self, array: ArrayView) -> int:
+        return array.pointer
 
     def view(self, array: Any) -> ArrayView:
+        if isinstance(array, ArrayView):
+            return array
         device = _DEVICES.get(int(array.__dlpack_device__()[0]))
         if device is None:
             raise UnsupportedProblem(f"DLPack device type {array.__dlpack_device__()} is neither a CPU nor a CUDA GPU")
         # On a GPU, 1 asks the producer to make its work visible to the legacy default stream, on which we launch.
-        capsule = array.__dlpack__(stream=1) if device == "cuda" else array.__dlpack__()
+        capsule = capsule_of(array, stream=1) if device == "cuda" else capsule_of(array)
         tensor = tensor_in(capsule)
         code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
         name = _DTYPES.get((code, bits), f"code {code}, {bits} bit")
@@ -233,21 +230,39 @@ class _Capsule(Library):
         pointer = (tensor.data or 0) + tensor.byte_offset
         return ArrayView(pointer, shape, strides, dtype, (device, tensor.device.device_id), (array, capsule))
 
-    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
-        if self.view(like).device != HOST or namespace is None:
+    def allocator(
+        self, like: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str
+    ) -> Callable[[], Any]:
+        numpy = _KNOWN["numpy"]
+        new = numpy.allocator(like, shape, strides, dtype)
+        return lambda: numpy.view(new())
+
+    def handed(self, like: ArrayView) -> Callable[[ArrayView], Any]:
+        array = like.owner[0]
+        namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
+        if like.device != HOST or namespace is None:
             raise UnsupportedProblem(
-                f"results cannot be made as {type(like).__name__}: pass NumPy, CuPy or PyTorch arrays, "
+                f"results cannot be made as {type(array).__name__}: pass NumPy, CuPy or PyTorch arrays, "
                 "for instance torch.from_dlpack(array)"
             )
-        new = _KNOWN["numpy"].allocator(like, shape, strides, dtype)
-        return lambda: namespace.from_dlpack(new())
+
+        def hand(made: ArrayView) -> Any:
+            return namespace.from_dlpack(Exported(made.owner) if made.dtype == "bfloat16" else made.owner)
+
+        return hand
+
+    def contiguous(self, array: ArrayView) -> Any:
+        raise UnsupportedProblem(
+            f"a {type(array.owner[0]).__name__} of these strides cannot be copied: pass a contiguous array"
+        )
 
 
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
-_by_type: dict[type, Library] = {}
-_DTYPES = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16"}  # (DLDataTypeCode, bits)
+_by_type: dict[type, Library] = {ArrayView: _CAPSULE}
+_DTYPES = {  # (DLDataTypeCode, bits)
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (6, 8): "bool"
+}  # fmt: skip
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
 
@@ -287,21 +302,6 @@ def _element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]
     if any(stride % itemsize for stride in strides):
         raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
     return tuple(stride // itemsize for stride in strides)
-
-
-def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Strides without gaps for `shape`, the dimensions nested as strides `like` nest them (as in C order without).
-
-    The last dimension stays innermost; a broadcast one, of stride 0, goes outermost.
-    """
-    outer = list(range(len(shape) - 1))
-    if like is not None:
-        outer.sort(key=lambda i: -like[i] if like[i] else -sys.maxsize)
-    strides, step = [1] * len(shape), max(shape[-1], 1)
-    for i in reversed(outer):
-        strides[i] = step
-        step *= max(shape[i], 1)
-    return tuple(strides)
 
 
 def _permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -205,18 +205,22 @@ class CudaFunction:
         all_arguments = (function, *grid, *block, smem_bytes, handle, arguments.table, None)
         several_devices = device_count() > 1
 
-        filled: tuple[int, ...] = ()
-        current = 0  # the stream that `handle` holds
+        # What the table and `handle` hold, as far as that is known: an interrupt in the middle of a change leaves None.
+        filled: tuple[int, ...] | None = None
+        current: int | None = 0
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
             nonlocal filled, current
             with lock:  # nobody else refills the arguments until the driver has copied them
                 if pointers != filled:  # a loop gets the same memory again and again from its allocator
+                    filled = None
                     for slot, pointer in zip(slots, pointers, strict=True):
                         slot.value = pointer
                     filled = pointers
                 if stream != current:
-                    handle.value = current = stream
+                    current = None
+                    handle.value = stream
+                    current = stream
                 status = _INVALID_CONTEXT if several_devices else call(*all_arguments)
                 if status == _INVALID_CONTEXT:  # another device may be current, or none in a thread new to CUDA
                     with self.device.current():

@@ -4,14 +4,22 @@ from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, gradient_bound, lse_
 from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward
 from .flash import flash1, flash2
 from .flash_backward import flash2_backward
+from .gradients import Gradients
 from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
 from .rounding import round_to, ulp
-from .semantics import visible
+from .score import Expressions, Meaning, Options, Part
+from .semantics import Shape, visible
 
 __all__ = [
     "GRADIENT_FACTOR",
     "OUTPUT_FACTOR",
+    "Expressions",
+    "Gradients",
     "HbmBytes",
+    "Meaning",
+    "Options",
+    "Part",
+    "Shape",
     "attention",
     "attention_backward",
     "backward_magnitudes",

@@ -9,25 +9,13 @@ Arithmetic runs in `dtype`, float64 unless told otherwise; float32 follows a ker
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .semantics import (
-    Array,
-    Causal,
-    causal_offset,
-    check_tile,
-    dot_seen,
-    key_end,
-    or_one,
-    or_zero,
-    scores,
-    shape_of,
-    softmax_scale,
-    visible_tile,
-)
+from .score import Head, Meaning, Options
+from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, shape_of
 
 
 def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
@@ -50,16 +38,18 @@ def flash1(
     causal: Causal = False,
     scale: float | None = None,
     dtype: DTypeLike = np.float64,
+    **options: Unpack[Options],
 ) -> tuple[Array, Array]:
     """FlashAttention's forward: key tiles outside, query tiles inside; O, l and m re-read and rewritten each time.
 
-    q (B, H, Sq, D), k and v (B, Hk, Sk, D), any float dtypes and strides; BLOCK_M, BLOCK_N ≥ 1, also beyond Sq, Sk.
-    Returns out (B, H, Sq, D) and lse (B, H, Sq) = m + ln l in `dtype`. No tile is skipped under causal, as printed
-    in the paper. Raises ValueError for shapes that do not fit, an unknown `causal` or a tile side below 1.
+    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides; BLOCK_M, BLOCK_N ≥ 1, also
+    beyond Sq, Sk; what a score is beyond causal and scale as in `attention`. Returns out (B, H, Sq, Dv) and lse
+    (B, H, Sq) = m + ln l in `dtype`. No tile is skipped under causal, as printed in the paper. Raises ValueError for
+    shapes that do not fit, an unknown `causal` or a tile side below 1.
 
     Source: FlashAttention (Dao et al. 2022), Algorithm 1, whose line numbers stand at the right; mask: Algorithm 2.
     """
-    return _forward(_flash1_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, dtype)
+    return _forward(_flash1_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, options, dtype)
 
 
 def flash2(
@@ -72,31 +62,29 @@ def flash2(
     causal: Causal = False,
     scale: float | None = None,
     dtype: DTypeLike = np.float64,
+    **options: Unpack[Options],
 ) -> tuple[Array, Array]:
-    """FlashAttention-2's forward: query tiles outside, one rescale at the end, key tiles above the diagonal skipped.
+    """FlashAttention-2's forward: query tiles outside, one rescale at the end, key tiles beyond its reach skipped.
 
     Arguments, results and errors as in `flash1`.
 
     Source: FlashAttention-2 (Dao 2023), Algorithm 1, whose line numbers stand at the right; skipping: section 3.1.
     """
-    return _forward(_flash2_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, dtype)
+    return _forward(_flash2_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, options, dtype)
 
 
-def _flash1_head(
-    Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, offset: int, scale: float
-) -> None:
+def _flash1_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, head: Head) -> None:
     Sq, Sk, dtype = len(Q), len(K), O.dtype
     l, m = np.empty(Sq, dtype), np.empty(Sq, dtype)  # in global memory, unlike FlashAttention-2's
     store(O, 0, np.zeros(O.shape, dtype))  # line 2
-    store(l, 0, np.zeros(Sq, dtype))
-    store(m, 0, np.full(Sq, -np.inf, dtype))
+    store(l, 0, np.full(Sq, head.sink > -np.inf, dtype))  # a sink counts as a key of no value, seen by every row
+    store(m, 0, np.full(Sq, head.sink, dtype))
     for n0 in range(0, Sk, BLOCK_N):  # line 5
         K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 6
         for m0 in range(0, Sq, BLOCK_M):  # line 7
             Q_smem, O_rmem = load(Q, m0, BLOCK_M, dtype), load(O, m0, BLOCK_M, dtype)  # line 8
             l_old, m_old = load(l, m0, BLOCK_M, dtype), load(m, m0, BLOCK_M, dtype)
-            seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
-            S = scores(Q_smem, K_smem, seen, scale)  # line 9
+            S, seen, *_ = head.scores(Q_smem, K_smem, m0, n0)  # line 9
             m_tile = S.max(axis=1)  # line 10
             P = np.exp(S - or_zero(m_tile)[:, None])
             l_tile = P.sum(axis=1)
@@ -110,18 +98,16 @@ def _flash1_head(
     LSE[:] = m + np.log(l)  # for the caller: the algorithm itself leaves l and m
 
 
-def _flash2_head(
-    Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, offset: int, scale: float
-) -> None:
-    Sq, Sk, dtype = len(Q), len(K), O.dtype
+def _flash2_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, head: Head) -> None:
+    Sq, dtype = len(Q), O.dtype
     for m0 in range(0, Sq, BLOCK_M):  # line 3
         Q_smem = load(Q, m0, BLOCK_M, dtype)  # line 4
-        O_rmem = np.zeros(Q_smem.shape, dtype)  # line 5
-        l, m = np.zeros(len(Q_smem), dtype), np.full(len(Q_smem), -np.inf, dtype)
-        for n0 in range(0, key_end(m0, BLOCK_M, Sq, Sk, offset), BLOCK_N):  # line 6
+        O_rmem = np.zeros((len(Q_smem), V.shape[1]), dtype)  # line 5
+        l, m = (np.full(len(Q_smem), x, dtype) for x in (head.sink > -np.inf, head.sink))
+        begin, end = head.keys(m0, BLOCK_M)
+        for n0 in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):  # line 6
             K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 7
-            seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
-            S = scores(Q_smem, K_smem, seen, scale)  # line 8
+            S, seen, *_ = head.scores(Q_smem, K_smem, m0, n0)  # line 8
             m_new = np.maximum(m, S.max(axis=1))  # line 9
             P = np.exp(S - or_zero(m_new)[:, None])
             alpha = np.exp(m - or_zero(m_new))
@@ -134,7 +120,7 @@ def _flash2_head(
 
 class _ForwardHead(Protocol):
     def __call__(
-        self, Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, offset: int, scale: float
+        self, Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, head: Head
     ) -> None: ...
 
 
@@ -148,14 +134,15 @@ def _forward(
     BLOCK_N: int,
     causal: Causal,
     scale: float | None,
+    options: Options,
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
-    offset, scale = causal_offset(shape.Sq, shape.Sk, causal), softmax_scale(scale, shape.D)
-    out, lse = np.empty(q.shape, dtype), np.empty(q.shape[:3], dtype)
+    meaning = Meaning(shape, causal, scale, **options)
+    out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
-        head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, offset, scale)
+        head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, meaning.head(b, h))
     return out, lse

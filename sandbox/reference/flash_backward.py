@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import numpy as np
 from numpy.typing import DTypeLike
 
 from .flash import load, store
-from .semantics import (
-    Array,
-    Causal,
-    causal_offset,
-    check_gradient_shapes,
-    check_tile,
-    dot_seen,
-    or_zero,
-    query_start,
-    scores,
-    shape_of,
-    softmax_scale,
-    visible_tile,
-)
+from .gradients import Gradients
+from .score import Head, Meaning, Options
+from .semantics import Array, Causal, check_gradient_shapes, check_tile, dot_seen, or_zero, shape_of
 
 
 @np.errstate(all="ignore")  # NaN and inf are legal inputs
@@ -35,28 +26,39 @@ def flash2_backward(
     BLOCK_N: int,
     causal: Causal = False,
     scale: float | None = None,
+    dlse: Array | None = None,
     dtype: DTypeLike = np.float64,
-) -> tuple[Array, Array, Array]:
+    **options: Unpack[Options],
+) -> Gradients:
     """(dq, dk, dv): key tiles outside, dK and dV kept on chip, dQ summed up in global memory.
 
-    dout and out (B, H, Sq, D), lse (B, H, Sq) as `flash2` returns it; the other arguments as in `flash1`. Results
-    in `dtype`; dk and dv sum over the query heads that share a key/value head. Query tiles that see nothing of a
-    key tile are skipped. Raises ValueError as `flash1` does, and for a misshapen dout, out or lse.
+    dout and out (B, H, Sq, Dv), lse (B, H, Sq) as `flash2` returns it, dlse alike; the other arguments as in `flash1`.
+    Results in `dtype`, those of bias and sink as `attention_backward` has them; dk and dv sum over the query heads that
+    share a key/value head. Query tiles that see nothing of a key tile are skipped. Raises ValueError as `flash1` does,
+    and for a misshapen dout, out, lse or dlse.
 
     Source: FlashAttention-2 (Dao 2023), Algorithm 2, whose line numbers stand at the right.
     """
     dout, q, k, v, out, lse = (np.asarray(x) for x in (dout, q, k, v, out, lse))
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
-    check_gradient_shapes(q, dout, out, lse)
-    offset, scale = causal_offset(shape.Sq, shape.Sk, causal), softmax_scale(scale, shape.D)
+    check_gradient_shapes(shape, dout, out, lse, dlse)
+    meaning = Meaning(shape, causal, scale, **options)
     dq, dk, dv = np.zeros(q.shape, dtype), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype)  # line 3
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3)  # line 4
+    if dlse is not None:
+        delta -= dlse  # all that an LSE which somebody differentiates changes
+    dbias = None if meaning.bias is None else np.zeros(meaning.bias.shape, dtype)  # each head its own, summed below
+    dsink = None if meaning.sink is None else np.zeros(shape.H, dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
         inputs = (dout[b, h], q[b, h], k[b, hk], v[b, hk], lse[b, h], delta[b, h])
-        _backward_head(*inputs, dq[b, h], dk[b, hk], dv[b, hk], BLOCK_M, BLOCK_N, offset, scale)
-    return dq, dk, dv
+        head = meaning.head(b, h)
+        outputs = (dq[b, h], dk[b, hk], dv[b, hk], None if dbias is None else dbias[b, h])
+        _backward_head(*inputs, *outputs, BLOCK_M, BLOCK_N, head, meaning.scale)
+        if dsink is not None:
+            dsink[h] += head.dsink(lse[b, h], delta[b, h]).sum()
+    return Gradients(dq, dk, dv, None if dbias is None else meaning.dbias(dbias), dsink)
 
 
 def _backward_head(
@@ -69,25 +71,29 @@ def _backward_head(
     dQ: Array,
     dK: Array,
     dV: Array,
+    dbias: Array | None,
     BLOCK_M: int,
     BLOCK_N: int,
-    offset: int,
+    head: Head,
     scale: float,
 ) -> None:
-    Sq, Sk, dtype = len(Q), len(K), dQ.dtype
+    Sk, dtype = len(K), dQ.dtype
     for n0 in range(0, Sk, BLOCK_N):  # line 5
         K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 6
         dK_rmem = load(dK, n0, BLOCK_N, dtype)  # line 7: 0, or the sum over the group's earlier heads
         dV_rmem = load(dV, n0, BLOCK_N, dtype)
-        for m0 in range(query_start(n0, BLOCK_M, Sq, offset), Sq, BLOCK_M):  # line 8
+        begin, end = head.queries(n0, BLOCK_N)
+        for m0 in range(begin // BLOCK_M * BLOCK_M, end, BLOCK_M):  # line 8
             Q_smem, dO_smem = load(Q, m0, BLOCK_M, dtype), load(dO, m0, BLOCK_M, dtype)  # line 9
             LSE_rmem, delta_rmem = load(LSE, m0, BLOCK_M, dtype), load(delta, m0, BLOCK_M, dtype)
-            seen = visible_tile(m0, len(Q_smem), n0, len(K_smem), offset)
-            S = scores(Q_smem, K_smem, seen, scale)  # line 10
+            S, seen, steep, steep_bias, _ = head.scores(Q_smem, K_smem, m0, n0)  # line 10
             P = np.where(seen, np.exp(S - or_zero(LSE_rmem)[:, None]), 0)  # line 11
             dV_rmem += dot_seen(P.T, dO_smem, seen.T)  # line 12
             dP = dO_smem @ V_smem.T  # line 13
-            dS = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14
+            dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: of the score
+            if dbias is not None:
+                dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = np.where(seen, dx * steep_bias, 0)
+            dS = np.where(seen, dx * steep, 0)  # of the scaled dot product
             dQ_rmem = load(dQ, m0, BLOCK_M, dtype)  # line 15
             store(dQ, m0, dQ_rmem + scale * dot_seen(dS, K_smem, seen))
             dK_rmem += scale * dot_seen(dS.T, Q_smem, seen.T)  # line 16

@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     Sq: int
     Sk: int
     D: int
+    Dv: int
 
     def key_head(self, h: int) -> int:
         """The key/value head that query head h reads."""
@@ -31,26 +32,30 @@ class Shape(NamedTuple):
 
 
 def shape_of(q: Array, k: Array, v: Array) -> Shape:
-    """Sizes of q (B, H, Sq, D), k and v (B, Hk, Sk, D).
+    """Sizes of q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv).
 
     Raises ValueError, naming the shapes, unless they agree, D ≥ 1 and Hk divides H.
     """
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
-        raise ValueError(f"q must be (B, H, Sq, D) and k, v alike (B, Hk, Sk, D); got {shapes}")
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"q must be (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv); got {shapes}")
     (B, H, Sq, D), (Bk, Hk, Sk, Dk) = q.shape, k.shape
-    if (Bk, Dk) != (B, D) or D == 0:
-        raise ValueError(f"q, k and v must share B and D, and D must be at least 1; got {shapes}")
+    if (Bk, Dk) != (B, D) or 0 in (D, v.shape[3]):
+        raise ValueError(f"q, k and v must share B, q and k D, and D and Dv must be at least 1; got {shapes}")
     if Hk == 0 or H % Hk:
         raise ValueError(f"H={H} query heads must be a multiple of Hk={Hk} key/value heads; got {shapes}")
-    return Shape(B, H, Hk, Sq, Sk, D)
+    return Shape(B, H, Hk, Sq, Sk, D, v.shape[3])
 
 
-def check_gradient_shapes(q: Array, dout: Array, out: Array | None, lse: Array | None) -> None:
-    """Raises ValueError unless dout and out have q's shape (B, H, Sq, D) and lse (B, H, Sq); None passes."""
-    for name, x, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:3])):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must be {shape} to go with q {q.shape}; got {x.shape}")
+def check_gradient_shapes(
+    shape: Shape, dout: Array, out: Array | None, lse: Array | None, dlse: Array | None = None
+) -> None:
+    """Raises ValueError unless dout and out are (B, H, Sq, Dv), lse and dlse (B, H, Sq); None passes."""
+    rows = (shape.B, shape.H, shape.Sq)
+    wide = (*rows, shape.Dv)
+    for name, x, wanted in (("dout", dout, wide), ("out", out, wide), ("lse", lse, rows), ("dlse", dlse, rows)):
+        if x is not None and x.shape != wanted:
+            raise ValueError(f"{name} must be {wanted} to go with q and v; got {x.shape}")
 
 
 def check_tile(BLOCK_M: int, BLOCK_N: int) -> None:
@@ -77,6 +82,16 @@ def causal_offset(Sq: int, Sk: int, causal: Causal) -> int:
     return offsets[causal]
 
 
+def causal_bounds(causal: Causal, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """(left, right) of causal and window together: how far to either side of its place a query sees; None: no bound.
+
+    Raises ValueError for an unknown `causal`.
+    """
+    causal_offset(0, 0, causal)
+    left, right = (None, None) if window is None else window
+    return left, (0 if right is None else min(right, 0)) if causal else right
+
+
 def visible(Sq: int, Sk: int, causal: Causal) -> Mask:
     """Mask (Sq, Sk), True where query row i sees key column j. ValueError for an unknown `causal`."""
     return visible_tile(0, Sq, 0, Sk, causal_offset(Sq, Sk, causal))
@@ -98,11 +113,6 @@ def query_start(n0: int, BLOCK_M: int, Sq: int, offset: int) -> int:
     """First row, a multiple of BLOCK_M, of the first query tile that sees key n0; Sq when none does."""
     first_row = max(0, n0 - offset)
     return first_row // BLOCK_M * BLOCK_M if first_row < Sq else Sq
-
-
-def scores(Q: Array, K: Array, seen: Mask, scale: float) -> Array:
-    """S = scale · Q Kᵀ, (M, D) by (N, D) -> (M, N), with −inf where the row does not see the key."""
-    return np.where(seen, scale * (Q @ K.T), -np.inf)
 
 
 def dot_seen(A: Array, X: Array, seen: Mask) -> Array:

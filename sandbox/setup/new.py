@@ -36,6 +36,7 @@ def experiment(name: str, root: Path = Path("experiments")) -> list[Path]:
 def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
     """`kernels_cu/NAME.cu` and its spec, copies of the kernel `source` under the new name; returns the files.
 
+    What is tried out is no default: the copy's spec does not say `default=True`.
     Raises SpecError for a name that is taken or that makes no entry point, UnknownKernel.
     """
     _check(name)
@@ -49,6 +50,7 @@ def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
     if taken or name in registry.kernels():
         raise SpecError(f"{' and '.join(taken) or name} is there already: choose another name")
     texts = [old.source.with_suffix(file.suffix).read_text() for file in files]
+    texts = [re.sub(r"^ *default=True,.*\n", "", text, flags=re.MULTILINE) for text in texts]
     return _write({file: re.sub(rf"\b{stem}", name, text) for file, text in zip(files, texts, strict=True)})
 
 

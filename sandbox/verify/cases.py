@@ -16,6 +16,7 @@ from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..launch.dlpack import numpy_dtype
 from ..reference import attention
+from .scores import hide_nan, option_cases, reference_options, score_inputs
 
 Array = NDArray[Any]
 Inputs = tuple[Array, Array, Array]
@@ -66,10 +67,19 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
             problem = Problem(B, group, Sq, Sk, next(widths), Hk=1, dtype=dtype, causal=causal)  # type: ignore[arg-type]
             layout = next(layouts)
             yield Case(f"{problem} {layout}", problem, layout=layout)
-        for inputs in INPUTS:
+        for inputs in (name for name in INPUTS if name != "hidden"):  # here every key is seen by some row
             problem = Problem(1, 2, 77, 97, 64, dtype=dtype, causal="bottom-right")
             if kernel.refuses(problem) is None:
                 yield Case(f"{problem} {inputs}", problem, inputs)
+    places = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
+    sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
+
+    def problem_of(**fields: Any) -> Problem:
+        return Problem(2, 4, *next(sizes), 64, Hk=2, **fields)
+
+    for name, problem in option_cases(kernel, problem_of):
+        layout, inputs = next(places)
+        yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
 
 
 # ---- inputs: each isolates one fault
@@ -134,6 +144,14 @@ def _nan(q: Array, k: Array, v: Array) -> None:
     v[:, :, 80] = np.nan
 
 
+def _dlse(q: Array, k: Array, v: Array) -> None:
+    """For a backward: LSE has a gradient too, which `inputs_of` makes."""
+
+
+def _hidden(q: Array, k: Array, v: Array) -> None:
+    """NaN in everything that the score hides, which only the score knows: `inputs_of` puts it there."""
+
+
 def _inf(q: Array, k: Array, v: Array) -> None:
     """inf in one key and in one value, as NaN above."""
     k[:, :, 50, 0] = np.inf
@@ -152,6 +170,8 @@ INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
     "rising": _rising,
     "nan": _nan,
     "inf": _inf,
+    "dlse": _dlse,
+    "hidden": _hidden,
 }
 
 
@@ -206,7 +226,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         )
     p = case.problem
     rng = np.random.default_rng(seed)
-    shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.D))
+    shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.Dv))
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
     INPUTS[case.inputs](q, k, v)
     lay_out = LAYOUTS[case.layout]
@@ -214,20 +234,26 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def inputs_of(computes: str, case: Case) -> dict[str, Array]:
-    """What kernels of a kind are given on a case, by the names in their `args`: q, k, v, and what only backwards need.
+    """What kernels of a kind are given on a case, by the names that they know it by: q, k, v, what the score reads, and
+    what only backwards need.
 
     That is a standard normal dO, with NaN or inf in one row in the cases of that name, and the reference's O and LSE,
     rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
     """
-    inputs = make_inputs(case)
-    given = dict(zip(("Q", "K", "V"), inputs, strict=True))
+    p, lay_out = case.problem, LAYOUTS[case.layout]
+    given = dict(zip(("Q", "K", "V"), make_inputs(case), strict=True)) | score_inputs(p)
+    if case.inputs == "hidden":
+        hide_nan(p, given)
+    given |= {name: lay_out(given[name]) for name in ("K", "V", "bias", "mask") if name in given and not p.plain}
     if computes == "forward":
         return given
-    p, lay_out = case.problem, LAYOUTS[case.layout]
-    dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.D), np.float32)
+    dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
     if case.inputs in ("nan", "inf"):
         dout[:, :, 7] = float(case.inputs)
     with np.errstate(over="ignore"):
-        out, lse = attention(*inputs, causal=p.causal, scale=p.scale)
+        out, lse = attention(*(given[name] for name in "QKV"), **reference_options(p, given))
         dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))
-        return {**given, "dO": dO, "O": O, "LSE": lse.astype(np.float32)}
+        found = {**given, "dO": dO, "O": O, "LSE": lse.astype(np.float32)}
+    if case.inputs == "dlse":
+        found["dLSE"] = np.random.default_rng(2).standard_normal((p.B, p.H, p.Sq), np.float32)
+    return found

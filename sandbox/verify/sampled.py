@@ -1,22 +1,23 @@
 """The float64 reference on some rows of a problem too large for all of it.
 
-Rows of attention are independent: a strip of query rows with the keys that it may see is an attention problem of its
-own, and `sandbox.reference` answers it. Each strip sets its own bound, so that the first rows of a causal problem,
+Rows of attention are independent: a strip of query rows of one head is an attention problem of its own, and
+`sandbox.reference` answers it. Each strip sets its own bound, so that the first rows of a causal problem,
 whose output is the largest, do not set it for the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.problem import Causal, Problem
+from ..core.problem import Problem
 from ..reference import attention, errors, lse_bound, max_error, naive, output_bound
+from .scores import part_options
 
 Array = NDArray[Any]
 HEADS, STRIPS, ROWS = 4, 5, 16  # so many heads, strips of rows in each, rows in a strip
@@ -56,30 +57,29 @@ class Verdict:
     message: str = ""
 
 
-def expect(problem: Problem, q: Any, k: Any, v: Any, seed: int = 0) -> Expected:
-    """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k and v (B, Hk, Sk, D), on any device.
+def expect(problem: Problem, q: Any, k: Any, v: Any, seed: int = 0, given: Mapping[str, Any] | None = None) -> Expected:
+    """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv), on any
+    device. `given`: the tensors that the problem's score reads, by the names that kernels know them by.
 
     The first and the last head, the first and the last rows are always among the sampled.
     """
     rng = np.random.default_rng(seed)
     heads = tuple((n // problem.H, n % problem.H) for n in spread(rng, problem.B * problem.H, HEADS))
     group = problem.H // problem.Hk
-    keys, values = (np.stack([host(x[b, h // group]) for b, h in heads])[:, None] for x in (k, v))
+    keys, values = ({(b, h): host(x[b : b + 1, h // group, None]) for b, h in heads} for x in (k, v))
     if problem.Sq <= STRIPS * ROWS:
         ranges = [(0, problem.Sq)]
     else:
         ranges = [(start, start + ROWS) for start in spread(rng, problem.Sq - ROWS + 1, STRIPS)]
     strips = []
-    for first, last in ranges:
-        for start, stop, end, causal in parts(problem, first, last):
-            queries = np.stack([host(q[b, h, start:stop]) for b, h in heads])[:, None]
-            inputs, options = (
-                (queries, keys[:, :, :end], values[:, :, :end]),
-                {"causal": causal, "scale": problem.scale},
-            )
-            out, lse = attention(*inputs, **options)  # type: ignore[arg-type]
-            plain = naive(*inputs, **options, dtype=problem.dtype)  # type: ignore[arg-type]
-            strips.append(Strip(start, stop, out, lse, output_bound(out, plain, problem.dtype)))
+    for start, stop in ranges:
+        found = []
+        for b, h in heads:
+            inputs = host(q[b : b + 1, h : h + 1, start:stop]), keys[b, h], values[b, h]
+            options = part_options(problem, given or {}, b, h, start, stop)
+            found.append((*attention(*inputs, **options), naive(*inputs, **options, dtype=problem.dtype)))
+        out, lse, plain = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        strips.append(Strip(start, stop, out, lse, output_bound(out, plain, problem.dtype)))
     return Expected(problem, heads, tuple(strips))
 
 
@@ -114,16 +114,3 @@ def spread(rng: np.random.Generator, n: int, most: int) -> list[int]:
         return list(range(n))
     between = rng.choice(np.arange(1, n - 1), most - 2, replace=False)
     return sorted([0, n - 1, *map(int, between)])
-
-
-def parts(problem: Problem, start: int, stop: int) -> Iterator[tuple[int, int, int, Causal]]:
-    """Rows [start, stop) as problems of their own: (first row, one past the last, keys to give it, mask).
-
-    With the keys cut behind the last one that the last row sees, the mask of a strip is bottom-right; from the row on
-    that sees every key there is nothing to mask.
-    """
-    all_seen = min(max(problem.Sk - problem.diagonal, start), stop) if problem.causal else start
-    if start < all_seen:
-        yield start, all_seen, max(0, all_seen + problem.diagonal), "bottom-right"
-    if all_seen < stop:
-        yield all_seen, stop, problem.Sk, False

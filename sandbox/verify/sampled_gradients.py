@@ -1,14 +1,14 @@
 """The float64 reference's gradients on some rows of a problem too large for all of it.
 
-With dO zero but for some strips of query rows, the gradients are those of these strips: dQ of their rows, and what they
-add to dK and dV of every key. Each strip with the keys that it may see is an attention problem of its own, which
-`sandbox.reference` answers. With the whole of dO the gradients must be finite.
+With dO zero but for some strips of query rows, the gradients are those of these strips: dQ of their rows, and what
+they add to dK and dV of every key. Each strip is an attention problem of its own, which `sandbox.reference` answers.
+With the whole of dO the gradients must be finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ..core.problem import Problem
 from ..reference import attention, attention_backward, backward_magnitudes, gradient_bound, max_error, naive_backward
-from .sampled import Verdict, host, parts, spread
+from .sampled import Verdict, host, spread
+from .scores import part_options
 
 Array = NDArray[Any]
 HEADS, STRIPS, ROWS = 2, 3, 16  # so many query heads, strips of rows in each, rows in a strip
@@ -81,29 +82,31 @@ class ExpectedGradients:
             self.dout.copy_(whole)
 
 
-def expect_gradients(problem: Problem, q: Any, k: Any, v: Any, dout: Any, seed: int = 0) -> ExpectedGradients:
-    """The truth and the bounds for PyTorch tensors q, dout (B, H, Sq, D), k and v (B, Hk, Sk, D), on any device."""
+def expect_gradients(
+    problem: Problem, q: Any, k: Any, v: Any, dout: Any, seed: int = 0, given: Mapping[str, Any] | None = None
+) -> ExpectedGradients:
+    """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and dout
+    (B, H, Sq, Dv), on any device; `given` as in `sampled.expect`."""
     rng = np.random.default_rng(seed)
     p, group = problem, problem.H // problem.Hk
     heads = [(n // p.H, n % p.H) for n in spread(rng, p.B * p.H, HEADS)]
     starts = spread(rng, max(1, p.Sq - ROWS + 1), STRIPS)
     strips = tuple((b, h, start, min(start + ROWS, p.Sq)) for b, h in heads for start in _apart(starts))
     sums: dict[tuple[int, int, int], Sums] = {}
-    for b, h, first, last in strips:
+    for b, h, start, stop in strips:
         dq = sums.setdefault((0, b, h), Sums.zeros(p.Sq, p.D))
-        dk, dv = (sums.setdefault((which, b, h // group), Sums.zeros(p.Sk, p.D)) for which in (1, 2))
-        for start, stop, end, causal in parts(p, first, last):
-            rows, keys = slice(start, stop), slice(0, end)
-            dO, Q = (host(x[b : b + 1, h : h + 1, rows]) for x in (dout, q))
-            K, V = (host(x[b : b + 1, h // group : h // group + 1, keys]) for x in (k, v))
-            options: dict[str, Any] = {"causal": causal, "scale": p.scale}
-            found = (
-                attention_backward(dO, Q, K, V, **options),
-                naive_backward(dO, Q, K, V, **options, dtype=p.dtype),
-                backward_magnitudes(dO, Q, K, V, *attention(Q, K, V, **options), **options),
-            )
-            for total, at, truth, plain, size in zip((dq, dk, dv), (rows, keys, keys), *found, strict=True):
-                total.add(at, truth, plain, size)
+        dk, dv = (sums.setdefault((n, b, h // group), Sums.zeros(p.Sk, width)) for n, width in ((1, p.D), (2, p.Dv)))
+        rows, keys = slice(start, stop), slice(0, p.Sk)
+        dO, Q = (host(x[b : b + 1, h : h + 1, rows]) for x in (dout, q))
+        K, V = (host(x[b : b + 1, h // group : h // group + 1]) for x in (k, v))
+        options = part_options(p, given or {}, b, h, start, stop)
+        found = (
+            attention_backward(dO, Q, K, V, **options),
+            naive_backward(dO, Q, K, V, **options, dtype=p.dtype),
+            backward_magnitudes(dO, Q, K, V, *attention(Q, K, V, **options), **options),
+        )
+        for total, at, truth, plain, size in zip((dq, dk, dv), (rows, keys, keys), *found, strict=True):
+            total.add(at, truth, plain, size)
     return ExpectedGradients(problem, dout, strips, sums)
 
 

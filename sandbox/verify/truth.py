@@ -21,6 +21,7 @@ from ..reference import (
     output_bound,
 )
 from .cases import Array, Case, inputs_of
+from .scores import reference_options
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,31 @@ def truth_of(computes: str, case: Case) -> Truth:
 
 
 def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
-    qkv = [given[name] for name in ("Q", "K", "V")]
-    out, lse = attention(*qkv, causal=p.causal, scale=p.scale)
-    plain = naive(*qkv, causal=p.causal, scale=p.scale, dtype=p.dtype)
+    qkv, options = [given[name] for name in ("Q", "K", "V")], reference_options(p, given)
+    out, lse = attention(*qkv, **options)
+    plain = naive(*qkv, **options, dtype=p.dtype)
     return {"O": Answer(out, output_bound(out, plain, p.dtype)), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
 
 
 def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     exact, plain = (np.einsum("bhsd,bhsd->bhs", *(given[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
+    if "dLSE" in given:
+        exact, plain = exact - given["dLSE"], plain - given["dLSE"]
     return {"delta": Answer(exact, output_bound(exact, plain, "float32", GRADIENT_FACTOR))}
 
 
 def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
     dO, q, k, v, out, lse = (given[name] for name in ("dO", "Q", "K", "V", "O", "LSE"))
-    exact = attention_backward(dO, q, k, v, causal=p.causal, scale=p.scale)
-    plain = naive_backward(dO, q, k, v, causal=p.causal, scale=p.scale, dtype=p.dtype)
-    sizes = backward_magnitudes(dO, q, k, v, out, lse, causal=p.causal, scale=p.scale)
-    bounds = (gradient_bound(*triple, p.dtype) for triple in zip(exact, plain, sizes, strict=True))
-    return dict(zip(("dQ", "dK", "dV"), map(Answer, exact, bounds), strict=True))
+    options = {**reference_options(p, given), "dlse": given.get("dLSE")}
+    exact = attention_backward(dO, q, k, v, **options).named()
+    plain = naive_backward(dO, q, k, v, **options, dtype=p.dtype).named()
+    sizes = backward_magnitudes(dO, q, k, v, out, lse, **options).named()
+    dtypes = {"dbias": p.bias_dtype or p.dtype, "dsink": "float32"}
+    return {
+        name: Answer(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))
+        for name, x in exact.items()
+    }
 
 
 _ANSWERS = {"forward": _forward, "delta": _delta, "backward": _backward}

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 
 import sandbox
 from sandbox import reference
+from sandbox.api import passes
 from sandbox.engine import choose
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST, Device
@@ -59,31 +61,83 @@ def test_pytorch(dtype, device: Device) -> None:
     assert ((out.float() - expected).abs() < 2e-2).all()
 
 
-def test_any_dlpack_array() -> None:
-    """A library known only by its protocol gets results of its own kind."""
+class Array:
+    """A library known only by its protocol, which wraps another's arrays."""
 
-    class Array:
-        def __init__(self, array):
-            self.array = array
+    copies = False  # what it exports is not what it holds
 
-        def __dlpack__(self, **kwargs):
-            return self.array.__dlpack__(**kwargs)
+    def __init__(self, array):
+        self.array = array
 
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
+    def __dlpack__(self, **options):
+        return (self.array.copy() if self.copies else self.array).__dlpack__(**options)
 
-        def __array_namespace__(self):
-            return Array
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
 
+    def __array_namespace__(self):
+        return type(self)
+
+    @classmethod
+    def from_dlpack(cls, array):
+        return cls(array)
+
+
+@pytest.mark.parametrize("kind", [Array, type("Copying", (Array,), {"copies": True})])
+def test_any_dlpack_array(kind) -> None:
+    """It gets results of its own kind, though another of the like was served before; read-only inputs will do."""
+    q, k, v = arrays(1, 2, 9, 16)
+    for other in (type("Other", (kind,), {}), kind):
+        out, lse = sandbox.attention_forward(*map(other, (q, k, v)))
+        assert (type(out), type(lse)) == (other, other)
+        close(out.array, q, k, v)
+        gradients = sandbox.attention_backward(*map(other, (q, q, k, v, out.array, lse.array)))
+        assert all(type(x) is other for x in gradients)
+        expected = sandbox.attention_backward(q, q, k, v, out.array, lse.array)
+        assert all(map(np.array_equal, (x.array for x in gradients), expected))
+        for x in (q, k, v):
+            x.flags.writeable = False
+
+
+def test_what_a_capsule_owns_lives_until_the_launch_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that a library made for its capsule is there while the kernel reads, and not longer."""
+    q, k, v = arrays(1, 2, 9, 16)
+    alive: list[weakref.ref] = []
+
+    class Copying(Array):
+        def __dlpack__(self, **options):
+            copy = self.array.copy()
+            alive.append(weakref.ref(copy))
+            return copy.__dlpack__(**options)
+
+    sandbox.attention_forward(*map(Copying, (q, k, v)))  # whose plan the next call finds
+    counts = []
+    for key, kept in passes._plans.items():
+
+        def watched(arrays, addresses, kept=kept):
+            counts.append(sum(copy() is not None for copy in alive))
+            return kept(arrays, addresses)
+
+        monkeypatch.setitem(passes._plans, key, watched)
+    assert sum(copy() is not None for copy in alive) == 0
+    out, _ = sandbox.attention_forward(*map(Copying, (q, k, v)))
+    assert counts == [3]
+    close(out.array, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_through_dlpack(dtype: str) -> None:
+    """bfloat16 too, which NumPy does not export."""
+    q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in arrays(1, 2, 9, 16))
+
+    class Wrapped(Array):
         @classmethod
         def from_dlpack(cls, array):
-            return cls(array)
+            return cls(torch.from_dlpack(array))
 
-    q, k, v = arrays(1, 2, 9, 16)
-    out, lse = sandbox.attention_forward(Array(q), Array(k), Array(v))
-    assert isinstance(out, Array)
-    assert isinstance(lse, Array)
-    close(out.array, q, k, v)
+    out, lse = sandbox.attention_forward(*map(Wrapped, (q, k, v)))
+    assert (out.array.dtype, lse.array.dtype) == (q.dtype, torch.float32)
+    assert torch.equal(out.array, sandbox.attention(q, k, v))
 
 
 @pytest.mark.gpu

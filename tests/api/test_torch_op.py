@@ -112,9 +112,9 @@ def test_deterministic_algorithms(device: Device, monkeypatch: pytest.MonkeyPatc
     from sandbox.api import torch_op
 
     asked = []
-    real = torch_op.attention_backward
-    record = lambda *args, **options: asked.append(options["deterministic"]) or real(*args, **options)  # noqa: E731
-    monkeypatch.setattr(torch_op, "attention_backward", record)
+    real = torch_op.run_backward
+    record = lambda arrays, options: asked.append(options[-1]) or real(arrays, options)  # noqa: E731
+    monkeypatch.setattr(torch_op, "run_backward", record)
     q, k, v = tensors(device)
     for switch in (False, True):
         torch.use_deterministic_algorithms(switch)
@@ -138,7 +138,7 @@ def test_opcheck(lying: str, device: Device) -> None:
     with torch.no_grad():
         out, lse = sandbox.attention(q, k, v, return_lse=True)
     inputs = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
-    torch.library.opcheck(torch_op._backward, (*inputs, "", None, None))
+    torch.library.opcheck(torch_op._backward, (*inputs, "", None, None, "", None, False))
 
 
 MINIMAL = registry.get("fwd_minimal")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -114,23 +116,63 @@ def put(folder: Path, name: str, spec: str, source: bool = True) -> None:
         (SPEC.replace('"forward"', '"both"'), r"kernels_cu/fwd_x\.py: fwd_minimal: computes='both' must be"),
     ],
 )
-def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str) -> None:
+def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By whoever asks for it, and in one line; the others go on."""
     put(folder, "fwd_x", spec)
-    with pytest.raises(SpecError, match=message):
-        registry.kernels()
+    put(folder, "fwd_minimal", SPEC)
+    assert list(registry.kernels()) == ["fwd_minimal"]
+    assert registry.get("fwd_minimal")
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "\n" not in said
+    assert re.search(message, said)
+    for _ in range(2):
+        with pytest.raises(SpecError, match=message):
+            registry.get("fwd_x")
+    with pytest.raises(UnknownKernel, match=rf"there are fwd_minimal; left out: {message}"):
+        registry.get("of another name in that file")
 
 
 def test_a_spec_without_its_source(folder: Path) -> None:
     put(folder, "fwd_x", SPEC, source=False)
+    assert registry.kernels() == {}
     with pytest.raises(SpecError, match=r"kernels_cu/fwd_x\.py has no fwd_x\.cu beside it"):
-        registry.kernels()
+        registry.get("fwd_x")
 
 
 def test_one_name_in_two_specs(folder: Path) -> None:
-    put(folder, "a", SPEC)
-    put(folder, "b", SPEC)
-    with pytest.raises(SpecError, match=rf"kernel fwd_minimal is defined twice, in {folder}/a\.cu and {folder}/b\.cu"):
-        registry.kernels()
+    """The file that bears the name has it."""
+    put(folder, "a_copy", SPEC)
+    put(folder, "fwd_minimal", SPEC)
+    assert registry.get("fwd_minimal").source == folder / "fwd_minimal.cu"
+    both = rf"{folder}/fwd_minimal\.cu and {folder}/a_copy\.cu"
+    with pytest.raises(SpecError, match=rf"kernel fwd_minimal is defined twice, in {both}"):
+        registry.get("a_copy")
+
+
+def test_a_broken_spec_stops_no_command(project_copy: Path) -> None:
+    (project_copy / "kernels_cu/broken.py").write_text("kernel = Kernel(\n")
+    done = in_project(project_copy, "sandbox", "list", "--json")
+    assert {row["name"] for row in json.loads(done.stdout)} == set(registry.kernels())
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("sandbox: a kernel is left out: kernels_cu/broken.py, line 1: SyntaxError: ")
+    done = in_project(project_copy, "sandbox", "run", "broken")
+    assert done.returncode == 2
+    assert "kernels_cu/broken.py, line 1: SyntaxError" in done.stderr
+
+
+def test_specs_are_forgotten_when_nobody_reads_them(folder: Path) -> None:
+    """What another thread is importing is not taken from under it."""
+    wait = "import threading, time\nthreading.main_thread().reading.set()\ntime.sleep(0.5)\n"
+    put(folder, "fwd_minimal", wait + SPEC)
+    reading, found = threading.Event(), []
+    threading.main_thread().reading = reading
+    thread = threading.Thread(target=lambda: found.append(registry.kernels()))
+    thread.start()
+    assert reading.wait(60)
+    registry.forget()
+    thread.join()
+    assert list(found[0]) == ["fwd_minimal"]
 
 
 def test_two_entries_in_one_source(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ VIEWS = [
 def test_views_share_memory(cut, wrap) -> None:
     """Address, shape and strides are those of the array itself, whatever the library."""
     array = cut(np.arange(2 * 3 * 6 * 8, dtype=np.float32).reshape(2, 3, 6, 8).copy())
-    if not array.flags.writeable:
+    if wrap is torch.from_numpy and not array.flags.writeable:  # PyTorch warns
         array = np.lib.stride_tricks.as_strided(array.base, array.shape, array.strides)
     view = dlpack.view(wrap(array))
     assert view.pointer == array.ctypes.data
@@ -103,6 +105,33 @@ def test_refusals_name_the_value(make, message: str) -> None:
     with pytest.raises(UnsupportedProblem) as refusal:
         dlpack.view(make())
     assert message in str(refusal.value)
+
+
+class Old(Capsule):
+    """Of before the protocol's versions."""
+
+    def __dlpack__(self, stream=None):
+        return self.array.__dlpack__()
+
+
+def test_capsules_of_either_protocol() -> None:
+    """The newer one is asked for, since it alone says read-only; its own major version alone is read."""
+    array = np.arange(6, dtype=np.float32)
+    assert dlpack.view(Old(array)).pointer == array.ctypes.data
+    array.flags.writeable = False
+    view = dlpack.view(Capsule(array))
+    assert (view.pointer, view.shape, view.strides) == (array.ctypes.data, (6,), (1,))
+
+    class Tomorrow(Capsule):
+        def __dlpack__(self, **options):
+            capsule = self.array.__dlpack__(max_version=(1, 0))
+            get = ctypes.pythonapi.PyCapsule_GetPointer
+            get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+            ctypes.c_uint32.from_address(get(capsule, b"dltensor_versioned")).value = 2
+            return capsule
+
+    with pytest.raises(UnsupportedProblem, match=r"a DLPack capsule of version 2\.\d is not known"):
+        dlpack.view(Tomorrow(array))
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,3 +187,42 @@ def test_static_shared_memory_counts_too(run_cuda) -> None:
     x = np.zeros(32, np.float32)
     run_cuda(BOTH_KINDS, "both", x, smem=48 * 1024)
     np.testing.assert_array_equal(x, np.full(32, 33.0))
+
+
+class _Slot:
+    """Where an address goes; the `interrupted` time it is set, Ctrl-C comes first."""
+
+    def __init__(self, interrupted: int = 0):
+        self.held, self.times, self.interrupted = 0, 0, interrupted
+
+    def _put(self, pointer: int) -> None:
+        self.times += 1
+        if self.times == self.interrupted:
+            raise KeyboardInterrupt
+        self.held = pointer
+
+    value = property(None, _put)
+
+
+def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever launches next, on the addresses of before too, launches on those that he names."""
+    slots, launched = [_Slot(), _Slot(interrupted=2)], []
+
+    class Cuda:
+        def cuLaunchKernel(self, *arguments):
+            launched.append([slot.held for slot in slots])
+            return 0
+
+    monkeypatch.setattr(driver, "_libcuda", Cuda)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    function = object.__new__(driver.CudaFunction)
+    function.entry, function._function = "f", 1
+    function.attribute = lambda which: 0
+    launch = function.launcher((1, 1, 1), (32, 1, 1), 0, SimpleNamespace(slots=slots, table=None))
+    launch((1, 2))
+    with pytest.raises(KeyboardInterrupt):
+        launch((3, 4))
+    launch((1, 2))
+    launch((1, 2))
+    assert launched == [[1, 2], [1, 2], [1, 2]]
+    assert [slot.times for slot in slots] == [3, 3]  # the last launch refilled nothing

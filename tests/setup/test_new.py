@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,11 +31,42 @@ def test_a_new_kernel_works_as_it_is(project_copy: Path) -> None:
     (row,) = json.loads(done.stdout)
     assert (row["kernel"], row["ok"]) == ("fwd_mine", True)
 
+    assert "default" not in files[1].read_text()
     before = files[0].read_text()
     again = in_project(project_copy, "sandbox", "new", "kernel", "fwd_mine")
     assert (again.returncode, again.stdout) == (2, "")
     assert f"{files[0]} and {files[1]} is there already: choose another name" in again.stderr
     assert files[0].read_text() == before
+
+
+def test_a_new_kernel_is_chosen_by_name_only(project_copy: Path) -> None:
+    """Neither `attention` nor `list --problem` takes it for the best there is, until its spec says so."""
+    asked = ("sandbox", "list", "--problem", "1,1,70,16", "--arch", "cpu", "--json")
+    before = json.loads(in_project(project_copy, *asked).stdout)
+    (chosen,) = [row["kernel"] for row in before if row["computes"] == "forward" and not row["reason"]][:1]
+    in_project(project_copy, "sandbox", "new", "kernel", "mine", "--from", chosen)
+    spec = project_copy / "kernels_cu/mine.py"
+    spec.write_text(re.sub(r"rung=\d+", "rung=99", spec.read_text()))
+    script = """
+import numpy as np, sandbox
+from sandbox.engine import choose
+x = np.ones((1, 1, 70, 16), np.float16)
+print(choose.choose_kernel(sandbox.Problem(1, 1, 70, 70, 16, dtype="float16"), "forward", None).name)
+sandbox.attention(x, x, x, kernel="mine")
+"""
+    command = (sys.executable, "-c", script)
+
+    def said() -> str:
+        done = subprocess.run(command, cwd=project_copy, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.strip()
+
+    assert said() == chosen
+    (row,) = [row for row in json.loads(in_project(project_copy, *asked).stdout) if row["kernel"] == "mine"]
+    assert row["tile"]
+    assert row["reason"].startswith("mine: is chosen by name only")
+    assert "by name" in in_project(project_copy, *asked[:-1]).stdout
+    spec.write_text(spec.read_text().replace("rung=99,", "rung=99,\n    default=True,"))
+    assert said() == "mine"
 
 
 @pytest.mark.parametrize("name", ["Fwd", "1st", "a-b", "", "../x", "fwd.x"])

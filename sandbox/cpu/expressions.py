@@ -1,0 +1,84 @@
+"""A `Score`'s expressions on the host, in double precision: the truth that its kernels are held to."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import SpecError
+from ..core.options import macros
+from ..core.problem import Problem
+from ..core.score import Score, TensorLike
+from ..launch.host import host_array
+from ..toolchain import snippets
+from . import build
+from .launch import CpuFunction
+
+Array = NDArray[Any]
+_SOURCE = Path(__file__).resolve().parent / "expressions.cu"
+_ENTRY = "expressions"
+
+
+class _Arguments:
+    """What a launch takes, of values packed already."""
+
+    def __init__(self, values: list[Any]):
+        self.slots: list[Any] = []
+        self.values = values  # whose addresses the table holds
+        self.table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+
+
+def evaluate(
+    score: Score, x: Array, b: int, h: int, i: Array, j: Array, Sq: int, Sk: int
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """(what x becomes, its derivative, which are seen) of scores x (M, N) for query rows i and keys j, M and N of them.
+
+    Float64 and bool, (M, N). Literals are of single precision, as in the kernels. Raises CompileError for an
+    expression that is none, SpecError for a tensor without numbers.
+    """
+    value = np.array(x, np.float64)
+    derivative, seen = np.ones_like(value), np.ones(value.shape, np.bool_)
+    if not value.size:
+        return value, derivative, seen
+    rows, keys = (np.ascontiguousarray(np.broadcast_to(n.ravel(), size), np.int32) for n, size in
+                  ((i, value.shape[0]), (j, value.shape[1])))  # fmt: skip
+    tensors = {name: _numbers(name, tensor) for name, tensor in score.tensors.items()}
+    arrays = [ctypes.c_void_p(array.ctypes.data) for array in (value, derivative, seen, rows, keys)]
+    numbers = [ctypes.c_int32(n) for n in (value.shape[1], b, h, Sq, Sk)]
+    arguments: Any = _Arguments([_snippet(tensors), *arrays, *numbers])
+    _function(score.described()).launcher((len(value), 1, 1), (1, 1, 1), 0, arguments)(())
+    return value, derivative, seen
+
+
+def _numbers(name: str, tensor: Any) -> Array:
+    if isinstance(tensor, TensorLike):
+        raise SpecError(f"Score: tensor {name} has no numbers here: it was read from a file that keeps its shape alone")
+    return host_array(tensor)
+
+
+def _snippet(tensors: dict[str, Array]) -> ctypes.Structure:
+    """`Snippet` of the generated header: an address and element strides for each tensor, or one word."""
+    fields: list[tuple[str, Any]] = []
+    for name, array in tensors.items():
+        fields += [(name, ctypes.c_void_p), (f"{name}_strides", ctypes.c_int64 * max(array.ndim, 1))]
+    value = type("Snippet", (ctypes.Structure,), {"_fields_": fields or [("none", ctypes.c_int32)]})()
+    for name, array in tensors.items():
+        setattr(value, name, array.ctypes.data)
+        for axis, stride in enumerate(array.strides):
+            getattr(value, f"{name}_strides")[axis] = stride // array.itemsize
+    return value
+
+
+@lru_cache(maxsize=64)
+def _function(score: Score) -> CpuFunction:
+    problem = Problem(1, 1, 1, 1, 1, score=score)
+    like = {name: np.empty(tensor.shape, np.bool_) for name, tensor in score.tensors.items()}
+    size = ctypes.sizeof(_snippet(like))
+    defines = {**macros(problem), "DTYPE_float32": 1, "HEAD_DIM": 1, "CAUSAL": 0, "SNIPPET_BYTES": size}
+    built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
+    return CpuFunction(built.path, _ENTRY)

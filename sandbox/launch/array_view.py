@@ -1,0 +1,77 @@
+"""An array, whoever's it is: where it lies and how, and what kernels ask of that."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import UnsupportedProblem
+from ..core.score import SIZES
+
+Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
+HOST: Device = ("cpu", 0)
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """One array, seen from outside its library. `strides` in elements; `owner` keeps the memory alive.
+
+    Raises UnsupportedProblem for address 0, unless there is nothing there.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: Device
+    owner: Any
+
+    def __post_init__(self) -> None:
+        if not self.pointer and 0 not in self.shape:
+            raise UnsupportedProblem(
+                f"an array of shape {self.shape} has no memory (its address is 0): "
+                f"pass one that holds its numbers, not a {type(self.owner).__name__} that stands for others"
+            )
+
+    @property
+    def alignment(self) -> int:
+        """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
+        steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return math.gcd(16, self.pointer, *steps)
+
+    @property
+    def mappable(self) -> bool:
+        """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
+        steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
+
+    def extent(self) -> tuple[int, int]:
+        """(lowest, one past the highest) element that the view reaches, counted from its first element."""
+        if 0 in self.shape:
+            return 0, 0
+        steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
+        return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + 1
+
+
+def layout(views: Iterable[ArrayView]) -> dict[str, Any]:
+    """What kernels ask of how tensors lie: the fields `alignment` and `mappable` of a Problem."""
+    tensors = [view for view in views if len(view.shape) == 4]
+    return {"alignment": min(x.alignment for x in tensors), "mappable": all(x.mappable for x in tensors)}
+
+
+def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides without gaps for `shape`, the dimensions nested as strides `like` nest them (as in C order without).
+
+    The last dimension stays innermost; a broadcast one, of stride 0, goes outermost.
+    """
+    outer = list(range(len(shape) - 1))
+    if like is not None:
+        outer.sort(key=lambda i: -like[i] if like[i] else -sys.maxsize)
+    strides, step = [1] * len(shape), max(shape[-1], 1)
+    for i in reversed(outer):
+        strides[i] = step
+        step *= max(shape[i], 1)
+    return tuple(strides)

@@ -1,0 +1,58 @@
+"""The gradients of one attention call, and the sums that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .score import Meaning
+from .semantics import Array, Mask, dot_seen
+
+
+class Gradients(tuple[Array, Array, Array]):
+    """(dq, dk, dv), with those of bias and sink beside them: `dbias` and `dsink`, None without such an option."""
+
+    dbias: Array | None
+    dsink: Array | None
+
+    def __new__(
+        cls, dq: Array, dk: Array, dv: Array, dbias: Array | None = None, dsink: Array | None = None
+    ) -> Gradients:
+        self = super().__new__(cls, (dq, dk, dv))
+        self.dbias, self.dsink = dbias, dsink
+        return self
+
+    def named(self) -> dict[str, Array]:
+        """Those that there are, by the names in a spec's `args`."""
+        extra = {"dbias": self.dbias, "dsink": self.dsink}
+        return dict(zip(("dQ", "dK", "dV"), self, strict=True)) | {k: x for k, x in extra.items() if x is not None}
+
+
+class Sums:
+    """What strips of query rows add up to: every gradient, and the sink's a number for each head."""
+
+    def __init__(self, meaning: Meaning, dtype: DTypeLike):
+        B, H, Hk, Sq, Sk, D, Dv = meaning.shape
+        self._meaning = meaning
+        self._dq, self._dk, self._dv = (np.zeros(s, dtype) for s in ((B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)))
+        self._dx = np.zeros((B, H, Sq, Sk), dtype) if meaning.bias is not None else None
+        self.dsink = np.zeros(H, dtype)
+
+    def add(
+        self, b: int, h: int, rows: slice, seen: Mask, P: Array, dS: Array, dx: Array, Q: Array, K: Array, dO: Array
+    ) -> None:
+        """Of query rows: P; the gradients dS of their scaled dot products and dx of the bias."""
+        hk = self._meaning.shape.key_head(h)
+        self._dq[b, h, rows] = self._meaning.scale * dot_seen(dS, K, seen)
+        self._dk[b, hk] += self._meaning.scale * dot_seen(dS.T, Q, seen.T)
+        self._dv[b, hk] += dot_seen(P.T, dO, seen.T)
+        if self._dx is not None:
+            self._dx[b, h, rows] = dx
+
+    def gradients(self, rounded: Callable[[Array], Array] = lambda x: x) -> Gradients:
+        """The sums, rounded; the sink's are in fp32 whatever the inputs, and left as they are."""
+        dbias = None if self._dx is None else rounded(self._meaning.dbias(self._dx))
+        dsink = None if self._meaning.sink is None else self.dsink
+        return Gradients(rounded(self._dq), rounded(self._dk), rounded(self._dv), dbias, dsink)

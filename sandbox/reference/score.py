@@ -1,0 +1,188 @@
+"""What a score is, once for the dense and the tiled references: each step of its making, which keys are seen, and the
+gradients of what it is made from.
+
+For query i and key j of batch entry b and head h, `shift` being Sk − Sq, or 0 with "top-left", and Sk the number of
+keys that count, each step where it is asked for:
+
+    x = scale · (q_i · k_j)
+    x = softcap · tanh(x / softcap)
+    x = x − slope[b, h] · |i + shift − j|
+    x = x + bias[b, h, i, j]
+    x = score(x, b, h, i, j)
+    seen  iff  j < Sk, causal, i + shift − left ≤ j ≤ i + shift + right, mask[b, h, i, j], and the score's own condition
+    P = softmax over the keys seen; sink[h] adds exp(sink[h]) to the sum and no value
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypedDict
+
+import numpy as np
+
+from .semantics import Array, Causal, Mask, Shape, causal_bounds, or_zero, softmax_scale
+
+
+class Expressions(Protocol):
+    """A user's own expressions, such as a `sandbox.Score`, element by element."""
+
+    def evaluate(
+        self, x: Array, b: int, h: int, i: Array, j: Array, Sq: int, Sk: int
+    ) -> tuple[Array, Array, Mask]:  # fmt: skip
+        """(what x becomes, its derivative with respect to x, which are seen) of scores x (M, N) in float64 for query
+        rows i (M, 1) and keys j (1, N)."""
+        ...
+
+
+class Part(NamedTuple):
+    """q, k and v as a part of more: their batch entry 0, head 0 and row 0 are b, h and row, of Sq query rows."""
+
+    b: int
+    h: int
+    row: int
+    Sq: int
+
+
+class Options(TypedDict, total=False):
+    """What a score may be beyond scale and causal; NumPy arrays of any float dtype."""
+
+    window: tuple[int | None, int | None] | None  # keys to the left, to the right of i + shift; None: no bound
+    softcap: float  # 0: none
+    alibi: Array | None  # slopes, (H,) or (B, H)
+    bias: Array | None  # broadcastable to (B, H, Sq, Sk)
+    mask: Array | None  # bool, likewise: False hides
+    sink: Array | None  # (H,)
+    key_lengths: Array | None  # (B,): so many keys of each batch entry count
+    score: Expressions | None
+    part: Part | None  # what all others but `score` have of it is this part alone
+
+
+class Scores(NamedTuple):
+    """Of a tile, (M, N) each: x, −inf where it is not seen; what is seen; the derivatives of x with respect to the
+    scaled dot product and to the bias; and the sizes of all that x is summed up from, were no two terms to cancel."""
+
+    x: Array
+    seen: Mask
+    steep: Array | float
+    steep_bias: Array | float
+    size: Array | float
+
+
+class Meaning:
+    """What the scores of one attention call are. Raises ValueError naming an option that does not fit its shapes."""
+
+    def __init__(
+        self, shape: Shape, causal: Causal, scale: float | None, *, window: tuple[int | None, int | None] | None = None,
+        softcap: float = 0.0, alibi: Array | None = None, bias: Array | None = None, mask: Array | None = None,
+        sink: Array | None = None, key_lengths: Array | None = None, score: Expressions | None = None,
+        part: Part | None = None,
+    ):  # fmt: skip
+        full = (shape.B, shape.H, shape.Sq, shape.Sk)
+        self.shape, self.scale, self.softcap, self.user = shape, softmax_scale(scale, shape.D), float(softcap), score
+        self.part = part or Part(0, 0, 0, shape.Sq)
+        self.aligned_right = causal != "top-left"
+        self.left, self.right = causal_bounds(causal, window)
+        self.bias_shape = None if bias is None else np.shape(bias)
+        self.bias = _broadcast("bias", bias, full)
+        self.mask = _broadcast("mask", mask, full)
+        self.slopes = _broadcast("alibi", alibi, full[:2])
+        self.sink = _broadcast("sink", sink, full[1:2], exact=True)
+        self.lengths = _broadcast("key_lengths", key_lengths, full[:1], exact=True)
+
+    def head(self, b: int, h: int) -> Head:
+        """What head h of batch entry b has to ask."""
+        return Head(self, b, h)
+
+    def dbias(self, dx: Array) -> Array:
+        """The sum of dx (B, H, Sq, Sk) over all that the bias was broadcast along, in its shape."""
+        assert self.bias_shape is not None
+        extra = dx.ndim - len(self.bias_shape)
+        summed = dx.sum(axis=tuple(range(extra)))
+        along = tuple(axis for axis, n in enumerate(self.bias_shape) if n == 1)
+        return np.asarray(summed.sum(axis=along, keepdims=True)).reshape(self.bias_shape)
+
+
+class Head:
+    """Scores of one head: `Sk` keys that count, `sink` or −inf, and what follows from a dot product's place.
+
+    Rows count from the first of q; `shift` is what leads from there to the row's own place among the keys.
+    """
+
+    def __init__(self, meaning: Meaning, b: int, h: int):
+        shape = meaning.shape
+        self._meaning, self._b, self._h, self._Sq = meaning, b, h, shape.Sq
+        self.Sk = shape.Sk if meaning.lengths is None else int(np.clip(meaning.lengths[b], 0, shape.Sk))
+        self.shift = meaning.part.row + (self.Sk - meaning.part.Sq if meaning.aligned_right else 0)
+        self.sink = -np.inf if meaning.sink is None else float(meaning.sink[h])
+
+    def seen(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
+        """The part (rows, cols) of what is seen, without the user's own condition, at query row m0 and key n0."""
+        j, own = np.arange(n0, n0 + cols)[None, :], np.arange(m0, m0 + rows)[:, None] + self.shift
+        seen = np.broadcast_to(j < self.Sk, (rows, cols))
+        if (left := self._meaning.left) is not None:
+            seen = seen & (own - left <= j)
+        if (right := self._meaning.right) is not None:
+            seen = seen & (j <= own + right)
+        if self._meaning.mask is not None:
+            seen = seen & self._meaning.mask[self._b, self._h, m0 : m0 + rows, n0 : n0 + cols]
+        return seen
+
+    def scores(self, Q: Array, K: Array, m0: int = 0, n0: int = 0, *, sized: bool = False) -> Scores:
+        """Of query rows Q (M, D) from m0 on and keys K (N, D) from n0 on, in their dtype; their sizes if `sized`."""
+        of, dtype = self._meaning, Q.dtype
+        i, j = np.arange(m0, m0 + len(Q))[:, None], np.arange(n0, n0 + len(K))[None, :]
+        seen = self.seen(m0, len(Q), n0, len(K))
+        steep: Array | float = 1.0
+        own: Array | float = 1.0  # the derivative of the last step alone
+        x: Array = of.scale * (Q @ K.T)
+        size: Array | float = abs(of.scale) * (abs(Q) @ abs(K).T) if sized else 0.0
+        if of.softcap:
+            y = np.tanh(x / of.softcap)
+            x, steep = of.softcap * y, 1 - y * y
+            size = steep * size + abs(x)
+        if of.slopes is not None:
+            term = (of.slopes[self._b, self._h] * abs(i + self.shift - j)).astype(dtype)
+            x, size = x - term, size + abs(term)
+        if of.bias is not None:
+            term = of.bias[self._b, self._h, m0 : m0 + len(Q), n0 : n0 + len(K)].astype(dtype)
+            x, size = x + term, size + abs(term)
+        if of.user is not None:
+            b, h, row, Sq = of.part
+            place = (b + self._b, h + self._h, row + i, j, Sq, self.Sk)
+            value, own, condition = of.user.evaluate(x.astype(np.float64), *place)
+            own = own.astype(dtype)
+            x, steep, seen = value.astype(dtype), steep * own, seen & condition
+            size = abs(own) * size + abs(x)
+        return Scores(np.where(seen, x, -np.inf), seen, steep, own, size)
+
+    def keys(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
+        """[begin, end) of the keys that some row of the query tile [m0, m0 + BLOCK_M) may see by its place."""
+        first, last = m0 + self.shift, min(m0 + BLOCK_M, self._Sq) - 1 + self.shift
+        begin = 0 if self._meaning.left is None else max(0, first - self._meaning.left)
+        end = self.Sk if self._meaning.right is None else max(0, min(self.Sk, last + self._meaning.right + 1))
+        return (begin, end) if begin < end else (0, 0)
+
+    def queries(self, n0: int, BLOCK_N: int) -> tuple[int, int]:
+        """[begin, end) of the query rows that may see some key of the tile [n0, n0 + BLOCK_N) by its place."""
+        last = min(n0 + BLOCK_N, self.Sk) - 1
+        if last < n0:
+            return 0, 0
+        begin = 0 if self._meaning.right is None else max(0, n0 - self.shift - self._meaning.right)
+        end = self._Sq if self._meaning.left is None else min(self._Sq, last - self.shift + self._meaning.left + 1)
+        return (begin, end) if begin < end else (0, 0)
+
+    def dsink(self, LSE: Array, delta: Array) -> Array:
+        """What rows of that LSE and delta add to the gradient of the sink: its dP is 0."""
+        return -(np.exp(self.sink - or_zero(LSE)) * delta)
+
+
+def _broadcast(name: str, x: Array | None, shape: tuple[int, ...], exact: bool = False) -> Array | None:
+    if x is None:
+        return None
+    x = np.asarray(x)
+    try:
+        if exact and x.shape != shape:
+            raise ValueError
+        return np.broadcast_to(x, shape)
+    except ValueError:
+        how = "must be" if exact else "must broadcast to"
+        raise ValueError(f"{name} has shape {x.shape}: it {how} {shape}") from None

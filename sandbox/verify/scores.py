@@ -1,0 +1,163 @@
+"""What a problem's score reads on a case, and the problems that try each of its options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.score import Score, TensorLike
+from ..launch.dlpack import numpy_dtype
+from ..launch.host import host_array
+from ..reference import Meaning, Part, Shape
+
+Array = NDArray[Any]
+
+OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the other on a problem, as they are asked for
+    "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
+    "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
+    "softcap": lambda p: {"softcap": 2.0},
+    "alibi": lambda p: {"alibi": (p.B, p.H)},
+    "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
+    "row bias": lambda p: {"bias": (p.B, 1, 1, p.Sk), "bias_dtype": "float32"},
+    "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
+    "padding": lambda p: {"mask": (p.B, 1, 1, p.Sk)},
+    "sink": lambda p: {"sink": True},
+    "key_lengths": lambda p: {"key_lengths": True},
+    "score": lambda p: {"score": documents(p)},
+    "Dv": lambda p: {"Dv": max(8, p.D // 2)},
+}
+TOGETHER = (
+    ("left window", "softcap"),
+    ("alibi", "key_lengths"),
+    ("bias", "mask"),
+    ("sink", "window"),
+    ("score", "bias", "softcap"),
+    ("padding", "Dv", "sink"),
+    ("window", "row bias", "alibi", "sink", "key_lengths", "score"),
+)
+
+
+def documents(p: Problem) -> Score:
+    """A user's own lines: keys of other documents are hidden, and x bends by a table for each head. Every kind of
+    tensor and every function but `where`."""
+    return Score(
+        "x + 0.25 * tanh(x) * gain(h) - 0.5 * log(1 + abs(i - j)) + min(x, 1) * max(0, near(i))",
+        mask="doc(b, j) == doc(b, min(i, Sk - 1)) || every(j)",
+        tensors={
+            "gain": TensorLike((p.H,), "float32"), "near": TensorLike((p.Sq,), "float16"),
+            "doc": TensorLike((p.B, p.Sk), "int32"), "every": TensorLike((p.Sk,), "bool"),
+        },
+    )  # fmt: skip
+
+
+def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tuple[str, Problem]]:
+    """(name, problem) of every option alone and of some together, on what `problem` makes of a dtype and a mask: one
+    dtype and mask after the other, of those that `kernel` takes."""
+    for n, names in enumerate((*((name,) for name in OPTIONS), *TOGETHER)):
+        masks = ("bottom-right", False, "top-left")
+        p = problem(dtype=kernel.dtypes[n % len(kernel.dtypes)], causal=masks[n % 3 if n % 2 else 0])
+        for name in names:
+            p = dataclasses.replace(p, **OPTIONS[name](p))
+        yield " + ".join(names), p
+
+
+def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
+    """The tensors that the problem's score reads, by the names that kernels know them by.
+
+    Among the rows and keys of a mask are some that are hidden altogether, and of several batch entries one has no keys
+    that count. The tensors of a `Score` are its own; of one that has none, numbers that may be indices or truths.
+    """
+    rng = np.random.default_rng(seed + 100)
+    found: dict[str, Array] = {}
+    if p.alibi:
+        found["slopes"] = rng.uniform(0.05, 0.5, p.alibi).astype(np.float32)
+    if p.bias:
+        found["bias"] = rng.standard_normal(p.bias).astype(numpy_dtype(p.bias_dtype or p.dtype))
+    if p.mask:
+        rows, keys = p.mask[2:]
+        hidden = [
+            rng.random(p.mask) < 0.3,
+            rng.random((rows, 1)) < 0.1 * (rows > 1),
+            rng.random(keys) < 0.1 * (keys > 1),
+        ]
+        found["mask"] = ~(hidden[0] | hidden[1] | hidden[2])
+    if p.sink:
+        found["sink"] = rng.standard_normal(p.H).astype(np.float32)
+    if p.key_lengths:
+        lengths = rng.integers(0, p.Sk + 1, p.B).astype(np.int32)
+        lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
+        found["key_lengths"] = lengths
+    if p.score:
+        for name, tensor in loaded(p.score, p).tensors.items():
+            found[f"score.{name}"] = _drawn(tensor, rng) if isinstance(tensor, TensorLike) else host_array(tensor)
+    return found
+
+
+def loaded(score: Score, p: Problem) -> Score:
+    """The same with its tensors' numbers, of the file that it was read from, where it has lost them on its way here."""
+    lost = any(isinstance(tensor, TensorLike) for tensor in score.tensors.values())
+    return Score.from_file(score.file, p) if lost and score.file else score
+
+
+def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
+    if like.dtype == "bool":
+        return rng.random(like.shape) < 0.2
+    if like.dtype == "int32":
+        return rng.integers(0, 3, like.shape).astype(np.int32)
+    return (rng.standard_normal(like.shape) * 0.5).astype(numpy_dtype(like.dtype))
+
+
+def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
+    """What `sandbox.reference` is told of a problem whose score reads `given`."""
+    names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
+    tensors = {option: given[name] for option, name in names.items() if name in given}
+    score = p.score and dataclasses.replace(p.score, tensors={name: given[f"score.{name}"] for name in p.score.tensors})
+    return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
+
+
+def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int) -> dict[str, Any]:
+    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads."""
+
+    def cut(name: str, *at: int | slice) -> Array:
+        x = given[name]
+        return host_array(x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))])
+
+    part: dict[str, Array] = {}
+    for name in ("bias", "mask"):
+        if name in given:
+            rows = slice(start, stop) if given[name].shape[2] > 1 else slice(0, 1)
+            part[name] = cut(name, b, h, rows, slice(None))[None, None]
+    if "slopes" in given:
+        part["slopes"] = cut("slopes", *(b, h)[-given["slopes"].ndim :]).reshape(1)
+    for name, i in (("sink", h), ("key_lengths", b)):
+        if name in given:
+            part[name] = host_array(given[name])[i : i + 1]
+    part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.")}
+    return {**reference_options(p, part), "part": Part(b, h, start, p.Sq)}
+
+
+def seen(p: Problem, given: Mapping[str, Array]) -> Array:
+    """Which keys each row sees, (B, H, Sq, Sk)."""
+    meaning = Meaning(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, given))
+    Q, K, found = np.zeros((p.Sq, 1)), np.zeros((p.Sk, 1)), np.empty((p.B, p.H, p.Sq, p.Sk), np.bool_)
+    for b, h in np.ndindex(p.B, p.H):
+        found[b, h] = meaning.head(b, h).scores(Q, K).seen
+    return found
+
+
+def hide_nan(p: Problem, given: dict[str, Array]) -> None:
+    """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
+    visible = seen(p, given)
+    by_key_head = np.asarray(visible.reshape(p.B, p.Hk, -1, p.Sk).any(2))  # (B, Hk, Sk)
+    for name in ("K", "V"):
+        given[name] = np.where(by_key_head[..., None], given[name], np.array(np.nan, given[name].dtype))
+    if p.bias:
+        along = tuple(axis for axis, n in enumerate(p.bias) if n == 1)
+        read = np.asarray(visible.any(axis=along, keepdims=True))
+        given["bias"] = np.where(read, given["bias"], np.array(np.nan, given["bias"].dtype))

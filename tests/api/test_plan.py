@@ -1,0 +1,196 @@
+"""What a plan is kept under: everything that it was made from, as values."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+import sandbox
+from sandbox import reference
+from sandbox.api import passes, plan
+from sandbox.core.errors import SpecError, UnsupportedProblem
+from sandbox.launch import dlpack
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    sandbox.reload()
+
+
+def lying(array: np.ndarray, offset: int) -> np.ndarray:
+    """The same numbers, `offset` bytes past a multiple of 16."""
+    memory = np.empty(array.nbytes + 32, np.uint8)
+    start = -memory.ctypes.data % 16 + offset
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def inputs(dtype=np.float16, S: int = 33, D: int = 64) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal((1, 2, S, D), np.float32).astype(dtype) for _ in range(3))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_the_forward_heeds_where_each_of_its_tensors_lies(which: int) -> None:
+    """Aligned first, then not: the kernel that copies 16 bytes at a time takes the one and not the other."""
+    aligned = [lying(x, 0) for x in inputs()]
+    sandbox.attention_forward(*aligned, kernel="fwd_mma")
+    aligned[which] = lying(aligned[which], 4)
+    with pytest.raises(UnsupportedProblem, match="rows that begin at multiples of 4 bytes"):
+        sandbox.attention_forward(*aligned, kernel="fwd_mma")
+
+
+def gradients_of(offsets: dict[str, int], lse_step: int = 1, spread: bool = False) -> dict[str, np.ndarray]:
+    """Arguments of `attention_backward`; those in `offsets` lie so many bytes past a multiple of 16."""
+    q, k, v = inputs()
+    out, lse = (x for x in reference.attention(q, k, v))
+    rng = np.random.default_rng(1)
+    dout = rng.standard_normal(q.shape, np.float32).astype(q.dtype)
+    every = {"dout": dout, "q": q, "k": k, "v": v, "out": out.astype(q.dtype), "lse": lse.astype(np.float32)}
+    every = {name: lying(array, offsets.get(name, 0)) for name, array in every.items()}
+    if lse_step > 1:
+        every["lse"] = np.repeat(every["lse"], lse_step, -1)[..., ::lse_step]
+    if spread:
+        wide = lying(np.repeat(every["dout"], 2, -1), offsets.get("dout", 0))
+        every["dout"] = wide[..., ::2]
+    return every
+
+
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])
+@pytest.mark.parametrize("before", [{}, {"lse": 4}, {"dout": 4}], ids=["aligned", "lse at 4", "a copied dout at 4"])
+def test_the_backward_heeds_where_each_of_its_tensors_lies(name: str, before: dict[str, int]) -> None:
+    """And not where lie those that are read number by number, or copied first."""
+    spread = "dout" in before
+    if spread and name == "dout":
+        pytest.skip("it is copied")
+    first, second = gradients_of(before, spread=spread), gradients_of({**before, name: 4}, spread=spread)
+    sandbox.attention_backward(*first.values(), kernel="bwd_mma")
+    with pytest.raises(UnsupportedProblem, match="rows that begin at multiples of 4 bytes"):
+        sandbox.attention_backward(*second.values(), kernel="bwd_mma")
+
+
+def test_copies_are_planned_for_as_they_lie() -> None:
+    """A contiguous array takes the place of one that no kernel reads; its plan is that of any such array."""
+    expected = sandbox.attention_backward(*gradients_of({}).values())
+    for spread, step in ((True, 1), (False, 2), (True, 2)):
+        got = sandbox.attention_backward(*gradients_of({}, step, spread).values())
+        assert all(map(np.array_equal, got, expected))
+
+
+def test_as_many_plans_as_alignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2, 4, 8 and 16 bytes, whatever the addresses; of lse's none."""
+    made = []
+    for maker in ("forward_plan", "backward_plan"):
+        real = getattr(plan, maker)
+        monkeypatch.setattr(plan, maker, lambda *args, real=real: made.append(args) or real(*args))
+    for offset in range(0, 16, 2):
+        q, k, v = inputs(D=8, S=5)
+        sandbox.attention_forward(lying(q, offset), lying(k, 0), lying(v, 0))
+    assert len(made) == 4
+    made.clear()
+    for offset in (0, 4, 8, 12):
+        sandbox.attention_backward(*gradients_of({"lse": offset}).values())
+    assert len(made) == 1
+
+
+def test_every_option_counts() -> None:
+    """What was planned without it does not answer for it."""
+    q, k, v = inputs(np.float32, 9, 16)
+    sandbox.attention_forward(q, k, v)
+    with pytest.raises(UnsupportedProblem, match="backend='tpu' is not known"):
+        sandbox.attention_forward(q, k, v, backend="tpu")
+    arrays = gradients_of({}).values()
+    sandbox.attention_backward(*arrays, kernel="bwd_mma")
+    with pytest.raises(UnsupportedProblem, match="bwd_mma is not deterministic"):
+        sandbox.attention_backward(*arrays, kernel="bwd_mma", deterministic=True)
+    with pytest.raises(UnsupportedProblem, match="backend='tpu' is not known"):
+        sandbox.attention_backward(*arrays, backend="tpu")
+
+
+def test_an_address_of_zero_is_never_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even after a plan for such arrays was made; where there is nothing it is as good as any."""
+    q, k, v = inputs(np.float32, 9, 16)
+    sandbox.attention_forward(q, k, v)
+    library = type(dlpack.library_of(q))
+    real = library.view
+    monkeypatch.setattr(library, "pointer", lambda self, x: 0 if x is k else x.ctypes.data)
+    monkeypatch.setattr(library, "view", lambda self, x: dataclasses.replace(real(self, x), pointer=self.pointer(x)))
+    with pytest.raises(UnsupportedProblem, match=r"an array of shape \(1, 2, 9, 16\) has no memory"):
+        sandbox.attention_forward(q, k, v)
+    with pytest.raises(UnsupportedProblem, match=r"an array of shape \(2, 3\) has no memory \(its address is 0\)"):
+        dlpack.ArrayView(0, (2, 3), (3, 1), "float32", dlpack.HOST, None)
+    assert dlpack.ArrayView(0, (2, 0), (1, 1), "float32", dlpack.HOST, None).extent() == (0, 0)
+
+
+# ---- scale
+
+
+@pytest.mark.parametrize("make", [np.float64, np.float32, np.array, lambda x: np.full((1,), x)[0], float])
+def test_a_scale_is_its_value(make) -> None:
+    q, k, v = inputs(np.float32, 9, 16)
+    assert np.array_equal(sandbox.attention(q, k, v, scale=make(0.5)), sandbox.attention(q, k, v, scale=0.5))
+    assert len(passes._plans) == 1
+
+
+def test_a_scale_that_is_no_number() -> None:
+    with pytest.raises(SpecError, match=r"scale=\[1\] must be a number"):
+        sandbox.attention(*inputs(), scale=[1])
+
+
+def test_a_scale_changed_in_place() -> None:
+    """The next call sees the new value, forward and backward."""
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, inputs(np.float32, 9, 16))
+    scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+    for value in (0.5, 2.0):
+        scale.fill_(value)
+        out, lse = sandbox.attention_forward(q, k, v, scale=scale)
+        assert torch.equal(out, sandbox.attention(q, k, v, scale=value))
+        got = sandbox.attention_backward(out, q, k, v, out, lse, scale=scale)
+        expected = sandbox.attention_backward(out, q, k, v, out, lse, scale=value)
+        assert all(map(torch.equal, got, expected))
+
+
+def test_a_scale_that_wants_a_gradient_is_refused() -> None:
+    """None comes back to it; where none is recorded, it is a number."""
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, inputs(np.float32, 9, 16))
+    scale = torch.nn.Parameter(torch.tensor(0.5))
+    expected = sandbox.attention(q, k, v, scale=0.5)
+    with pytest.raises(UnsupportedProblem, match=r"no derivative by its scale: pass scale\.detach\(\)"):
+        sandbox.attention(q, k, v, scale=scale)
+    with pytest.raises(UnsupportedProblem, match="no derivative by its scale"):
+        torch.func.grad(lambda s: sandbox.attention(q, k, v, scale=s).sum())(scale.detach())
+    with pytest.raises(UnsupportedProblem, match="no derivative by its scale"):
+        torch.func.jvp(lambda s: sandbox.attention(q, k, v, scale=s), (scale.detach(),), (torch.tensor(1.0),))
+    assert torch.equal(sandbox.attention(q, k, v, scale=scale.detach()), expected)
+    with torch.no_grad():
+        assert torch.equal(sandbox.attention(q, k, v, scale=scale), expected)
+
+
+# ---- reload
+
+
+def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made from what was there before, it serves its own call alone."""
+    q, k, v = inputs(np.float32, 9, 16)
+    begun, reloaded = threading.Event(), threading.Event()
+    real = plan.forward_plan
+
+    def slow(*args):
+        begun.set()
+        assert reloaded.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(plan, "forward_plan", slow)
+    thread = threading.Thread(target=sandbox.attention_forward, args=(q, k, v))
+    thread.start()
+    assert begun.wait(60)
+    sandbox.reload()
+    reloaded.set()
+    thread.join()
+    assert not passes._plans

@@ -1,0 +1,142 @@
+"""What `check` and `bench` give a problem's score, and the truth that they hold its options to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from sandbox import reference
+from sandbox.core import registry
+from sandbox.core.errors import SpecError
+from sandbox.launch.host import host_array
+from sandbox.spec import Problem, Score
+from sandbox.verify import sampled, sampled_gradients, scores
+from sandbox.verify.cases import Case, inputs_of, sweep_cases
+
+TRIED = (*((name,) for name in scores.OPTIONS), *scores.TOGETHER)
+P = Problem(2, 4, 130, 97, 8, Hk=2, dtype="float32", causal="bottom-right")
+
+
+def problem(names: tuple[str, ...], p: Problem = P) -> Problem:
+    for name in names:
+        p = dataclasses.replace(p, **scores.OPTIONS[name](p))
+    return p
+
+
+def tensors(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in given.items()}
+
+
+@pytest.mark.parametrize("names", TRIED, ids=" + ".join)
+def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
+    p = problem(names)
+    given = inputs_of("backward", Case("strips", p))
+    options = scores.reference_options(p, given)
+    out, lse = reference.attention(given["Q"], given["K"], given["V"], **options)
+    t = tensors(given)
+    read = {name: t[name] for name in scores.score_inputs(p)}
+    expected = sampled.expect(p, t["Q"], t["K"], t["V"], given=read)
+    assert len(expected.strips) > 1
+    for strip in expected.strips:
+        for n, (b, h) in enumerate(expected.heads):
+            np.testing.assert_allclose(strip.out[n, 0], out[b, h, strip.start : strip.stop], atol=1e-12)
+            np.testing.assert_allclose(strip.lse[n, 0], lse[b, h, strip.start : strip.stop], atol=1e-12)
+    assert sampled.compare(expected, *(torch.from_numpy(x.astype(np.float32)) for x in (out, lse))).message == ""
+    wrong, _ = reference.attention(given["Q"], given["K"], given["V"], causal=p.causal, scale=p.scale)
+    if names != ("Dv",):
+        assert sampled.compare(expected, torch.from_numpy(wrong.astype(np.float32))).message
+    gradients = sampled_gradients.expect_gradients(p, t["Q"], t["K"], t["V"], t["dO"], given=read)
+
+    def launch() -> tuple[Any, ...]:
+        found = reference.attention_backward(*(t[n].numpy() for n in ("dO", "Q", "K", "V")), **options)
+        return tuple(torch.from_numpy(x) for x in found)
+
+    assert gradients.check(lambda: None, launch).message == ""
+
+
+@pytest.mark.parametrize("kernel", registry.kernels().values(), ids=lambda kernel: kernel.name)
+def test_the_sweep_tries_every_option(kernel) -> None:
+    found = [case for case in sweep_cases(kernel) if not case.problem.plain]
+    assert len(found) == len(TRIED)
+    assert {case.inputs for case in found} == {"normal", "hidden", "large"}
+    assert {case.problem.dtype for case in found} == {*kernel.dtypes}
+
+
+def test_what_nobody_sees_is_nan() -> None:
+    p = problem(("bias", "mask", "key_lengths"))
+    given = inputs_of("backward", Case("hidden", p, "hidden"))
+    seen = scores.seen(p, given)
+    for name in ("K", "V", "bias"):
+        assert np.isnan(given[name].astype(np.float32)).any()
+    assert not seen[1].any()  # a batch entry in which no key counts
+    assert not given["O"][1].any()
+    assert np.isneginf(given["LSE"][1]).all()
+    assert np.isfinite(given["O"]).all()
+
+
+def test_a_score_without_numbers_reads_its_file_again(tmp_path) -> None:
+    file = tmp_path / "slopes.py"
+    file.write_text(
+        "import numpy as np\nimport sandbox\n\n\ndef score(problem):\n"
+        "    return sandbox.Score('x - s(h) * abs(i - j)', tensors={'s': np.arange(problem.H, dtype=np.float32)})\n"
+    )
+    p = dataclasses.replace(P, score=Score.from_file(file, P))
+    again = Problem.from_json(p.as_json())
+    assert again == p
+    assert (scores.score_inputs(again)["score.s"] == np.arange(4)).all()
+    np.testing.assert_array_equal(
+        *(inputs_of("backward", Case("file", q))["O"] for q in (p, again)),
+    )
+    file.write_text("score = 3\n")
+    with pytest.raises(SpecError, match="it must define score"):
+        Score.from_file(file, P)
+    with pytest.raises(SpecError, match="there is no such file"):
+        Score.from_file(tmp_path / "none.py", P)
+
+
+X, I, J = np.linspace(-2, 2, 20).reshape(4, 5), np.arange(3, 7)[:, None], np.arange(5)[None]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value", "derivative"),
+    [
+        ("x", lambda x: x, lambda x: x**0),
+        ("exp(x) - log(2 + x * x)", lambda x: np.exp(x) - np.log(2 + x**2), lambda x: np.exp(x) - 2 * x / (2 + x**2)),
+        ("tanh(x / 3)", lambda x: np.tanh(x / 3), lambda x: (1 - np.tanh(x / 3) ** 2) / 3),
+        ("abs(x) + max(x, 0.5)", lambda x: abs(x) + np.maximum(x, 0.5), lambda x: np.sign(x) + (x > 0.5)),
+        ("where(j > i - 4, x * x, 0) + min(i, j)", lambda x: np.where(J > I - 4, x**2, 0) + np.minimum(I, J),
+         lambda x: np.where(J > I - 4, 2 * x, 0)),
+        ("x * (b + 10 * h) + Sq - Sk", lambda x: x * 21 - 2, lambda x: 0 * x + 21),
+    ],
+)  # fmt: skip
+def test_expressions_and_their_derivatives_on_the_host(expression: str, value: Any, derivative: Any) -> None:
+    found = Score(expression, mask="(i + j) % 2 == 0 && i < Sq").evaluate(X, 1, 2, I, J, 5, 7)
+    np.testing.assert_allclose(found[0], value(X), atol=1e-14)
+    np.testing.assert_allclose(found[1], derivative(X), atol=1e-14)
+    np.testing.assert_array_equal(found[2], ((I + J) % 2 == 0) & (I < 5))
+
+
+def test_tensors_of_every_kind_on_the_host() -> None:
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((3, 9, 12)).astype(np.float16)[:, ::2, ::-2]  # strides of its own
+    narrow = rng.standard_normal((9, 3)).astype(ml_dtypes.bfloat16)
+    half = torch.from_numpy(narrow.astype(np.float32)).bfloat16()
+    score = Score(
+        "table(b, min(i, 4), j) + narrow(i, h) + whole(j)",
+        mask="flag(i, j)",
+        tensors={
+            "table": table, "narrow": half, "whole": np.arange(6, dtype=np.int32),
+            "flag": torch.ones(7, 5, dtype=torch.bool),
+        },
+    )  # fmt: skip
+    value, derivative, seen = score.evaluate(X, 1, 2, I, J, 7, 5)
+    assert host_array(half).dtype == ml_dtypes.bfloat16
+    wanted = table[1][np.minimum(I, 4), J].astype(float) + narrow[I, 2].astype(float) + J
+    np.testing.assert_allclose(value, wanted, atol=1e-12)
+    assert not derivative.any()
+    assert seen.all()
