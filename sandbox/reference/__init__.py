@@ -2,6 +2,7 @@
 
 from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, gradient_bound, lse_bound, max_error, output_bound
 from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward
+from .dropout import dropout_keep
 from .flash import flash1, flash2
 from .flash_backward import flash2_backward
 from .gradients import Gradients
@@ -23,6 +24,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "backward_magnitudes",
+    "dropout_keep",
     "errors",
     "flash1",
     "flash2",

@@ -1,0 +1,65 @@
+"""Which probabilities dropout keeps: a pure function of the seed and of where an element stands.
+
+Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a counter of four words and a
+key of two into four words. One call serves the eight elements of (query, key) space that one lane holds of a 16 × 16
+block in the accumulators of two neighbouring m16n8 products, 16 bits each:
+
+    lane 4 g + q of block (i // 16, j // 16):  i % 8 = g,  (j % 8) // 2 = q
+    its element 4 (j // 8 % 2) + 2 (i // 8 % 2) + j % 2:  half-words of the four words, the low half of word 0 first
+    counter (i // 16 * 32 + lane, j // 16, h, b),  key (seed's low word, seed's high word)
+
+So a lane of a forward kernel makes one call for eight elements, and two lanes of a backward kernel, which hold the
+block transposed, make two for sixteen: each makes one and they exchange halves.
+
+An element is kept where its 16 bits, as a number, reach p · 2^16: p is honoured to 2^-16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # what the key grows by from round to round
+_LOW = np.uint64(0xFFFFFFFF)
+_WORD = np.uint64(32)
+
+Words = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+
+
+def philox(counter: Words, seed: int) -> Words:
+    """Philox 4x32-10 of counters, four arrays of 32-bit words of one shape, under a key of 64 bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # of 32 bits each: 64 hold them
+        c0, c1, c2, c3 = product1 >> _WORD ^ c1 ^ k0, product1 & _LOW, product0 >> _WORD ^ c3 ^ k1, product0 & _LOW
+        k0, k1 = k0 + _WEYL[0] & _LOW, k1 + _WEYL[1] & _LOW
+    return c0, c1, c2, c3
+
+
+def dropout_threshold(p: float) -> int:
+    """What an element's 16 bits must reach to be kept: p · 2^16, rounded. Raises ValueError unless 0 <= p <= 1."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout={p} must be a probability, 0 <= p <= 1")
+    return round(p * 65536)
+
+
+def dropout_keep(seed: int, B: int, H: int, Sq: int, Sk: int, p: float) -> NDArray[np.bool_]:
+    """Which elements of P dropout keeps, (B, H, Sq, Sk) bool: the same in every kernel, tile and backend.
+
+    seed: 64 bits, of either sign. Raises ValueError unless 0 <= p <= 1.
+    """
+    threshold = dropout_threshold(p)
+    b, h, i, j = np.ogrid[:B, :H, :Sq, :Sk]
+    b, h, i, j = (x.astype(np.uint64) for x in (b, h, i, j))
+    eight, sixteen = np.uint64(8), np.uint64(16)
+    lane = np.uint64(4) * (i % eight) + j % eight // np.uint64(2)
+    counter = np.broadcast_arrays(i // sixteen * np.uint64(32) + lane, j // sixteen, h, b)
+    words = np.stack(philox((counter[0], counter[1], counter[2], counter[3]), seed))
+    element = np.uint64(4) * (j // eight % np.uint64(2)) + np.uint64(2) * (i // eight % np.uint64(2)) + j % np.uint64(2)
+    element = np.broadcast_to(element, words.shape[1:])
+    word = np.take_along_axis(words, (element // np.uint64(2)).astype(np.intp)[None], axis=0)[0]
+    bits = word >> np.uint64(16) * (element % np.uint64(2)) & np.uint64(0xFFFF)
+    return bits >= np.uint64(threshold)

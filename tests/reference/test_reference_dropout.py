@@ -1,0 +1,58 @@
+"""The dropout mask: Philox itself, the share that is kept, and that neighbours know nothing of one another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sandbox.reference import dropout_keep
+from sandbox.reference.dropout import dropout_threshold, philox
+
+
+def words(*values: int) -> tuple[np.ndarray, ...]:
+    return tuple(np.array([value], np.uint64) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # known answers of Random123's kat_vectors, philox4x32, 10 rounds
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)  # fmt: skip
+def test_philox_gives_the_known_answers(counter: tuple, key: int, expected: tuple) -> None:
+    assert tuple(int(word[0]) for word in philox(words(*counter), key)) == expected
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_the_kept_share_is_as_asked(p: float) -> None:
+    kept = dropout_keep(7, 2, 5, 1000, 1000, p)
+    spread = np.sqrt(p * (1 - p) / kept.size)
+    assert abs(kept.mean() - (1 - p)) <= 5 * spread + 2**-17
+
+
+@pytest.mark.parametrize("shift", [(0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 8, 0), (0, 0, 0, 8)])
+def test_neighbours_know_nothing_of_one_another(shift: tuple[int, int, int, int]) -> None:
+    kept = dropout_keep(-3, 4, 4, 512, 512, 0.5).astype(np.float64) - 0.5
+    here = kept[tuple(slice(0, n - s) for n, s in zip(kept.shape, shift, strict=True))]
+    there = kept[tuple(slice(s, n) for n, s in zip(kept.shape, shift, strict=True))]
+    assert abs((here * there).mean() * 4) <= 5 / np.sqrt(here.size)
+
+
+def test_a_mask_is_a_function_of_seed_and_place_alone() -> None:
+    whole = dropout_keep(11, 2, 3, 70, 90, 0.3)
+    assert (whole[:1, :2, :33, :41] == dropout_keep(11, 1, 2, 33, 41, 0.3)).all()
+    for other in (12, 11 + 2**32, -11):
+        assert (whole != dropout_keep(other, 2, 3, 70, 90, 0.3)).any()
+
+
+def test_the_ends() -> None:
+    assert dropout_keep(1, 1, 1, 50, 50, 0.0).all()
+    assert not dropout_keep(1, 1, 1, 50, 50, 1.0).any()
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="must be a probability"):
+            dropout_threshold(p)
