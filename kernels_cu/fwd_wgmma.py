@@ -78,8 +78,10 @@ kernel = Kernel(
     arch_suffix="a",
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
     ),

@@ -14,7 +14,8 @@
 
 #include "number.cuh"
 
-// Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32.
+// Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
+// BIAS and MASK + 4: the same for every key.
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -46,14 +47,14 @@
 #define SCORE_BYTES 16
 #endif
 
-// A tensor that broadcasts to (B, H, Sq, Sk): strides in elements, 0 where it does not vary.
+// A tensor that broadcasts to (B, H, Sq, Sk): strides in elements, 0 where it does not vary; in Sk 1, or it does not vary.
 template <class T>
 struct Broadcast {
     const T* data;
-    long long stride_b, stride_h, stride_i, stride_j;
+    long long stride_b, stride_h, stride_i;
     __device__ __forceinline__ const T* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
 };
-#if BIAS == 2
+#if BIAS % 4 == 2
 using bias_t = float;
 #else
 using bias_t = dtype;
@@ -244,7 +245,7 @@ struct Head {
     __device__ __forceinline__ bool sees(int query_row, int key_col) const {
         bool seen = reaches(query_row, key_col);
 #if MASK
-        seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + key_col * score.mask.stride_j];
+        seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
         if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, score.Sq, Sk);
@@ -281,8 +282,8 @@ struct Head {
     // ---- what a dot product becomes
 
     // IN_X: x itself; else in units of `unit`. T is float, or a Dual, whose derivative is that of x with respect to the
-    // scaled dot product. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
-    template <class T, bool IN_X>
+    // scaled dot product, or OF_BIAS, to the bias. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
+    template <class T, bool IN_X, bool OF_BIAS = false>
     __device__ __forceinline__ T steps(float dot, At at) const {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
         T x = number<T>(IN_UNITS_OF_1 ? dot * score.scale : dot, 1.0f);
@@ -295,9 +296,10 @@ struct Head {
         x = x - (IN_UNITS_OF_1 ? slope : slope * per_unit) * fabsf(distance);
 #endif
 #if BIAS
-        const float shift = to_float(bias[min(at.query_row(), Sq - 1) * score.bias.stride_i +
-                                          min(at.key_col(), score.Sk - 1) * score.bias.stride_j]);
+        const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
+        const float shift = BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
         x = x + (IN_UNITS_OF_1 ? shift : shift * per_unit);
+        if (OF_BIAS) x = number<T>(value_of(x), 1.0f);
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
@@ -313,10 +315,11 @@ struct Head {
 
     // Of a pair in the backward: P, recomputed from its row's LSE, and the derivative of x. 0 where it is not seen, unless the
     // LSE is NaN.
+    template <bool OF_BIAS = false>
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
-        const Dual x = steps<Dual, NATURAL>(dot, {query_row, key_col});
+        const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
-        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), STEEP ? x.derivative : 1.0f};
+        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), (OF_BIAS ? Snippet::SCORES : STEEP) ? x.derivative : 1.0f};
     }
 
     // Raw scores, for whoever applies the mask afterwards.
@@ -339,6 +342,9 @@ struct Head {
   private:
     template <class T>
     static __device__ __forceinline__ T number(float value, float derivative);
+
+    static __device__ __forceinline__ float value_of(float x) { return x; }
+    static __device__ __forceinline__ float value_of(Dual x) { return x.value; }
 
     static __device__ __forceinline__ float tanh_of(float y) {
 #if defined(DTYPE_bfloat16)

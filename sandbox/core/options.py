@@ -18,7 +18,8 @@ _POINTER, _STRIDE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 class ScoreTensor(NamedTuple):
     """A tensor in the argument `score`: its name, its shape, and the fields of its address and of its strides.
 
-    It is given with as many dimensions as its shape has, or fewer, the last ones.
+    It is given with as many dimensions as its shape has, or fewer, the last ones. Where there are fewer strides than
+    dimensions, the last dimension's must be 1.
     """
 
     name: str
@@ -34,8 +35,8 @@ def macros(problem: Problem) -> dict[str, int]:
         "WINDOW": (left is not None) | (right is not None and not problem.causal) << 1,
         "SOFTCAP": int(problem.softcap > 0),
         "ALIBI": int(bool(problem.alibi)),
-        "BIAS": (2 if problem.bias_dtype else 1) if problem.bias else 0,
-        "MASK": int(bool(problem.mask)),
+        "BIAS": (2 if problem.bias_dtype else 1) | _same_for_every_key(problem.bias) if problem.bias else 0,
+        "MASK": 1 | _same_for_every_key(problem.mask) if problem.mask else 0,
         "SINK": int(problem.sink),
         "KEY_LENGTHS": int(problem.key_lengths),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
@@ -48,14 +49,18 @@ def macros(problem: Problem) -> dict[str, int]:
     return asked
 
 
+def _same_for_every_key(shape: tuple[int, ...]) -> int:
+    return 4 if shape[3] == 1 else 0
+
+
 def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
     """The tensors that a problem's score reads, in the order of their fields."""
     every = (problem.B, problem.H, problem.Sq, problem.Sk)
     for name, shape, axes in (
         ("key_lengths", every[:1] if problem.key_lengths else (), "b"),
         ("slopes", problem.alibi and (1, *problem.alibi)[-2:], "bh"),
-        ("bias", problem.bias, "bhij"),
-        ("mask", problem.mask, "bhij"),
+        ("bias", problem.bias, "bhi"),
+        ("mask", problem.mask, "bhi"),
         ("sink", every[1:2] if problem.sink else (), "h"),
     ):
         if shape:

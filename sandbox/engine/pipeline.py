@@ -61,17 +61,21 @@ class Prepared:
 def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Prepared:
     """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may lack.
 
+    A backward also computes the gradients of bias and sink, where `tensors` has "dbias" or "dsink"; with "dLSE" it is
+    that of LSE too.
+
     An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
     steps: list[_Step] = []
-    if kernel.computes == "backward":
-        arch = arch_of(device)
-        delta = choose_kernel(problem, "delta", arch)
-        delta_tile = choose_tile(delta, problem, arch)
-        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
+    backward = kernel.computes == "backward"
+    if backward:
+        steps += _chosen_steps("delta", problem, tensors, device)
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
+    for gradient in ("dbias", "dsink"):
+        if backward and gradient in tensors:
+            steps += _chosen_steps(gradient, problem, tensors, device)
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
@@ -82,6 +86,16 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
 
 
 _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes
+
+
+def _chosen_steps(
+    computes: str, problem: Problem, tensors: Mapping[str, Tensor], device: Device
+) -> Iterator[_Step]:
+    """Of the kernel and the tile that are chosen for it."""
+    arch = arch_of(device)
+    kernel = choose_kernel(problem, computes, arch)
+    tile = choose_tile(kernel, problem, arch)
+    return _steps(kernel, tile, problem, tensors, device, load(kernel, tile, problem, device))
 
 
 def _steps(

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from ..core.errors import SpecError
+from ..core.errors import SpecError, UnsupportedProblem
 from ..core.integers import cdiv
 from ..core.kernel import COMPUTATIONS, Entry, Kernel
 from ..core.options import score_structure, score_tensors
@@ -65,13 +65,17 @@ _WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
-    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum")},
+    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
+    **{
+        f"bias_{axis}": Row(ctypes.c_int32, lambda p, i=i: ctypes.c_int32(p.bias[i]))  # type: ignore[misc]
+        for i, axis in enumerate("bhij")
+    },
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B * p.H)),
 }
 
@@ -168,10 +172,13 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
             setattr(value, field[0], numbers[field[0]])
     slots = {}
     for wanted in score_tensors(problem):
-        tensor = tensors[wanted.name]
-        for name, size, stride in zip(
-            reversed(wanted.strides), reversed(wanted.shape), reversed(tensor.strides), strict=False
-        ):
+        tensor, sizes = tensors[wanted.name], wanted.shape
+        strides = (0,) * (len(sizes) - len(tensor.strides)) + tuple(tensor.strides)
+        if len(wanted.strides) < len(sizes) and sizes[-1] > 1 and strides[-1] != 1:
+            raise UnsupportedProblem(
+                f"{wanted.name} has stride {strides[-1]} in its last dimension: it must be 1 (pass a contiguous copy)"
+            )
+        for name, size, stride in zip(wanted.strides, sizes, strides, strict=False):
             setattr(value, name, stride if size > 1 else 0)
         slot = ctypes.c_void_p.from_buffer(value, getattr(type(value), wanted.pointer).offset)
         slot.value = tensor.pointer

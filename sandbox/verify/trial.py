@@ -29,6 +29,8 @@ _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
     "dK": lambda p: (p.B, p.Hk, p.Sk, p.D),
     "dV": lambda p: (p.B, p.Hk, p.Sk, p.Dv),
     **dict.fromkeys(("LSE", "delta"), lambda p: (p.B, p.H, p.Sq)),
+    "dbias": lambda p: p.bias,
+    "dsink": lambda p: (p.H,),
 }
 
 
