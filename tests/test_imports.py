@@ -154,7 +154,10 @@ def test_one_seam_to_each_library_of_cuda(mention: str, home: str) -> None:
 
 def test_one_seam_to_array_libraries() -> None:
     """Whoever is given an array asks `dlpack`; who times PyTorch's own attention, or joins it, needs PyTorch."""
-    seam, on_demand = "launch.dlpack", {"bench.contest", "bench.peers", "bench.timing", "api.torch_op"}
+    seam, on_demand = (
+        "launch.dlpack",
+        {"bench.contest", "bench.peers", "bench.timing", "api.torch_op", "api.torch_arguments"},
+    )
     for name, tree in TREES.items():
         if name == seam:
             continue

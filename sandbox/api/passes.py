@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SpecError
 from ..core.kernel import Kernel
+from ..core.score import Score
 from ..core.tile import Tile
 from ..launch.dlpack import library_of
+from .asked import asked
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -32,31 +34,50 @@ def attention_forward(
     *,
     causal: bool | str = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    alibi: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    key_lengths: Any = None,
+    score: Score | None = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention, FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
 
-    q: (B, H, Sq, D); k, v: (B, Hk, Sk, D), Hk dividing H; float32, float16 or bfloat16; any strides with a unit stride
-    in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
+    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), Hk dividing H; float32, float16 or bfloat16; any strides
+    with a unit stride in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
     causal: False; True, or "bottom-right", query i sees keys j <= i + Sk - Sq; "top-left", j <= i.
-    scale: 1/sqrt(D) by default; of an array of one number the value is taken. kernel: a name, by default the highest
+    scale: 1/sqrt(D) by default; of an array of one number the value is taken.
+
+    What a score is beyond that, in this order, absent by default; arrays of q's library and device, any strides:
+    softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32: less slope * |i + shift - j|,
+    where shift is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or float32: added.
+    score: a `sandbox.Score`, the user's own expressions. window: (left, right), so many keys to either side of
+    i + shift, both ends included, None for no bound. mask: bool, broadcastable to (B, H, Sq, Sk): False hides. sink:
+    (H,) float32: exp(sink[h]) is added to a row's sum. key_lengths: (B,) int32: so many of the Sk keys count.
+
+    kernel: a name, by default the highest
     rung that takes the problem. tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by
     default where the arrays are.
 
-    Returns out, of q's shape, dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp of the
-    scaled scores. A row that sees no key has out 0 and lse -inf. On a GPU the work is queued on the caller's current
-    stream; arrays that lie on the other side than `backend` are copied there and back.
+    Returns out, (B, H, Sq, Dv), of q's dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp
+    of the scores, the sink's among them. A row that sees no key has out 0 and lse -inf, or the sink. On a GPU the
+    work is queued on the caller's current stream; arrays that lie on the other side than `backend` are copied there
+    and back.
 
     Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
     ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    if library_of(q).intercepts(q, k, v):
+    what, arrays = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    if library_of(q).intercepts(q, k, v, *arrays):
         from . import torch_op
 
-        return torch_op.forward(q, k, v, causal, scale, kernel, tile, backend)
-    return run_forward(q, k, v, causal, scale, kernel, tile, backend)
+        return torch_op.forward((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
+    return run_forward((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
 
 
 def attention_backward(
@@ -69,6 +90,14 @@ def attention_backward(
     *,
     causal: bool | str = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    alibi: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    key_lengths: Any = None,
+    score: Score | None = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -76,49 +105,30 @@ def attention_backward(
 ) -> tuple[Any, Any, Any]:
     """The gradients of sum(dout * out), FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 2).
 
-    q, k, v and the options as in `attention_forward`; out (B, H, Sq, D) and lse (B, H, Sq) as it returned them; dout
-    (B, H, Sq, D), of q's dtype. Where D has not unit stride (an expanded dout), or lse is not contiguous, a copy is
+    q, k, v and the options as in `attention_forward`; out (B, H, Sq, Dv) and lse (B, H, Sq) as it returned them; dout
+    (B, H, Sq, Dv), of q's dtype. Where D has not unit stride (an expanded dout), or lse is not contiguous, a copy is
     made, which the log ("sandbox") says. deterministic: only kernels whose results are the same bits at each call.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
-    share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. Memory beyond inputs
-    and results: delta, (B, H, Sq) float32, and for a kernel that sums dq by atomics one float32 (B, H, Sq, D).
+    share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. Those of bias, sink and
+    lse are autograd's alone, of `attention`. Memory beyond inputs and results: delta, (B, H, Sq) float32, and for a
+    kernel that sums dq by atomics one float32 (B, H, Sq, D).
 
     Raises what `attention_forward` does.
     """
-    arrays, options = (dout, q, k, v, out, lse), (causal, scale, kernel, tile, backend, deterministic)
+    what, more = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    arrays, options = (dout, q, k, v, out, lse, *more), (causal, scale, kernel, tile, backend, deterministic, what)
     if library_of(dout).intercepts(*arrays):
         from . import torch_op
 
         return torch_op.backward(arrays, options)
-    return run_backward(arrays, options)
+    dq, dk, dv = run_backward(arrays, options)
+    return dq, dk, dv
 
 
-def run_forward(
-    q: Any, k: Any, v: Any, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
-) -> tuple[Any, Any]:
-    """`attention_forward` of arrays that have memory of their own, whoever watches."""
-    if scale is not None and type(scale) is not float:
-        scale = number(scale)
-    library = library_of(q)
-    q, k, v = arrays = library.held(q, k, v)
-    try:
-        addresses: tuple[int, ...] = (library.pointer(q), library.pointer(k), library.pointer(v))
-        bits = addresses[0] | addresses[1] | addresses[2] | 16
-        key = (
-            library.signature(q), library.signature(k), library.signature(v),
-            bits & -bits, 0 in addresses, causal, scale, kernel, tile, backend,
-        )  # fmt: skip
-        plan = _plans.get(key)
-    except _NO_KEY:
-        key, plan = None, None
-    if plan is None:
-        plan, addresses = _make_plan("forward_plan", key, arrays, (causal, scale, kernel, tile, backend))
-    return plan(arrays, addresses)
-
-
-def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """`attention_backward`, as `run_forward`; options in the order of `plan.Options`."""
+def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    """`attention_forward` of arrays that have memory of their own, whoever watches: q, k, v, and those that the options
+    name, which stand in the order of `plan.Options`."""
     causal, scale, *how = options
     if scale is not None and type(scale) is not float:
         options = (causal, number(scale), *how)
@@ -126,8 +136,29 @@ def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any
     arrays = library.held(*arrays)
     try:
         addresses = tuple(map(library.pointer, arrays))
-        bits = reduce(or_, addresses[:5], 16)  # lse is read number by number
+        bits = addresses[0] | addresses[1] | addresses[2] | 16
         key = (*map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
+        plan = _plans.get(key)
+    except _NO_KEY:
+        key, plan = None, None
+    if plan is None:
+        plan, addresses = _make_plan("forward_plan", key, arrays, options)
+    out, lse = plan(arrays, addresses)
+    return out, lse
+
+
+def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`attention_backward`, as `run_forward`, of dout, q, k, v, out, lse and so on; dq, dk, dv, and what else is asked
+    for as a result."""
+    causal, scale, *how = options
+    if scale is not None and type(scale) is not float:
+        options = (causal, number(scale), *how)
+    library = library_of(arrays[0])
+    arrays = library.held(*arrays)
+    try:
+        addresses = tuple(map(library.pointer, arrays))
+        bits = reduce(or_, addresses[:5], 16)  # lse and what follows is read number by number
+        key = ("backward", *map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
         plan = _plans.get(key)
     except _NO_KEY:
         key, plan = None, None

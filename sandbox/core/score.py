@@ -6,6 +6,7 @@ import dataclasses
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -73,7 +74,7 @@ class Score:
         """Whether it may hide a key."""
         return self.mask != "true"
 
-    @property
+    @cached_property
     def structure(self) -> tuple[str, str, tuple[tuple[str, TensorLike], ...]]:
         """All that two equal ones share."""
         return self.score, self.mask, tuple((name, like_of(tensor)) for name, tensor in self.tensors.items())
@@ -101,6 +102,7 @@ class Score:
         visited."""
         return dataclasses.replace(self, blocks=blocks)
 
+    @cached_property
     def described(self) -> Score:
         """The same without the tensors' numbers: equal to this one, and keeps no array alive."""
         return dataclasses.replace(self, tensors=dict(self.structure[2]), blocks=None)

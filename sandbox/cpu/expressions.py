@@ -51,7 +51,7 @@ def evaluate(
     arrays = [ctypes.c_void_p(array.ctypes.data) for array in (value, derivative, seen, rows, keys)]
     numbers = [ctypes.c_int32(n) for n in (value.shape[1], b, h, Sq, Sk)]
     arguments: Any = _Arguments([_snippet(tensors), *arrays, *numbers])
-    _function(score.described()).launcher((len(value), 1, 1), (1, 1, 1), 0, arguments)(())
+    _function(score.described).launcher((len(value), 1, 1), (1, 1, 1), 0, arguments)(())
     return value, derivative, seen
 
 

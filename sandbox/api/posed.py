@@ -1,0 +1,110 @@
+"""What a caller's arrays and options pose: the problem, or one sentence that says what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.errors import UnsupportedProblem
+from ..core.problem import ITEMSIZE, Problem, normalise_causal
+from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
+from .asked import Asked
+
+
+def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None, asked: Asked) -> Problem:
+    """The problem that the arrays pose, by the caller's words. Raises UnsupportedProblem naming the value that does not
+    fit, SpecError for an option that makes no sense."""
+    q, k, v = views["q"], views["k"], views["v"]
+    for name in ("q", "k", "v"):
+        _check_tensor(name, views[name])
+    for name, view in views.items():
+        if view.device != q.device:
+            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move one")
+    for name, view in (("k", k), ("v", v)):
+        if view.dtype != q.dtype:
+            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
+        if view.shape[0] != q.shape[0]:
+            raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
+    if k.shape[3] != q.shape[3]:
+        raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: B and D must be the same")
+    if v.shape[:3] != k.shape[:3]:
+        raise UnsupportedProblem(f"k has shape {k.shape} and v {v.shape}: they must be the same, but for v's width")
+    B, H, Sq, D = q.shape
+    Hk, Sk = k.shape[1:3]
+    for name, width in (("q", D), ("v", v.shape[3])):
+        if width == 0:
+            raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its width must be at least 1")
+    if H % Hk if Hk else H:
+        raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
+    options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score}
+    options |= _shapes(views, (B, H, Sq, Sk))
+    mask = normalise_causal(causal)
+    lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
+    return Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, Dv=v.shape[3], **lies, **options)  # type: ignore[arg-type]
+
+
+def _check_tensor(name: str, view: ArrayView) -> None:
+    if view.dtype not in ITEMSIZE:
+        raise UnsupportedProblem(f"{name} is {view.dtype}: convert to one of {', '.join(ITEMSIZE)}")
+    if len(view.shape) != 4:
+        raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be (B, heads, S, D), four dimensions")
+    if view.strides[3] != 1 and view.shape[3] > 1 and 0 not in view.shape:
+        raise UnsupportedProblem(
+            f"{name} has stride {view.strides[3]} in D: it must be 1 (pass a contiguous copy of {name})"
+        )
+
+
+_DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool"}
+
+
+def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int]) -> dict[str, Any]:
+    """The fields of a Problem that say which arrays a score reads, of the views by the caller's words."""
+    found: dict[str, Any] = {}
+    for name, dtype in _DTYPES.items():
+        if name in views and views[name].dtype != dtype:
+            raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be {dtype}")
+    for name in ("bias", "mask"):
+        if name in views:
+            shape = (*(1,) * (4 - len(views[name].shape)), *views[name].shape)
+            if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, every, strict=False)):
+                raise UnsupportedProblem(
+                    f"{name} has shape {views[name].shape}: it must broadcast to (B, H, Sq, Sk) = {every}"
+                )
+            found[name] = shape
+    if bias := views.get("bias"):
+        if bias.dtype not in (views["q"].dtype, "float32"):
+            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as q, {views['q'].dtype}")
+        found["bias_dtype"] = bias.dtype
+    B, H = every[:2]
+    for name, shapes in (("alibi", ((H,), (B, H))), ("sink", ((H,),)), ("key_lengths", ((B,),))):
+        if name in views:
+            if views[name].shape not in shapes:
+                raise UnsupportedProblem(
+                    f"{name} has shape {views[name].shape}: it must be {' or '.join(map(str, shapes))}"
+                )
+            found[name] = views[name].shape if name == "alibi" else True
+    return found
+
+
+def check_results(views: Mapping[str, ArrayView], problem: Problem) -> list[str]:
+    """That dout, out, lse and dlse go with q and v; returns which of them lie as no kernel reads them."""
+    p = problem
+    wide, rows = (p.B, p.H, p.Sq, p.Dv), (p.B, p.H, p.Sq)
+    unreadable = []
+    for name, shape, dtype in (("dout", wide, p.dtype), ("out", wide, p.dtype), ("lse", rows, "float32"),
+                               ("dlse", rows, "float32")):  # fmt: skip
+        if name not in views:
+            continue
+        view = views[name]
+        if view.shape != shape:
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be {shape} to go with q and v")
+        if view.dtype != dtype:
+            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype} to go with q, which is {p.dtype}")
+        wanted = dense_strides(shape) if shape == rows else (*view.strides[:3], 1)
+        if 0 not in shape and any(s != w for n, s, w in zip(shape, view.strides, wanted, strict=True) if n > 1):
+            unreadable.append(name)
+    return unreadable
+
+
+def _name(device: Device) -> str:
+    return "cpu" if device == HOST else f"{device[0]}:{device[1]}"
