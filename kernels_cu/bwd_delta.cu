@@ -22,13 +22,17 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
     const float* dLSE,     // (B, H, Sq), contiguous; null where LSE has no gradient of its own
     float* delta,          // (B, H, Sq), contiguous
     Score score) {
-    const int lane = threadIdx.x % LANES, h = blockIdx.y, b = blockIdx.z;
-    const int first_row = blockIdx.x * BLOCK_M + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
+    const int lane = threadIdx.x % LANES, h = blockIdx.y, b = tile.b;
+    const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
+    const Sequence sequence(score, b);
+    sequence.to_queries(dO, O);
     const bool by_fours = HEAD_DIM_V % 4 == 0 && aligned_for_dtype4(dO, b, h) && aligned_for_dtype4(O, b, h);
     float sums[BLOCK_M / ROWS] = {};
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
-        const int query_row = first_row + i * ROWS, columns = query_row < score.Sq ? HEAD_DIM_V : 0;
+        const int query_row = first_row + i * ROWS, columns = query_row < sequence.Sq ? HEAD_DIM_V : 0;
         const dtype *dO_row = dO.row(b, h, query_row), *O_row = O.row(b, h, query_row);
         if (by_fours) {
             for (int d = 4 * lane; d < columns; d += 4 * LANES) {
@@ -40,11 +44,11 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
             for (int d = lane; d < columns; d += LANES) sums[i] += to_float(dO_row[d]) * to_float(O_row[d]);
         }
     }
-    const long long first = (static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row;
+    const long long first = sequence.first_row(sequence.head_number(gridDim.y, h)) + first_row;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
         const float sum = row_sum<LANES>(sums[i]);
-        if (lane == 0 && first_row + i * ROWS < score.Sq)
+        if (lane == 0 && first_row + i * ROWS < sequence.Sq)
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
 }

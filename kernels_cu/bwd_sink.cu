@@ -11,19 +11,19 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_sink(
     const float* LSE,    // (B, H, Sq), contiguous
     const float* delta,  // (B, H, Sq), contiguous
     float* dsink,        // (H,)
+    int B,
     int H,
-    int heads,  // B * H
     Score score) {
     __shared__ float sums[WARPS];
     const int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sum = 0.0f;
 #if SINK
     const float sink = Head(score, 0, h).sink;
-    for (int head = h; head < heads && sink != -INF; head += H)
-        for (int i = threadIdx.x; i < score.Sq; i += 32 * WARPS) {
-            const long long row = static_cast<long long>(head) * score.Sq + i;
-            sum -= expf(sink - LSE[row]) * delta[row];
-        }
+    for (int b = 0; b < B && sink != -INF; ++b) {
+        const Sequence sequence(score, b);
+        const long long first = sequence.first_row(sequence.head_number(H, h));
+        for (int i = threadIdx.x; i < sequence.Sq; i += 32 * WARPS) sum -= expf(sink - LSE[first + i]) * delta[first + i];
+    }
 #endif
     sum = row_sum<32>(sum);
     if (lane == 0) sums[warp] = sum;

@@ -25,8 +25,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
-    if p.B * p.H * cdiv(p.Sq, 64) >= 2**31:
-        return f"{p} has {p.B * p.H * cdiv(p.Sq, 64)} pieces of 64 rows: fewer than 2^31 are built"
+    if p.batches * p.H * p.query_tiles(64) >= 2**31:
+        return f"{p} has {p.batches * p.H * p.query_tiles(64)} pieces of 64 rows: fewer than 2^31 are built"
     return None
 
 
@@ -64,7 +64,7 @@ def rank(p: Problem, t: Tile) -> bool:
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """One block for each of BLOCKS multiprocessors, which takes piece after piece."""
-    return (min(cdiv(p.Sq, t.BLOCK_M) * p.B * p.H, t.BLOCKS), 1, 1)
+    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
 
 
 kernel = Kernel(
@@ -72,6 +72,7 @@ kernel = Kernel(
     computes="forward",
     rung=4,
     default=True,
+    ragged=True,
     summary="Hopper's warpgroup MMA, fed by TMA: one warpgroup loads, the others take turns on the tensor cores",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),

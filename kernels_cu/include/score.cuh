@@ -10,9 +10,8 @@
 // Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
 // plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
 #pragma once
-#include <ptx.cuh>  // along the include path: on the CPU backend its twin
-
 #include "number.cuh"
+#include "sequence.cuh"
 
 // Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
 // BIAS and MASK + 4: the same for every key.
@@ -33,9 +32,6 @@
 #endif
 #ifndef SINK
 #define SINK 0
-#endif
-#ifndef KEY_LENGTHS
-#define KEY_LENGTHS 0
 #endif
 #ifndef SCORE_SNIPPET
 #define SCORE_SNIPPET 0
@@ -99,8 +95,18 @@ struct Score {
 #if SOFTCAP
     float softcap;
 #endif
+#if KEY_LENGTHS || RAGGED
+    int bottom_right;  // whether `diagonal` moves with the numbers of queries and keys
+#endif
+#if RAGGED
+    int rows_q, rows_k;  // of the tensors; Sq and Sk are then the most that a sequence has
+    int sequences;
+    const int* cu_seqlens_q;  // (sequences + 1,)
+    long long cu_seqlens_q_stride_b;
+    const int* cu_seqlens_k;
+    long long cu_seqlens_k_stride_b;
+#endif
 #if KEY_LENGTHS
-    int bottom_right;  // whether `diagonal` moves with the number of keys
     const int* key_lengths;  // (B,)
     long long key_lengths_stride;
 #endif
@@ -149,8 +155,8 @@ struct At {
     __device__ __forceinline__ int key_col() const { return j + right; }
 };
 
-// Scores of head h of batch entry b.
-struct Head {
+// Scores of head h of batch entry b, and where its rows lie.
+struct Head : Sequence {
     static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // a row's keys have a first, a last one
     static constexpr bool SCATTERED = MASK || Snippet::HIDES;               // what is seen has to be looked up
     static constexpr bool HIDES = FIRST || LAST || SCATTERED || KEY_LENGTHS;  // some key within Sk, from some row
@@ -160,8 +166,6 @@ struct Head {
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
     const Score& score;
-    int Sq, Sk;  // Sk: that count
-    int diagonal;
     float unit, per_unit;  // of raw scores: raw * unit = x
 #if ALIBI
     float slope;
@@ -193,11 +197,7 @@ struct Head {
     }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h)
-        : score(score), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal), unit(unit_of(score)) {
-#if KEY_LENGTHS
-        Sk = min(max(score.key_lengths[b * score.key_lengths_stride], 0), score.Sk);
-        if (score.bottom_right) diagonal = Sk - Sq;
-#endif
+        : Sequence(score, b), score(score), unit(unit_of(score)) {
         if (!LINEAR) per_unit = 1.0f / unit;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
@@ -248,7 +248,7 @@ struct Head {
         seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, score.Sq, Sk);
+        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
 #endif
         return seen;
     }
@@ -303,7 +303,7 @@ struct Head {
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
-            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), score.Sk - 1), Sq, Sk);
+            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows - 1), Sq, Sk);
 #endif
         return x;
     }

@@ -39,6 +39,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "MASK": 1 | _same_for_every_key(problem.mask) if problem.mask else 0,
         "SINK": int(problem.sink),
         "KEY_LENGTHS": int(problem.key_lengths),
+        "RAGGED": int(bool(problem.ragged)),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
     }
     asked = {name: value for name, value in found.items() if value}
@@ -56,7 +57,10 @@ def _same_for_every_key(shape: tuple[int, ...]) -> int:
 def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
     """The tensors that a problem's score reads, in the order of their fields."""
     every = (problem.B, problem.H, problem.Sq, problem.Sk)
+    offsets = (problem.B + 1,) if problem.ragged else ()
     for name, shape, axes in (
+        ("cu_seqlens_q", offsets, "b"),
+        ("cu_seqlens_k", offsets, "b"),
         ("key_lengths", every[:1] if problem.key_lengths else (), "b"),
         ("slopes", problem.alibi and (1, *problem.alibi)[-2:], "bh"),
         ("bias", problem.bias, "bhi"),
@@ -78,8 +82,10 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
         fields += [("left", _INT), ("right", _INT)]
     if problem.softcap:
         fields += [("softcap", ctypes.c_float)]
-    if problem.key_lengths:
+    if problem.key_lengths or problem.ragged:
         fields += [("bottom_right", _INT)]
+    if problem.ragged:
+        fields += [("rows_q", _INT), ("rows_k", _INT), ("sequences", _INT)]
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]
     if problem.score and not problem.score.structure[2]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import SpecError
-from .integers import integer
+from .integers import cdiv, integer
 from .score import Score
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
@@ -41,6 +41,10 @@ class Problem:
     (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
     `score`. A bias has q's dtype, or `bias_dtype`. Raises SpecError naming the value that makes no sense.
+
+    A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
+    (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
+    knows, unless `lengths`, a pair (queries, keys) for each sequence, says it, from which B, Sq, Sk and `ragged` follow.
     """
 
     B: int
@@ -64,9 +68,12 @@ class Problem:
     sink: bool = False
     key_lengths: bool = False
     score: Score | None = None
+    ragged: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
+        self._check_ragged()
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
         if self.dtype not in ITEMSIZE:
@@ -84,6 +91,26 @@ class Problem:
         if self.softcap < 0:
             raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
         self._check_tensors()
+
+    def _check_ragged(self) -> None:
+        """The sequences of a ragged batch, and what follows from their lengths."""
+        set_ = object.__setattr__
+        for name in ("ragged", "lengths"):
+            set_(self, name, tuple(getattr(self, name) or ()))
+        if self.lengths:
+            pairs = tuple(tuple(integer("lengths", n, 0) for n in pair) for pair in self.lengths)
+            if any(len(pair) != 2 for pair in pairs):
+                raise SpecError(f"lengths={self.lengths} must be pairs: queries and keys of each sequence")
+            queries, keys = zip(*pairs, strict=True)
+            set_(self, "lengths", pairs)
+            set_(self, "B", len(pairs))
+            set_(self, "Sq", max(queries))
+            set_(self, "Sk", max(keys))
+            set_(self, "ragged", self.ragged or (sum(queries), sum(keys)))
+        if self.ragged and (len(self.ragged) != 2 or not all(0 <= n < 2**31 for n in self.ragged)):
+            raise SpecError(f"ragged={self.ragged} must be two numbers below 2^31: rows of q and of k")
+        if self.lengths and not all(sum(n) <= rows for n, rows in zip((queries, keys), self.ragged, strict=True)):
+            raise SpecError(f"lengths={self.lengths} are more than ragged={self.ragged} rows of q and of k")
 
     def _check_tensors(self) -> None:
         """Of shapes and dtypes that the score's tensors may have."""
@@ -160,6 +187,45 @@ class Problem:
         return ITEMSIZE[self.dtype]
 
     @property
+    def batches(self) -> int:
+        """Batch entries of the tensors."""
+        return 1 if self.ragged else self.B
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of each head of q, and of k and v."""
+        return (self.ragged[0], self.ragged[1]) if self.ragged else (self.Sq, self.Sk)
+
+    def query_tiles(self, BLOCK_M: int) -> int:
+        """Tiles of so many query rows in a head; of a ragged batch as many as there may be (include/sequence.cuh)."""
+        return self._tiles(0, BLOCK_M)
+
+    def key_tiles(self, BLOCK_N: int) -> int:
+        """Tiles of so many keys, likewise."""
+        return self._tiles(1, BLOCK_N)
+
+    def _tiles(self, which: int, size: int) -> int:
+        if not self.ragged:
+            return cdiv(self.rows[which], size)
+        return self.rows[which] // size + self.B if self.B else 0
+
+    @property
+    def sequences(self) -> tuple[Problem, ...]:
+        """Those of a ragged batch whose lengths are known, each as a problem of its own: a bias or mask and slopes are
+        cut to it."""
+
+        def part(Sq: int, Sk: int) -> Problem:
+            cut = {
+                name: tuple(1 if n == 1 else own for n, own in zip(shape, (1, self.H, Sq, Sk), strict=True))
+                for name in ("bias", "mask")
+                if (shape := getattr(self, name))
+            }
+            alibi = (1, self.H) if len(self.alibi) == 2 else self.alibi
+            return dataclasses.replace(self, B=1, Sq=Sq, Sk=Sk, ragged=(), lengths=(), alibi=alibi, **cut)  # type: ignore[arg-type]
+
+        return tuple(part(*pair) for pair in self.lengths)
+
+    @property
     def plain(self) -> bool:
         """Whether a score is scale and causal alone, and v as wide as k."""
         return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in _ABSENT if name != "Dv")
@@ -177,7 +243,10 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """How many (query, key) pairs one head has to score, as far as causal and window say."""
+        """How many (query, key) pairs one head has to score, as far as causal and window say; of a ragged batch, a head
+        of each sequence."""
+        if self.ragged:
+            return sum(part.visible_pairs for part in self.sequences)
         left, right = self.bounds
         if left is None and right is None:
             return self.Sq * self.Sk
@@ -189,7 +258,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Forward floating-point operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a
-        window the pairs that are seen count, no others."""
+        window the pairs that are seen count, no others. Of a ragged batch those of its sequences; 0 where their lengths
+        are not known."""
         return self._flops(self.D + self.Dv)
 
     def flops_of(self, computes: str) -> int:
@@ -198,6 +268,8 @@ class Problem:
 
     def _flops(self, widths: int) -> int:
         """Of matrix products whose head widths are that many together."""
+        if self.ragged:
+            return sum(part._flops(widths) for part in self.sequences)
         if self.window != (None, None):
             return 2 * self.B * self.H * self.visible_pairs * widths
         full = 2 * self.B * self.H * self.Sq * self.Sk * widths
@@ -221,6 +293,10 @@ class Problem:
                 dtype = f":{self.bias_dtype}" if name == "bias" and self.bias_dtype else ""
                 yield f"{name}={','.join(map(str, shape))}{dtype}"
         yield from (name for name in ("sink", "key_lengths") if getattr(self, name))
+        if self.lengths:
+            yield "lengths=" + ",".join(str(q) if q == k else f"{q}x{k}" for q, k in self.lengths)
+        elif self.ragged:
+            yield f"ragged={self.ragged[0]},{self.ragged[1]}"
         if self.score:
             yield f"score=[{self.score}]"
 
