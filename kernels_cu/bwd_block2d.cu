@@ -144,7 +144,7 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
     const Sequence sequence(score, b);
     if (BY_KEY) sequence.to_keys(A, B, dA, dB), sequence.to_queries(X, Y);
     else sequence.to_queries(A, B, dA, dB), sequence.to_keys(X, Y);
-    const int owned_end = BY_KEY ? sequence.key_rows : sequence.Sq, heads = BY_KEY ? group : 1;
+    const int owned_end = BY_KEY ? sequence.key_rows() : sequence.Sq, heads = BY_KEY ? group : 1;
 
     load_rows<HEAD_DIM, OWNED>(A_smem, A, b, own_head, owned0, owned_end);
     load_rows<HEAD_DIM_V, OWNED>(B_smem, B, b, own_head, owned0, owned_end);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
         const int query_head = BY_KEY ? own_head * group + n : own_head, walked_head = BY_KEY ? query_head : own_head / group;
         const Head head(score, b, query_head);
         const Range walk = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
-        const long long row = head.first_row(head.head_number(gridDim.y * heads, query_head));  // of LSE and delta
+        const long long row = head.first_row(gridDim.y * heads, query_head);  // of LSE and delta
         for (int walked0 = walk.begin / WALKED * WALKED; walked0 < walk.end; walked0 += WALKED) {
             __syncthreads();  // every row has used the previous tile before it is overwritten
             load_rows<HEAD_DIM, WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? head.Sq : head.Sk);

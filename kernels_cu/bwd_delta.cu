@@ -44,7 +44,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
             for (int d = lane; d < columns; d += LANES) sums[i] += to_float(dO_row[d]) * to_float(O_row[d]);
         }
     }
-    const long long first = sequence.first_row(sequence.head_number(gridDim.y, h)) + first_row;
+    const long long first = sequence.first_row(gridDim.y, h) + first_row;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
         const float sum = row_sum<LANES>(sums[i]);

@@ -42,13 +42,13 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
     float *dV_own = dK_own + HEAD_DIM * BLOCK_N, *Q_smem = smem + 2 * (HEAD_DIM + HEAD_DIM_V) * BLOCK_N;
     float* dO_smem = Q_smem + BLOCK_M * HEAD_DIM;
 
-    load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, sequence.key_rows);
-    load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, sequence.key_rows);
+    load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, sequence.key_rows());
+    load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, sequence.key_rows());
     for (int d = 0; d < HEAD_DIM; ++d) dK_own[d * BLOCK_N] = 0.0f;
     for (int d = 0; d < HEAD_DIM_V; ++d) dV_own[d * BLOCK_N] = 0.0f;
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const Head head(score, b, h);
-        const long long first = head.first_row(head.head_number(gridDim.y * group, h));  // of its LSE and delta
+        const long long first = head.first_row(gridDim.y * group, h);  // of its LSE and delta
         const Range queries = head.queries(n0, n0 + BLOCK_N);
         for (int m0 = queries.begin / BLOCK_M * BLOCK_M; m0 < queries.end; m0 += BLOCK_M) {
             __syncthreads();  // every row has used the previous Q/dO tile before it is overwritten
@@ -89,7 +89,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
             }
         }
     }
-    if (key_col >= sequence.key_rows) return;  // no barrier below
+    if (key_col >= sequence.key_rows()) return;  // no barrier below
     for (int d = 0; d < HEAD_DIM; ++d) dK.row(b, kv_head, key_col)[d] = dtype(score.scale * dK_own[d * BLOCK_N]);
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
 }
@@ -109,7 +109,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
     float *K_smem = smem + (2 * HEAD_DIM + HEAD_DIM_V) * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
     const Head head(score, b, h);
     head.to_queries(dO, Q, dQ), head.to_keys(K, V);
-    const long long row = head.first_row(head.head_number(gridDim.y, h)) + query_row;
+    const long long row = head.first_row(gridDim.y, h) + query_row;
     const float lse = query_row < head.Sq ? LSE[row] : 0.0f, own_delta = query_row < head.Sq ? delta[row] : 0.0f;
 
     load_own<BLOCK_M, HEAD_DIM>(Q_own, Q, b, h, query_row, head.Sq);

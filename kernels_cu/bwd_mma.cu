@@ -262,7 +262,7 @@ __device__ __forceinline__ void store_rows(const View<dtype>& to, const Sequence
     using Tile = Swizzled<COLUMNS>;
     for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        if (n0 + row < sequence.key_rows && chunk * 8 < WIDTH)
+        if (n0 + row < sequence.key_rows() && chunk * 8 < WIDTH)
             *reinterpret_cast<uint4*>(sequence.key(to, h, n0 + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
     }
@@ -301,7 +301,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         request_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
         request_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
                                                            sequence.Sq, thread);
-        const long long row = sequence.first_row(sequence.head_number(H, h)) + m0;
+        const long long row = sequence.first_row(H, h) + m0;
         for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
             const int query = t % BLOCK_M;
             cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < sequence.Sq);
@@ -311,7 +311,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 
     float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
     const auto n0 = [&] { return RAGGED ? own.row0 : static_cast<int>(block_index_x()) * BLOCK_N; };
-    const auto queries = [&] { return Head(score, b, kv_head * group).queries(n0(), n0() + BLOCK_N); };
+    const auto queries = [&] { return Head(sequence, kv_head * group).queries(n0(), n0() + BLOCK_N); };
     const auto first_row = [&] { return queries().begin / BLOCK_M * BLOCK_M; };
     const auto row_end = [&] { return queries().end; };
     int h = kv_head * group, m0 = first_row();  // the query tiles of each head that shares these keys
@@ -331,14 +331,14 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
             const bool last = m0 + BLOCK_M >= row_end();  // of this head
             request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
-        const Head head(score, b, h);
+        const Head head(sequence, h);
         const Range seen = head.queries_that_see_all(n0(), n0() + BLOCK_N);
         const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
         const bool masked = m0 < seen.begin || ends || (!Head::LINEAR && m0 + BLOCK_M > head.Sq);
         own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
         __syncthreads();  // dS^T and P^T are whole before others' are read
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
-        const long long tile = query_tile_number<BLOCK_M>(score, sequence, b, sequence.head_number(H, h), m0);
+        const long long tile = sequence.first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
         if (m0 >= row_end()) ++h, m0 = first_row();
@@ -372,7 +372,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
     const int h = blockIdx.y, b = own.b, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Sequence sequence(score, b);
     const int row0 = own.row0 + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
-    const long long tile = sequence.head_number(gridDim.y, h) * gridDim.x + blockIdx.x;
+    const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);
     float zero = 0.0f;
 #pragma unroll

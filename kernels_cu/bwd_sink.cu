@@ -21,7 +21,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_sink(
     const float sink = Head(score, 0, h).sink;
     for (int b = 0; b < B && sink != -INF; ++b) {
         const Sequence sequence(score, b);
-        const long long first = sequence.first_row(sequence.head_number(H, h));
+        const long long first = sequence.first_row(H, h);
         for (int i = threadIdx.x; i < sequence.Sq; i += 32 * WARPS) sum -= expf(sink - LSE[first + i]) * delta[first + i];
     }
 #endif

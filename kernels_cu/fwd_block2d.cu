@@ -163,7 +163,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     }
 
     dtype* to = O.row(b, h, query_row) + 4 * tx;
-    float* lse = LSE + head.first_row(head.head_number(gridDim.y, h)) + query_row;
+    float* lse = LSE + head.first_row(gridDim.y, h) + query_row;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
         const Total total = head.total<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));

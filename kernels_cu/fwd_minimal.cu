@@ -75,5 +75,5 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     if (query_row >= head.Sq) return;  // no barrier below
     const Total total = head.total<NATURAL>(m, l);
     for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype(O_smem[d * BLOCK_M + t] * total.inverse);
-    LSE[head.first_row(head.head_number(gridDim.y, h)) + query_row] = total.lse;
+    LSE[head.first_row(gridDim.y, h) + query_row] = total.lse;
 }

@@ -208,10 +208,11 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     char* const stages = smem + BLOCK_M * Q_ROW;
-    const RowTile tile = query_tile<BLOCK_M>(score, CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
-    const int h = blockIdx.y, b = tile.b, m0 = tile.row0;  // causal: long rows first
+    const int h = blockIdx.y, batch = blockIdx.z;
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const RowTile tile = query_tile<BLOCK_M>(score, CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, batch);
+    if (RAGGED && tile.surplus()) return;
+    const int b = tile.b, m0 = tile.row0;  // causal: long rows first
     const int first_row = m0 + warp * 16 * M_TILES;
     const Head head(score, b, h);
     const dtype* const K_head = head.key(K, h / group, 0);
@@ -282,7 +283,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
                 *reinterpret_cast<unsigned*>(O_warp + VTile::at(row, nt) + 4 * q) = pair;
             }
             if (q == 0 && first_row + row < head.Sq)
-                LSE[head.first_row(head.head_number(gridDim.y, h)) + first_row + row] = total.lse;
+                LSE[head.first_row(gridDim.y, h) + first_row + row] = total.lse;
         }
     }
     __syncwarp();  // the warp's rows of O are whole before its lanes copy them, 16 bytes each, neighbours side by side

@@ -86,17 +86,23 @@ __device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
 }
 
 struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
-    RowTile rows;
     int m0, head;
     Range range;
     int tiles;
-
+#if RAGGED
+    int sequence;
+    __device__ __forceinline__ Piece(RowTile rows, unsigned head, const Score& score)
+        : m0(rows.row0), head(head), range(tiles_of(Head(score, rows.b, head), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin), sequence(rows.b) {}
+    __device__ __forceinline__ int b(int) const { return sequence; }
+    __device__ __forceinline__ int h(int) const { return head; }
+#else
     __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
-        : rows(query_tile<BLOCK_M>(score, block, head / H)), m0(rows.row0), head(head),
-          range(tiles_of(Head(score, surplus() ? 0 : b(H), h(H)), m0, m0 + BLOCK_M)), tiles(range.end - range.begin) {}
-    __device__ __forceinline__ bool surplus() const { return RAGGED && rows.surplus(); }
-    __device__ __forceinline__ int b(int H) const { return RAGGED ? rows.b : head / H; }
-    __device__ __forceinline__ int h(int H) const { return RAGGED ? head : head % H; }
+        : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin) {}
+    __device__ __forceinline__ int b(int H) const { return head / H; }
+    __device__ __forceinline__ int h(int H) const { return head % H; }
+#endif
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
@@ -126,8 +132,12 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
 #pragma unroll 1
         for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
             if (i >= size * blocks) continue;
-            const Piece piece = CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H);
-            if (!piece.surplus()) f(piece);
+#if RAGGED
+            const RowTile rows = query_tile<BLOCK_M>(score, CAUSAL ? blocks - 1 - i / size : i % blocks, 0);
+            if (!rows.surplus()) f(Piece(rows, CAUSAL ? head + i % size : i / blocks, score));
+#else
+            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
+#endif
         }
     }
 }

@@ -45,6 +45,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
+        (
+            t.BLOCK_M < 192 or not (p.ragged and p.causal),
+            "BLOCK_M=192 of a causal ragged batch spills: take 128 rows",
+        ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
@@ -52,9 +56,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 def rank(p: Problem, t: Tile) -> bool:
     """First what was fastest on an H100 (experiments/008_hopper): two consumers fit short rows better."""
-    short = p.Sq < (4096 if p.causal else 2048)
+    short = p.Sq < (4096 if p.causal else 2048) or p.ragged
     if max(p.D, p.Dv) <= 64:
-        best = (192, 128)
+        best = (128, 128) if p.ragged else (192, 128)
     elif max(p.D, p.Dv) <= 128:
         best = (128, 128) if short else (192, 80)
     else:

@@ -33,7 +33,7 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
         const Total total = head.total<NATURAL>(m, l);
         for (int d = 0; d < OWNED_COLS_V; ++d)
             if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype(o[d] * total.inverse);
-        if (lane == 0) LSE[head.first_row(head.head_number(H, h)) + i] = total.lse;
+        if (lane == 0) LSE[head.first_row(H, h) + i] = total.lse;
     }
 }
 
@@ -59,11 +59,11 @@ __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q
                                                       const View<dtype>& dV, int group, const Score& score, int n0) {
     const int kv_head = blockIdx.y, b = key_tile<ROWS>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
     const Sequence own(score, b);
-    for (int j = n0 + threadIdx.x / 32; j < min(n0 + ROWS, own.key_rows); j += WARPS_) {
+    for (int j = n0 + threadIdx.x / 32; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);
-            const long long first = head.first_row(head.head_number(gridDim.y * group, h));
+            const long long first = head.first_row(gridDim.y * group, h);
             const Range queries = head.queries(j, j + 1);
             for (int i = queries.begin; i < queries.end; ++i) {
                 if (!head.sees(i, j)) continue;
@@ -87,7 +87,7 @@ __device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>&
                                                         const Score& score, int m0, int d0) {
     const int h = blockIdx.y, b = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
     const Head head(score, b, h);
-    const long long first = head.first_row(head.head_number(gridDim.y, h));
+    const long long first = head.first_row(gridDim.y, h);
     for (int i = m0; i < min(m0 + ROWS, head.Sq); ++i) {
         float dq[OWNED_COLS] = {};
         const Range keys = head.keys(i, i + 1);

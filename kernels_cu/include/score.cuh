@@ -10,8 +10,9 @@
 // Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
 // plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
 #pragma once
+#include <ptx.cuh>  // along the include path: on the CPU backend its twin
+
 #include "number.cuh"
-#include "sequence.cuh"
 
 // Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
 // BIAS and MASK + 4: the same for every key.
@@ -32,6 +33,12 @@
 #endif
 #ifndef SINK
 #define SINK 0
+#endif
+#ifndef KEY_LENGTHS
+#define KEY_LENGTHS 0
+#endif
+#ifndef RAGGED
+#define RAGGED 0
 #endif
 #ifndef SCORE_SNIPPET
 #define SCORE_SNIPPET 0
@@ -108,7 +115,7 @@ struct Score {
 #endif
 #if KEY_LENGTHS
     const int* key_lengths;  // (B,)
-    long long key_lengths_stride;
+    long long key_lengths_stride_b;
 #endif
 #if ALIBI
     const float* slopes;  // (B, H), strides in elements
@@ -132,6 +139,8 @@ struct Score {
 #endif
 };
 static_assert(sizeof(Score) == SCORE_BYTES, "Score differs from sandbox/core/options.py");
+
+#include "sequence.cuh"
 
 struct Range {
     int begin, end;
@@ -165,7 +174,6 @@ struct Head : Sequence {
     static constexpr bool MAPPED = BLOCK_MAP;
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
-    const Score& score;
     float unit, per_unit;  // of raw scores: raw * unit = x
 #if ALIBI
     float slope;
@@ -183,7 +191,7 @@ struct Head : Sequence {
     const unsigned char* block_map;
 #endif
 #if SCORE_SNIPPET
-    int b, h;
+    int h;
 #endif
 
     // Of raw scores, for any head: raw * unit = x.
@@ -196,8 +204,8 @@ struct Head : Sequence {
 #endif
     }
 
-    __device__ __forceinline__ Head(const Score& score, int b, int h)
-        : Sequence(score, b), score(score), unit(unit_of(score)) {
+    __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(Sequence(score, b), h) {}
+    __device__ __forceinline__ Head(const Sequence& sequence, int h) : Sequence(sequence), unit(unit_of(score)) {
         if (!LINEAR) per_unit = 1.0f / unit;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
@@ -215,7 +223,7 @@ struct Head : Sequence {
         block_map = score.block_map.head(b, h);
 #endif
 #if SCORE_SNIPPET
-        this->b = b, this->h = h;
+        this->h = h;
 #endif
     }
 
@@ -303,7 +311,7 @@ struct Head : Sequence {
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
-            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows - 1), Sq, Sk);
+            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows() - 1), Sq, Sk);
 #endif
         return x;
     }

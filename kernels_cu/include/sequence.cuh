@@ -11,15 +11,8 @@
 // sequence leaves over is surplus. A tile finds its sequence by bisection, and no block waits for another.
 //
 // Lengths that make no sense are cut to what lies inside of the tensors; the CPU backend reports them.
+// A part of score.cuh, after struct Score.
 #pragma once
-#include <ptx.cuh>  // along the include path: on the CPU backend its twin
-
-#ifndef RAGGED
-#define RAGGED 0
-#endif
-#ifndef KEY_LENGTHS
-#define KEY_LENGTHS 0
-#endif
 
 struct RowTile {  // of rows of one sequence
     int b, row0;
@@ -63,18 +56,16 @@ struct Offsets {
     }
 };
 
-template <class Score>
 __device__ __forceinline__ Offsets query_offsets(const Score& score) {
     return {score.cu_seqlens_q, score.cu_seqlens_q_stride_b, score.sequences, score.rows_q, score.Sq};
 }
-template <class Score>
 __device__ __forceinline__ Offsets key_offsets(const Score& score) {
     return {score.cu_seqlens_k, score.cu_seqlens_k_stride_b, score.sequences, score.rows_k, score.Sk};
 }
 #endif
 
 // The tile of ROWS query rows, or key rows, that is number x of all of a ragged batch, or of those of batch entry b.
-template <int ROWS, class Score>
+template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b) {
 #if RAGGED
     return query_offsets(score).template tile<ROWS>(x);
@@ -82,7 +73,7 @@ __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, in
     return {b, static_cast<int>(x * ROWS)};
 #endif
 }
-template <int ROWS, class Score>
+template <int ROWS>
 __device__ __forceinline__ RowTile key_tile(const Score& score, unsigned x, int b) {
 #if RAGGED
     return key_offsets(score).template tile<ROWS>(x);
@@ -92,7 +83,7 @@ __device__ __forceinline__ RowTile key_tile(const Score& score, unsigned x, int 
 }
 
 // How many tiles of ROWS query rows a head has, of a ragged batch at most.
-template <int ROWS, class Score>
+template <int ROWS>
 __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #if RAGGED
     return query_offsets(score).template tiles<ROWS>();
@@ -101,80 +92,94 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #endif
 }
 
-// The number of the tile of query row m0 of a sequence among all tiles of query rows of all heads.
-template <int ROWS, class Score, class Sequence>
-__device__ __forceinline__ long long query_tile_number(const Score& score, const Sequence& sequence, int b, long long head_number,
-                                                       int m0) {
-#if RAGGED
-    const Offsets offsets = query_offsets(score);
-    return head_number * offsets.template tiles<ROWS>() + offsets.template first_tile<ROWS>(b) + m0 / ROWS;
-#else
-    return head_number * ((score.Sq + ROWS - 1) / ROWS) + m0 / ROWS;
-#endif
-}
-
 struct Sequence {
-    int batch;                   // entry of the tensors: b, but in a ragged batch 0
-    int first_query, first_key;  // its first rows there: 0, but in a ragged batch
-    int rows;                    // query rows of the tensors
-    int Sq, Sk;                  // Sk: keys that count
-    int key_rows;                // keys that are there
-    int diagonal;                // key i + diagonal lies opposite of query i
-    int spare_queries, spare_keys;  // than which a sequence may be longer
-
-    template <class Score>
-    __device__ __forceinline__ Sequence(const Score& score, int b)
-        : batch(b), first_query(0), first_key(0), rows(score.Sq), Sq(score.Sq), Sk(score.Sk), key_rows(score.Sk),
-          diagonal(score.diagonal), spare_queries(0), spare_keys(0) {
+    const Score& score;
+    int b;
+    int Sq, Sk;    // rows of queries, and of keys that count
+    int diagonal;  // key i + diagonal lies opposite of query i
 #if RAGGED
+    int first_query, first_key, all_keys;
+
+    __device__ __forceinline__ Sequence(const Score& score, int b) : score(score), b(b) {
         const Offsets queries = query_offsets(score), keys = key_offsets(score);
         if (CHECKED) keys.check();
-        batch = 0, rows = score.rows_q;
         first_query = queries.begin(b), Sq = queries.length(b);
-        first_key = keys.begin(b), Sk = key_rows = keys.length(b);
-#endif
+        first_key = keys.begin(b), Sk = all_keys = keys.length(b);
 #if KEY_LENGTHS
-        Sk = min(max(score.key_lengths[b * score.key_lengths_stride], 0), Sk);
+        Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), Sk);
 #endif
-#if KEY_LENGTHS || RAGGED
-        if (score.bottom_right) diagonal = Sk - Sq;
-#endif
-        spare_queries = score.Sq - Sq, spare_keys = score.Sk - Sk;
+        diagonal = score.bottom_right ? Sk - Sq : 0;
     }
+    __device__ __forceinline__ int key_rows() const { return all_keys; }  // that are there
 
     // The address of query row i, or key j, in head h of a tensor.
     template <class T>
     __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const {
-        return tensor.row(batch, h, RAGGED ? first_query + i : i);
+        return tensor.row(0, h, first_query + i);
     }
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
-        return tensor.row(batch, h, RAGGED ? first_key + j : j);
+        return tensor.row(0, h, first_key + j);
     }
 
-    // Coordinates, of row and batch entry, of a box that begins with query row i, or key j, in a tensor map. Of a ragged batch
-    // the map has room for one sequence of the greatest length, which this one fills up to its end: what a box has beyond
-    // is outside of the map, zeros when it is requested and not written when it is sent. The coordinate of the batch entry
-    // brings the address back (sandbox/launch/tensor_maps.py).
-    __device__ __forceinline__ int query_box(int i) const { return RAGGED ? spare_queries + i : i; }
-    __device__ __forceinline__ int key_box(int j) const { return RAGGED ? spare_keys + j : j; }
-    __device__ __forceinline__ int query_batch(int b) const { return RAGGED ? first_query + Sq : b; }
-    __device__ __forceinline__ int key_batch(int b) const { return RAGGED ? first_key + Sk : b; }
-
-    // Moves tensors so that their row 0 is this sequence's first.
+    // Moves tensors so that row 0 of batch entry b, as of every other, is this sequence's first.
     template <class... T>
     __device__ __forceinline__ void to_queries(View<T>&... tensors) const {
-        if (RAGGED) ((tensors.data += first_query * tensors.stride_s), ...);
+        ((tensors.data += first_query * tensors.stride_s, tensors.stride_b = 0), ...);
     }
     template <class... T>
     __device__ __forceinline__ void to_keys(View<T>&... tensors) const {
-        if (RAGGED) ((tensors.data += first_key * tensors.stride_s), ...);
+        ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
     }
 
-    // The number of head h among the heads of all batch entries; where its query row 0 stands in LSE and delta.
+    // Where query row 0 of a head, one of all of the tensors' or h of H, stands in LSE and delta; and how many query tiles of
+    // all heads come before its first.
+    __device__ __forceinline__ long long first_row(long long head) const { return head * score.rows_q + first_query; }
     template <class Number>
-    __device__ __forceinline__ long long head_number(Number H, int h) const { return static_cast<long long>(batch) * H + h; }
-    __device__ __forceinline__ long long first_row(long long head_number) const {
-        return head_number * rows + (RAGGED ? first_query : 0);
+    __device__ __forceinline__ long long first_row(Number, int h) const { return first_row(h); }
+    template <int ROWS>
+    __device__ __forceinline__ long long first_tile(int, int h) const {
+        const Offsets offsets = query_offsets(score);
+        return static_cast<long long>(h) * offsets.template tiles<ROWS>() + offsets.template first_tile<ROWS>(b);
     }
+
+    // Coordinates, of row and batch entry, of a box that begins with query row i, or key j, in a tensor map. The map has room
+    // for one sequence of the greatest length, which this one fills up to its end: what a box has beyond is outside of the
+    // map, zeros when it is requested and not written when it is sent. The coordinate of the batch entry brings the address
+    // back (sandbox/launch/tensor_maps.py).
+    __device__ __forceinline__ int query_box(int i) const { return score.Sq - Sq + i; }
+    __device__ __forceinline__ int key_box(int j) const { return score.Sk - Sk + j; }
+    __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
+    __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
+#else
+    __device__ __forceinline__ Sequence(const Score& score, int b)
+        : score(score), b(b), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal) {
+#if KEY_LENGTHS
+        Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), score.Sk);
+        if (score.bottom_right) diagonal = Sk - Sq;
+#endif
+    }
+    __device__ __forceinline__ int key_rows() const { return score.Sk; }
+    template <class T>
+    __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const { return tensor.row(b, h, i); }
+    template <class T>
+    __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const { return tensor.row(b, h, j); }
+    template <class... T>
+    __device__ __forceinline__ void to_queries(View<T>&...) const {}
+    template <class... T>
+    __device__ __forceinline__ void to_keys(View<T>&...) const {}
+    __device__ __forceinline__ long long first_row(long long head) const { return head * score.Sq; }
+    template <class Number>
+    __device__ __forceinline__ long long first_row(Number H, int h) const {
+        return first_row(static_cast<long long>(b) * H + h);
+    }
+    template <int ROWS>
+    __device__ __forceinline__ long long first_tile(int H, int h) const {
+        return (static_cast<long long>(b) * H + h) * query_tiles<ROWS>(score);
+    }
+    __device__ __forceinline__ int query_box(int i) const { return i; }
+    __device__ __forceinline__ int key_box(int j) const { return j; }
+    __device__ __forceinline__ int query_batch(int b) const { return b; }
+    __device__ __forceinline__ int key_batch(int b) const { return b; }
+#endif
 };
