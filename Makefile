@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv/bin/python
 READY := .venv/ready
 
-.PHONY: help setup run test lint clean
+.PHONY: help setup run test mutants lint clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## make .venv anew, or refresh it: PYTHON=python3.12 and SANDBOX_CUDA=12|13|none choose
 
@@ -16,6 +16,9 @@ run: $(READY) ## compile, launch and verify every kernel: ARGS="fwd_minimal --sh
 
 test: $(READY) ## the test suite: ARGS="-k causal"
 	$(VENV) -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+mutants: $(READY) ## break the project in small ways; a test should notice each: ARGS="--lot 5"
+	$(VENV) scripts/mutants.py $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(VENV) -m ruff check

@@ -16,7 +16,8 @@
 #include "score.cuh"
 
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M), "spec and kernel disagree on shared memory");
-static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)),
+              "spec and kernel disagree on shared memory");
 
 // This thread's row of a tensor into its column of own[WIDTH][ROWS]; zeros beyond row S.
 template <int ROWS, int WIDTH>
@@ -67,8 +68,10 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
                 const float v = V_own[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i) dS_rmem[i] += dO_smem[i * HEAD_DIM_V + d] * v;  // dP
             }
+            const unsigned long long seen = head.look_up<BLOCK_M>(m0, key_col, false);
+            const auto counting = [&](int i) { return Head::SCATTERED ? seen >> i & 1 : head.counts(m0 + i, key_col); };
             for (int i = 0; i < BLOCK_M; ++i) {
-                const bool counts = head.counts(m0 + i, key_col);
+                const bool counts = counting(i);
                 const Dual P = head.P(P_rmem[i], counts ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
                 P_rmem[i] = counts ? P.value : 0.0f;
                 dS_rmem[i] = counts ? P.value * (dS_rmem[i] - delta[first + m0 + i]) * P.derivative : 0.0f;
@@ -77,14 +80,14 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
             for (int d = 0; d < HEAD_DIM_V; ++d) {
                 float dv = dV_own[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i)  // a masked row's P is 0, but 0 * NaN would let its numbers through
-                    if (head.counts(m0 + i, key_col)) dv += P_rmem[i] * dO_smem[i * HEAD_DIM_V + d];
+                    if (counting(i)) dv += P_rmem[i] * dO_smem[i * HEAD_DIM_V + d];
                 dV_own[d * BLOCK_N] = dv;
             }
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) {
                 float dk = dK_own[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i)
-                    if (head.counts(m0 + i, key_col)) dk += dS_rmem[i] * Q_smem[i * HEAD_DIM + d];
+                    if (counting(i)) dk += dS_rmem[i] * Q_smem[i * HEAD_DIM + d];
                 dK_own[d * BLOCK_N] = dk;
             }
         }
@@ -133,6 +136,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
             const float g = dO_own[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j) dS_rmem[j] += g * V_smem[j * HEAD_DIM_V + d];  // dP
         }
+        const unsigned long long seen = head.look_up<BLOCK_N>(query_row, n0, true);
         for (int j = 0; j < BLOCK_N; ++j) {
             const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
             dS_rmem[j] = P.value * (dS_rmem[j] - own_delta) * P.derivative;
@@ -141,7 +145,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
         for (int d = 0; d < HEAD_DIM; ++d) {
             float dq = dQ_own[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j)
-                if (head.sees(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
+                if (Head::SCATTERED ? seen >> j & 1 : head.sees(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
             dQ_own[d * BLOCK_M] = dq;
         }
     }

@@ -32,7 +32,7 @@ __device__ constexpr int padded(int columns, int width) { return columns >= widt
 constexpr int D_PAD = padded(LEAST_COLUMNS, HEAD_DIM);  // a power of two; the columns from HEAD_DIM on are zeros
 constexpr int DV_PAD = padded(LEAST_COLUMNS, HEAD_DIM_V);
 constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, V_COLS = DV_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
-constexpr int SUB_M = QUERIES < 32 ? QUERIES : 32;  // queries at a time
+constexpr int SUB_M = QUERIES < 32 || Head::STEEP || Head::LOOKS_UP ? 16 : 32;  // queries at a time
 using Tile = Swizzled<D_PAD>;                       // rows of Q, K
 using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
 using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
@@ -252,7 +252,8 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
 #pragma unroll
     for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
         const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
-        *reinterpret_cast<unsigned*>(tile + Swizzled<COLUMNS * SHARE>::at(row, warp.part * (COLUMNS / 8) + nt) + warp.lane % 4 * 4) =
+        const unsigned place = Swizzled<COLUMNS * SHARE>::at(row, warp.part * (COLUMNS / 8) + nt);
+        *reinterpret_cast<unsigned*>(tile + place + warp.lane % 4 * 4) =
             pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
     }
 }
@@ -345,7 +346,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     }
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
     if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
-        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0());
+        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0(),
+                                                        threadIdx.x / 32);
 
     __syncthreads();  // everybody has used K and V before dK and dV take their place
     stage_rows<COLS>(smem, dK_rmem, score.scale);

@@ -31,7 +31,8 @@ constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITC
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
-constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + 64));  // S, O and 64 registers more
+constexpr int OTHERS = Head::LOOKS_UP ? 124 : 64;  // registers beside S and O
+constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHERS));
 constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
               "spec and kernel disagree on shared memory");

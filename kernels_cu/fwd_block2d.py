@@ -8,6 +8,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
     o_cols = cdiv(p.Dv, 4 * X) * 4
     owned = M // Y * (N // X + o_cols)
+    others = 124 if p.bias or p.mask or p.score else 64  # registers
     steps = [N >> i for i in range(8) if (N >> i) * o_cols * X <= N * (t.BLOCK_D + 4)]
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
@@ -17,8 +18,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of {4 * X}: THREADS_X loads of four"),
         (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
          f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of Dv={p.Dv}"),
-        (owned + 64 <= 255 and X * Y * (owned + 64) <= 65536,
-         f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: with some 64 others they do not fit"),
+        (owned + others <= 255 and X * Y * (owned + others) <= 65536,
+         f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: {others} others do not fit"),
     )  # fmt: skip
     return next((sentence for holds, sentence in rules if not holds), None)
 

@@ -33,7 +33,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     head.to_queries(Q, O), head.to_keys(K, V);
 
     for (int d = 0; d < HEAD_DIM; ++d)
-        Q_smem[d * BLOCK_M + t] = query_row < head.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
+        Q_smem[d * BLOCK_M + t] = query_row < score.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
     for (int d = 0; d < HEAD_DIM_V; ++d) O_smem[d * BLOCK_M + t] = 0.0f;
     float m = -INF, l = 0.0f;
 
@@ -63,11 +63,12 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
         }
         l = alpha * l + row_sum;
         m = m_new;
+        const unsigned long long seen = head.look_up<BLOCK_N>(query_row, n0, true);
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j)  // a masked key's P is 0, but 0 * NaN would let its value through
-                if (head.sees(query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
+                if (Head::SCATTERED ? seen >> j & 1 : head.sees(query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }
     }

@@ -37,13 +37,15 @@ using VPlace = FragmentPlace<DV_PAD>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
 constexpr unsigned Q_ROW = ROW > V_ROW ? ROW : V_ROW;  // of the place that O takes over
 constexpr float LAZY = 8.0f;
+constexpr float FAR = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 // Q stays in registers where ptxas finds room for it beside O and S without spilling, by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int ROOM = 180;
 #else
 constexpr int ROOM = M_TILES == 1 ? 208 : 180;  // D = 256: 8% faster than from shared memory
 #endif
-constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <= ROOM;
+constexpr int RESERVE = Head::LOOKS_UP ? 60 : Head::LINEAR ? 0 : 8;
+constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <= ROOM - RESERVE;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
 static_assert(SMEM_BYTES == BLOCK_M * Q_ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
@@ -171,7 +173,8 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m = rows.m[mt][half], shift = m == -INF ? 0.0f : -m * exponent;  // no key seen: P = 0, not NaN
+                const float m = rows.m[mt][half], negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, FAR);
+                const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
 #pragma unroll
                 for (int nt = 0; nt < KEYS / 8; ++nt) {
                     const float p0 = ex2(fmaf(S[mt][nt][2 * half], exponent, shift));

@@ -28,6 +28,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
         (t.SUB_N % 16 == 0, f"SUB_N={t.SUB_N} must be a multiple of 16: one m16n8k16 step of P V"),
+        (p.plain or t.SUB_N != 48, "SUB_N=48 spills with options of the score"),
+        (
+            rows == 16 or not (p.bias or p.mask or p.score),
+            f"{rows} rows a warp spill with a bias, a mask or a score of one's own: 16 do not",
+        ),
         (not arch or arch < (10, 0) or t.SUB_N != 48, "SUB_N=48 spills on compute capability 10.0 and later"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (

@@ -7,9 +7,15 @@ SMEM = 232448  # bytes that a block may have
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, stages of K and V, O where there is room, and the mbarriers; rows padded to multiples of 128 bytes."""
-    row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
-    fed = row * t.BLOCK_M + (row + row_v) * t.STAGES * t.BLOCK_N + 1024
+    row_v = 128 * cdiv(p.Dv, 64)
+    fed = fed_bytes(p, t)
     return fed + row_v * t.BLOCK_M if fed + row_v * t.BLOCK_M <= SMEM else fed
+
+
+def fed_bytes(p: Problem, t: Tile) -> int:
+    """All of it but O."""
+    row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
+    return row * t.BLOCK_M + (row + row_v) * t.STAGES * t.BLOCK_N + 1024
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -30,11 +36,19 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return None
 
 
+def most_keys(p: Problem) -> int:
+    """BLOCK_N that does not spill where scores are looked up in memory, found by trial."""
+    if not (p.bias or p.mask or p.score):
+        return 256
+    width = max(p.D, p.Dv)
+    return 96 if width <= 64 else 80 if width <= 128 else 48
+
+
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    most = 128 if consumers == 3 else 200
+    most = (128 if consumers == 3 else 200) - (0 if p.plain else 16)
     rules = (
         (
             t.BLOCK_M in (64, 128, 192),
@@ -48,6 +62,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             t.BLOCK_M < 192 or not (p.ragged and p.causal),
             "BLOCK_M=192 of a causal ragged batch spills: take 128 rows",
+        ),
+        (
+            most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
+            f"tile {t} spills with a bias, mask or score of one's own: at most 128 rows and {most_keys(p)} keys do not",
+        ),
+        (
+            cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > fed_bytes(p, t),
+            f"STAGES={t.STAGES} leave no room for rows of O, Dv={p.Dv} wide, which do not fit where Q was, at D={p.D}",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -89,6 +111,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),

@@ -22,14 +22,14 @@ from .core.errors import (
     UnknownKernel,
     UnsupportedProblem,
 )
-from .core.kernel import Kernel
 from .core.problem import Problem
 from .core.score import Score
-from .core.tile import Tile
 
 if TYPE_CHECKING:
     from . import reference
+    from .core.kernel import Kernel
     from .core.registry import kernels
+    from .core.tile import Tile
     from .engine.pipeline import compile
 
 
@@ -42,6 +42,8 @@ def _evaluate(score: Score, *arguments: Any) -> tuple[Any, Any, Any]:
 Score.on_host = _evaluate
 
 _LATER = {
+    "Kernel": ".core.kernel",
+    "Tile": ".core.tile",
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",
     "reference": ".reference",

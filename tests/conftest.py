@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of this run's own, shared by its workers."""
+    """A cache of this run's own, shared by its workers; `$SANDBOX_TEST_CACHE_DIR` if it is to outlive them."""
     base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-cache"
+    own = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-cache"
+    path = Path(os.environ.get("SANDBOX_TEST_CACHE_DIR", own))
     os.environ["SANDBOX_CACHE_DIR"] = str(path)
     return path
 

@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Before a command that a test sends SIGINT: that may be ignored here, as after a shell's `&`, which is inherited.
+INTERRUPTIBLE = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
 
 
 def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
 """What each idea in `fwd_mma` is worth: every step of steps.py, timed beside the others.
 
 python experiments/004_mma_ladder/run.py measure     needs a GPU, some two minutes; goes on where it was stopped
-python experiments/004_mma_ladder/run.py table       rewrites the tables in both README.md from results.jsonl
+python experiments/004_mma_ladder/run.py table       rewrites the tables in README.md here and docs/ladders.md
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def registers(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def ladder_table(rows: list[dict[str, Any]]) -> str:
-    """For the README of the project: the speed of each step, its gain over the one before, and its registers."""
+    """For the page of the ladders: the speed of each step, its gain over the one before, and its registers."""
     columns = ["", "step", "idea", "D = 64", "gain", "D = 128", "gain", "registers"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     all_gains = {D: gains(rows, D) for D in WIDTHS}
@@ -175,7 +175,7 @@ def main() -> None:
     rows = read_rows(ROWS)
     write_table(HERE / "README.md", "mma ladder", Path(__file__), gain_table(rows))
     if rows:
-        write_table(HERE.parent.parent / "README.md", "mma ladder", Path(__file__), ladder_table(rows))
+        write_table(HERE.parent.parent / "docs" / "ladders.md", "mma ladder", Path(__file__), ladder_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The backward ladder on the `paper` grid beside PyTorch's attention, and the README's table of it from its rows.
+"""The backward ladder on the `paper` grid beside PyTorch's attention, and the table of it from its rows.
 
 python experiments/012_backward_paper/run.py measure     needs a GPU; some three minutes on an H100
-python experiments/012_backward_paper/run.py table       rewrites the table in README.md from results.jsonl
+python experiments/012_backward_paper/run.py table       rewrites the table in docs/ladders.md from results.jsonl
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sandbox.bench.rows import read_rows
 from sandbox.core import registry
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent.parent / "README.md"
+LADDERS = HERE.parent.parent / "docs" / "ladders.md"
 
 
 def measure() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     if parser.parse_args().what == "measure":
         measure()
     rows = read_rows(HERE / "results.jsonl")
-    ladder.write_table(README, "backward ladder", Path(__file__), ladder.ladder_markdown(rows, "sdpa-flash"))
+    ladder.write_table(LADDERS, "backward ladder", Path(__file__), ladder.ladder_markdown(rows, "sdpa-flash"))
     plot.draw(rows, HERE / "paper")
 
 

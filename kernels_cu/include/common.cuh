@@ -2,9 +2,9 @@
 #pragma once
 
 // The spec passes -DDTYPE_float16=1 and so on; `dtype` is an element of Q, K, V and O. Arithmetic is in fp32.
+__device__ __forceinline__ float to_float(float x) { return x; }
 #if defined(DTYPE_float32)
 using dtype = float;
-__device__ __forceinline__ float to_float(float x) { return x; }
 #elif defined(DTYPE_float16)
 #include <cuda_fp16.h>
 using dtype = __half;

@@ -67,10 +67,22 @@ __device__ __forceinline__ void send_box(const TensorMap& map, int d, int s, int
                  ::"l"(&map), "r"(from), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
 }
 
-// Closes a group of boxes sent by this thread.
+// Closes a group of what this thread has sent.
 __device__ __forceinline__ void send_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the boxes that this thread has sent have left shared memory.
+// Four numbers to shared memory, 16-byte aligned, to be sent from there.
+__device__ __forceinline__ void store_floats(SmemAddress to, float x0, float x1, float x2, float x3) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+}
+
+// Adds `bytes` bytes of fp32 numbers in shared memory to those at `to`, in L2, whoever else adds there at the same time; both
+// addresses and `bytes` are multiples of 16. A sending, as a box is.
+__device__ __forceinline__ void send_sums(float* to, SmemAddress from, unsigned bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+// Waits until the boxes and sums that this thread has sent have left shared memory.
 __device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // ---- warpgroup MMA
@@ -147,12 +159,13 @@ struct Wgmma;  // with R = N / 2 accumulators a thread
 #define WGMMA(N, LIST, OUT, X0, X1, X2, X3, X4, X5, X6) \
     template <> \
     struct Wgmma<N / 2> { \
-        template <int TRANSPOSED> \
+        template <int A_TRANSPOSED, int B_TRANSPOSED> \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], Descriptor a, Descriptor b, bool accumulate) { \
             asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, " X0 ", " X1 \
-                         ", accumulate, 1, 1, 0, " X3 ";\n}" \
-                         : OUT : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
+                         ", accumulate, 1, 1, " X3 ", " X4 ";\n}" \
+                         : OUT : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(A_TRANSPOSED), \
+                                 "n"(B_TRANSPOSED)); \
         } \
         template <int TRANSPOSED> \
         static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, bool accumulate) { \
@@ -183,11 +196,11 @@ WGMMA(256, L128, OUT(D64(0), D64(64)), "%128", "%129", "%130", "%131", "%132", "
 #undef WGMMA
 #undef OUT
 
-// D = A B, or D += A B, in fp32, by the four warps of a warpgroup: A (64 x 16) with K contiguous, B (16 x N) in either
-// order, N = 2 R. The accumulators may not be touched until wgmma_wait and wgmma_settled; nor may A's registers.
-template <Order B_ORDER, int R>
+// D = A B, or D += A B, in fp32, by the four warps of a warpgroup: A (64 x 16) and B (16 x N), N = 2 R, in either order.
+// The accumulators may not be touched until wgmma_wait and wgmma_settled; nor may A's registers.
+template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 __device__ __forceinline__ void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate) {
-    Wgmma<R>::template ss<B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
+    Wgmma<R>::template ss<A_ORDER == Order::MN_MAJOR, B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
 }
 template <Order B_ORDER, int R>
 __device__ __forceinline__ void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate) {
@@ -241,5 +254,11 @@ __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, 
 // ldmatrix_x4 the other way: lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// The same with each matrix transposed: lane i gives the address of row i % 8 of the transposed matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4_trans(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }

@@ -1,6 +1,7 @@
 // What a score's expression is written in: `Real`, and for a backward a Dual, which knows its own derivative. Rules of
-// forward differentiation: Griewank and Walther, Evaluating Derivatives (2008), chapter 3. No header of CUDA's is needed.
+// forward differentiation: Griewank and Walther, Evaluating Derivatives (2008), chapter 3.
 #pragma once
+#include <ptx.cuh>  // along the include path: on the CPU backend its twin
 
 #ifndef REAL
 #define REAL float  // the truth, on the host, is computed with double
@@ -46,9 +47,19 @@ COMPARE(<) COMPARE(<=) COMPARE(>) COMPARE(>=) COMPARE(==) COMPARE(!=)
 // The functions that an expression may call, for integers, Real and Dual; apart, so that no other of these names is found.
 namespace expression {
 
+#if defined(DTYPE_float32)
 NUMBER Real exp(Real x) { return sizeof(Real) == 4 ? Real(::expf(float(x))) : Real(::exp(double(x))); }
 NUMBER Real log(Real x) { return sizeof(Real) == 4 ? Real(::logf(float(x))) : Real(::log(double(x))); }
 NUMBER Real tanh(Real x) { return sizeof(Real) == 4 ? Real(::tanhf(float(x))) : Real(::tanh(double(x))); }
+#else  // one or two instructions of the special function unit: good beside inputs of 16 bits
+NUMBER Real exp(Real x) { return ex2(1.4426950408889634f * x); }
+NUMBER Real log(Real x) { return __logf(x); }
+#if defined(DTYPE_bfloat16)
+NUMBER Real tanh(Real x) { return tanh_approx(x); }  // error 2^-11, of a score that plain attention would round to 2^-9
+#else
+NUMBER Real tanh(Real x) { return 1.0f - __fdividef(2.0f, 1.0f + exp(2.0f * x)); }  // error 2^-22
+#endif
+#endif
 NUMBER Dual exp(Dual x) {
     const Real y = exp(x.value);
     return {y, y * x.derivative};

@@ -51,15 +51,16 @@ struct Pair {
     }
 };
 
-// dK and dV of the block's key tile, keys n0 .. n0 + ROWS of head blockIdx.y, by all WARPS_ warps of the block.
+// dK and dV of the block's key tile, keys n0 .. n0 + ROWS of head blockIdx.y, by WARPS_ warps, of which this is the one of
+// number `warp`.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
-                                                      const View<dtype>& dV, int group, const Score& score, int n0) {
+                                                      const View<dtype>& dV, int group, const Score& score, int n0, int warp) {
     const int kv_head = blockIdx.y, b = key_tile<ROWS>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
     const Sequence own(score, b);
-    for (int j = n0 + threadIdx.x / 32; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
+    for (int j = n0 + warp; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);

@@ -10,8 +10,6 @@
 // Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
 // plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
 #pragma once
-#include <ptx.cuh>  // along the include path: on the CPU backend its twin
-
 #include "number.cuh"
 
 // Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
@@ -171,6 +169,7 @@ struct Head : Sequence {
     static constexpr bool HIDES = FIRST || LAST || SCATTERED || KEY_LENGTHS;  // some key within Sk, from some row
     static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x is the dot product, scaled
     static constexpr bool STEEP = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
+    static constexpr bool LOOKS_UP = BIAS || SCATTERED || Snippet::SCORES;  // in memory: more registers
     static constexpr bool MAPPED = BLOCK_MAP;
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
@@ -266,6 +265,16 @@ struct Head : Sequence {
         return query_row < Sq && sees(query_row, key_col);
     }
 
+    // `counts` of a row, or a key, and others that follow one another, up to 64: a bit each, where it takes a look into memory.
+    template <int COUNT>
+    __device__ __forceinline__ unsigned long long look_up(int query_row, int key_col, bool along_keys) const {
+        static_assert(!SCATTERED || COUNT <= 64, "a bit for each pair");
+        unsigned long long bits = 0;
+        for (int k = 0; SCATTERED && k < COUNT; ++k)
+            bits |= static_cast<unsigned long long>(counts(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
+        return bits;
+    }
+
     // ---- which tiles: ranges of what some row or key sees, and of what all of them see. `end` may be less than `begin`.
 
     // Of the keys, for query rows m0 .. m1. m1 may exceed Sq.
@@ -296,7 +305,7 @@ struct Head : Sequence {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
         T x = number<T>(IN_UNITS_OF_1 ? dot * score.scale : dot, 1.0f);
 #if SOFTCAP
-        const float y = tanh_of(dot * (score.scale * (1.0f / score.softcap)));
+        const float y = expression::tanh(dot * (score.scale * (1.0f / score.softcap)));
         x = number<T>(IN_UNITS_OF_1 ? score.softcap * y : y, 1.0f - y * y);
 #endif
 #if ALIBI
@@ -327,7 +336,8 @@ struct Head : Sequence {
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
         const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
-        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), (OF_BIAS ? Snippet::SCORES : STEEP) ? x.derivative : 1.0f};
+        const bool steep = OF_BIAS ? Snippet::SCORES : STEEP;
+        return {expf((sees(query_row, key_col) ? x.value : -INF) - shift), steep ? x.derivative : 1.0f};
     }
 
     // Raw scores, for whoever applies the mask afterwards.
@@ -353,16 +363,6 @@ struct Head : Sequence {
 
     static __device__ __forceinline__ float value_of(float x) { return x; }
     static __device__ __forceinline__ float value_of(Dual x) { return x.value; }
-
-    static __device__ __forceinline__ float tanh_of(float y) {
-#if defined(DTYPE_bfloat16)
-        return tanh_approx(y);  // error 2^-11, of a score that plain attention would round to 2^-9
-#elif defined(DTYPE_float16)
-        return 1.0f - __fdividef(2.0f, 1.0f + ex2(2.0f * LOG2E * y));  // error 2^-22 of softcap
-#else
-        return tanhf(y);
-#endif
-    }
 };
 template <>
 __device__ __forceinline__ float Head::number<float>(float value, float) { return value; }

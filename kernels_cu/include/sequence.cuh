@@ -64,6 +64,15 @@ __device__ __forceinline__ Offsets key_offsets(const Score& score) {
 }
 #endif
 
+// How many batch entries there are: `dense`, or sequences.
+__device__ __forceinline__ int batch_size(const Score& score, int dense) {
+#if RAGGED
+    return score.sequences;
+#else
+    return dense;
+#endif
+}
+
 // The tile of ROWS query rows, or key rows, that is number x of all of a ragged batch, or of those of batch entry b.
 template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b) {

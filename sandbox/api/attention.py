@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..core.kernel import Kernel
 from ..core.score import Score
-from ..core.tile import Tile
 from ..launch.dlpack import library_of
 from .asked import asked
 from .passes import run_forward
+
+if TYPE_CHECKING:
+    from ..core.kernel import Kernel
+    from ..core.tile import Tile
 
 
 def attention(

@@ -13,13 +13,13 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SpecError
-from ..core.kernel import Kernel
 from ..core.score import Score
-from ..core.tile import Tile
 from ..launch.dlpack import library_of
 from .asked import asked
 
 if TYPE_CHECKING:
+    from ..core.kernel import Kernel
+    from ..core.tile import Tile
     from .plan import Plan
 
 _plans: dict[tuple, Plan] = {}

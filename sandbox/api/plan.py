@@ -17,8 +17,8 @@ from ..launch import driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .asked import NOTHING, Asked
-from .passes import run_backward
-from .posed import check_results, problem_of
+from .passes import run_backward, run_forward
+from .posed import DTYPES, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
@@ -52,8 +52,11 @@ def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
 
     Raises what `attention_forward` says. The plan keeps none of the arrays alive.
     """
-    library, views = _views((*_FORWARD, *options.asked.names), arrays)
+    names = (*_FORWARD, *options.asked.names)
+    library, views = _views(names, arrays)
     problem = problem_of(views, options.causal, options.scale, options.asked)
+    if copied := unreadable(views, problem):
+        return _copying_plan(run_forward, library, views, [names.index(name) for name in copied], options)
     out = (problem.B, problem.H, problem.Sq, problem.Dv)
     results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype), "LSE": _rows(problem)}
     return _plan("forward", problem, library, views, arrays[0], results, options)
@@ -65,22 +68,27 @@ def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
     names = (*_BACKWARD, *options.asked.names)
     library, views = _views(names, arrays)
     problem = problem_of(views, options.causal, options.scale, options.asked)
-    copied = check_results(views, problem)
-    if copied:
-        for name in copied:
-            strides = views[name].strides
-            log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, strides)
-        return _copying_plan(library, [names.index(name) for name in copied], options)
+    if copied := unreadable(views, problem):
+        return _copying_plan(run_backward, library, views, [names.index(name) for name in copied], options)
     results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
-    more = {"delta": _rows(problem), **({"dbias": _lying_as(views["bias"])} if "bias" in views else {})}
-    results |= {name: more[name] for name in options.asked.results}
+    if "dbias" in options.asked.results:
+        bias = views["bias"]
+        results["dbias"] = bias.shape, dense_strides(bias.shape), bias.dtype
+    if "dsink" in options.asked.results:
+        results["dsink"] = (problem.H,), (1,), "float32"
     return _plan("backward", problem, library, views, arrays[1], results, options)
 
 
-def _copying_plan(library: Library, copied: list[int], options: Options) -> Plan:
+def _copying_plan(
+    run: Callable[..., tuple[Any, ...]], library: Library, views: Mapping[str, ArrayView], copied: list[int],
+    options: Options,
+) -> Plan:  # fmt: skip
+    for name, view in (list(views.items())[i] for i in copied):
+        log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, view.strides)
+
     def copy_first(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
         readable = tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
-        return run_backward(readable, tuple(vars(options).values()))  # whose plan depends on where the copies lie
+        return run(readable, tuple(vars(options).values()))  # whose plan depends on where the copies lie
 
     return copy_first
 
@@ -94,7 +102,16 @@ def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, di
             raise UnsupportedProblem(
                 f"{names[0]} is a {library.name} array and {name} a {other} array: pass arrays of one library"
             )
-    return library, {name: library.view(array) for name, array in zip(names, arrays, strict=True)}
+    return library, {name: _view(library, name, array) for name, array in zip(names, arrays, strict=True)}
+
+
+def _view(library: Library, name: str, array: Any) -> ArrayView:
+    try:
+        return library.view(array)
+    except UnsupportedProblem as refusal:
+        if name not in DTYPES:
+            raise
+        raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {refusal}") from None
 
 
 _Lying = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make

@@ -37,7 +37,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
     options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score}
-    options |= _shapes(views, (B, H, Sq, Sk))
+    options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results)
     mask = normalise_causal(causal)
     lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     return Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, Dv=v.shape[3], **lies, **options)  # type: ignore[arg-type]
@@ -54,13 +54,16 @@ def _check_tensor(name: str, view: ArrayView) -> None:
         )
 
 
-_DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool"}
+DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool"}
 
 
-def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int]) -> dict[str, Any]:
-    """The fields of a Problem that say which arrays a score reads, of the views by the caller's words."""
+def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool) -> dict[str, Any]:
+    """The fields of a Problem that say which arrays a score reads, of the views by the caller's words.
+
+    A dimension of stride 0 counts as 1, but for a bias that is asked for its gradient as a `whole`.
+    """
     found: dict[str, Any] = {}
-    for name, dtype in _DTYPES.items():
+    for name, dtype in DTYPES.items():
         if name in views and views[name].dtype != dtype:
             raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be {dtype}")
     for name in ("bias", "mask"):
@@ -70,7 +73,10 @@ def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int]) ->
                 raise UnsupportedProblem(
                     f"{name} has shape {views[name].shape}: it must broadcast to (B, H, Sq, Sk) = {every}"
                 )
-            found[name] = shape
+            strides = (*(0,) * (4 - len(views[name].shape)), *views[name].strides)
+            found[name] = (
+                shape if whole and name == "bias" else tuple(n if s else 1 for n, s in zip(shape, strides, strict=True))
+            )
     if bias := views.get("bias"):
         if bias.dtype not in (views["q"].dtype, "float32"):
             raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as q, {views['q'].dtype}")
@@ -86,11 +92,11 @@ def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int]) ->
     return found
 
 
-def check_results(views: Mapping[str, ArrayView], problem: Problem) -> list[str]:
-    """That dout, out, lse and dlse go with q and v; returns which of them lie as no kernel reads them."""
-    p = problem
+def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
+    """Which of the arrays lie as no kernel reads them, once dout, out, lse and dlse are found to go with q and v."""
     wide, rows = (p.B, p.H, p.Sq, p.Dv), (p.B, p.H, p.Sq)
-    unreadable = []
+    keys = {"bias": p.bias[3:], "mask": p.mask[3:]}
+    found = [name for name, n in keys.items() if n and n[0] > 1 and views[name].strides[-1] != 1]
     for name, shape, dtype in (("dout", wide, p.dtype), ("out", wide, p.dtype), ("lse", rows, "float32"),
                                ("dlse", rows, "float32")):  # fmt: skip
         if name not in views:
@@ -102,8 +108,8 @@ def check_results(views: Mapping[str, ArrayView], problem: Problem) -> list[str]
             raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype} to go with q, which is {p.dtype}")
         wanted = dense_strides(shape) if shape == rows else (*view.strides[:3], 1)
         if 0 not in shape and any(s != w for n, s, w in zip(shape, view.strides, wanted, strict=True) if n > 1):
-            unreadable.append(name)
-    return unreadable
+            found.append(name)
+    return found
 
 
 def _name(device: Device) -> str:

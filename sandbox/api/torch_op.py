@@ -24,9 +24,9 @@ from ..core.kernel import Kernel
 from ..core.problem import normalise_causal
 from ..core.tile import Tile
 from ..launch.dlpack import dense_strides, library_of
-from .asked import Asked
-from .passes import number, run_forward
-from .torch_arguments import gathered, gradients, spread
+from . import asked
+from .asked import NOTHING, Asked
+from .passes import number, run_backward, run_forward
 
 Results = tuple[Tensor, ...]
 
@@ -39,11 +39,13 @@ def attention(
     if isinstance(scale, Tensor):
         scale = _constant(scale)
     if not library_of(arrays[0]).intercepts(*arrays):
-        out, lse = _Attention.apply(what, causal, scale, kernel, tile, backend, *arrays)
-        return out, lse
-    mask = normalise_causal(causal) or ""
-    how = mask, scale, _kernel_text(kernel), _tile_text(tile), backend
-    return _watched(_forward, _Watched, *arrays[:3], *spread(what, arrays[3:]), *how)
+        return _Attention.apply(what, causal, scale, kernel, tile, backend, *arrays)
+    how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend
+    if what is NOTHING:
+        return watched(_forward, _Watched, *arrays, *how)
+    from . import torch_scored
+
+    return torch_scored.forward(arrays, what, how)
 
 
 def forward(*inputs: Any) -> Results:
@@ -56,10 +58,20 @@ def backward(arrays: Results, options: tuple[Any, ...]) -> Results:
     """`sandbox.attention_backward` where PyTorch has to see it; the arguments of `run_backward`."""
     causal, scale, kernel, tile, backend, deterministic, what = options
     scale = scale if scale is None else number(scale)
-    how = _kernel_text(kernel), _tile_text(tile), backend, deterministic, ""
-    given = (*arrays[:6], None, *spread(what, arrays[6:]), normalise_causal(causal) or "", scale, *how)
+    how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend, deterministic
     with torch.no_grad():
-        return _watched(_backward, _WatchedBackward, *given)[:3]
+        return _backward_seen(arrays[:6], None, what, arrays[6:], how, ())[:3]
+
+
+def _backward_seen(
+    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, how: tuple[Any, ...], wanted: tuple[str, ...]
+) -> Results:
+    """dq, dk, dv and the `wanted` of dbias and dsink, by the operators."""
+    if what is NOTHING:
+        return watched(_backward, _WatchedBackward, *arrays, *how, dlse)
+    from . import torch_scored
+
+    return torch_scored.backward(arrays, dlse, what, more, how, wanted)
 
 
 # ---- options as an operator's arguments, which are of few types: causal is "" where nothing is masked
@@ -91,6 +103,11 @@ def _kernel_text(kernel: str | Kernel | None) -> str | None:
     return text
 
 
+def chosen_kernel(text: str | None) -> str | Kernel | None:
+    """What `_kernel_text` made the text of."""
+    return _texts.get(text, text) if text else None
+
+
 @torch.compiler.assume_constant_result
 def _whole_tile_text(tile: Tile) -> str:
     return str(tile)
@@ -108,60 +125,53 @@ def _tile_text(tile: Tile | str | Mapping[str, int] | None) -> str:
 
 @torch.library.custom_op("sandbox::attention_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi: Tensor | None,
-    sink: Tensor | None, key_lengths: Tensor | None, tensors: list[Tensor], asked: str, causal: str,
-    scale: float | None, kernel: str | None, tile: str, backend: str | None,
+    q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, kernel: str | None, tile: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    chosen = _texts.get(kernel, kernel) if kernel else None
-    what, more = gathered((bias, mask, alibi, sink, key_lengths), tensors, asked)
-    return run_forward((q, k, v, *more), (causal or False, scale, chosen, tile or None, backend, False, what))
+    chosen = chosen_kernel(kernel)
+    return run_forward((q, k, v), (causal or False, scale, chosen, tile or None, backend, False, NOTHING))
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
+def results_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
+    """out and lse, not computed."""
     out = (*q.shape[:3], v.shape[3])
-    return q.new_empty_strided(out, dense_strides(out, q.stride())), q.new_empty(q.shape[:3], dtype=torch.float32)
+    strides = dense_strides(out, q.stride())
+    return q.new_empty_strided(out, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("sandbox::attention_backward", mutates_args=())
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, bias: Tensor | None,
-    mask: Tensor | None, alibi: Tensor | None, sink: Tensor | None, key_lengths: Tensor | None,
-    tensors: list[Tensor], asked: str, causal: str, scale: float | None, kernel: str | None, tile: str,
-    backend: str | None, deterministic: bool, wanted: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, and of those that are `wanted`, "bias" or "sink", the gradients too; empty if they are not."""
-    chosen = _texts.get(kernel, kernel) if kernel else None
-    what, more = gathered((bias, mask, alibi, sink, key_lengths), tensors, asked)
-    options = causal or False, scale, chosen, tile or None, backend, deterministic
-    found = gradients((dout, q, k, v, out, lse), dlse, what, more, options, wanted.split())
-    dq, dk, dv = (found[name] for name in "qkv")
-    return dq, dk, dv, found.get("bias", q.new_empty(0)), found.get("sink", q.new_empty(0))
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: str, scale: float | None,
+    kernel: str | None, tile: str, backend: str | None, deterministic: bool, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = causal or False, scale, chosen_kernel(kernel), tile or None, backend, deterministic
+    dq, dk, dv = gradients((dout, q, k, v, out, lse), dlse, NOTHING, (), options)
+    return dq, dk, dv
 
 
 @_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, mask: Any,
-      alibi: Any, sink: Any, *rest: Any) -> Results:  # fmt: skip
-    wanted = rest[-1].split()
-    dbias = _empty_like(bias) if "bias" in wanted else q.new_empty(0)
-    dsink = torch.empty_like(sink) if "sink" in wanted else q.new_empty(0)
-    return _empty_like(q), _empty_like(k), _empty_like(v), dbias, dsink
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+    return empty_like(q), empty_like(k), empty_like(v)
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def gradients(
+    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, options: tuple[Any, ...],
+    wanted: tuple[str, ...] = (),
+) -> tuple[Any, ...]:  # fmt: skip
+    asks, more = asked.backward(what, more, dlse, wanted)
+    return run_backward((*arrays, *more), (*options, asks))
+
+
+def empty_like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=x.dtype, device=x.device)
 
 
-def _vmapped(operator: Any, options: int) -> None:
-    """Registers what torch.func.vmap does with `operator`: the mapped dimension becomes part of B. `options`: where
-    among its arguments those stand that only some scores have."""
+def _vmapped(operator: Any) -> None:
+    """Registers what torch.func.vmap does with `operator`: the mapped dimension becomes part of B."""
 
     def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Results, tuple[int, ...]]:
         n = info.batch_size
-        if any(isinstance(x, Tensor) for x in inputs[options:]) or inputs[options + 6]:
-            raise UnsupportedProblem(
-                "torch.func.vmap of attention knows no options but causal and scale: make the mapped dimension part of B"
-            )
         folded = [_folded(x, n, dim) if isinstance(x, Tensor) else x for x, dim in zip(inputs, dims, strict=True)]
         results = operator(*folded)
         return tuple(x.unflatten(0, (n, x.shape[0] // n if n else 0)) for x in results), (0,) * len(results)
@@ -174,62 +184,40 @@ def _folded(x: Tensor, n: int, dim: int | None) -> Tensor:
     return mapped.flatten(0, 1)
 
 
-_vmapped(_forward, 3)
-_vmapped(_backward, 7)
+_vmapped(_forward)
+_vmapped(_backward)
 
 
 # ---- their gradients
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    q, k, v, bias, mask, alibi, sink, key_lengths, tensors, ctx.asked, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
-    ctx.tensors = len(tensors)
-    ctx.save_for_backward(q, k, v, *output, bias, mask, alibi, sink, key_lengths, *tensors)
-    ctx.set_materialize_grads(False)
+    q, k, v, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # that of lse is None where nobody uses it
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    q, k, v, out, lse, *more = saved[:10]
-    needed = ctx.needs_input_grad
-    wanted = [name for name, i in (("bias", 3), ("sink", 6)) if needed[i]]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    dout = torch.zeros_like(out) if dout is None else dout
-    inputs = (dout, q, k, v, out, lse, dlse, *more, list(saved[10:]), ctx.asked, ctx.causal, ctx.scale, None, "")
-    found = _watched(_backward, _WatchedBackward, *inputs, ctx.backend, deterministic, " ".join(wanted))
-    dq, dk, dv = (x if need else None for x, need in zip(found[:3], needed[:3], strict=True))
-    dbias, dsink = (found[i] if name in wanted else None for i, name in ((3, "bias"), (4, "sink")))
-    return dq, dk, dv, dbias, None, None, dsink, None, [None] * ctx.tensors or None, *(None,) * 6
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    options = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), dlse
+    found = watched(_backward, _WatchedBackward, or_zeros(dout, out), q, k, v, out, lse, *options)
+    needed = zip(found, ctx.needs_input_grad, strict=False)
+    return (*(gradient if need else None for gradient, need in needed), None, None, None, None, None)
 
 
-def _gradients_eagerly(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
-    q, k, v, out, lse, *more = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    names = ("q", "k", "v", *ctx.what.names)
-    needed = [name for name, need in zip(names, ctx.needs_input_grad[6:], strict=True) if need]
-    wanted = [name for name in ("bias", "sink") if name in needed]
-    given = [x for x in (dout, dlse) if x is not None]
-    batched = any(torch._C._functorch.is_legacy_batchedtensor(x) for x in given)  # by is_grads_batched
-    if torch.is_grad_enabled() or batched or library_of(dout).intercepts(*given):
-        inputs = (dout, q, k, v, out, lse, dlse, *spread(ctx.what, tuple(more)), ctx.causal, ctx.scale, None, "")
-        results = _watched(_backward, _WatchedBackward, *inputs, ctx.backend, deterministic, " ".join(wanted))
-        found = dict(zip(("q", "k", "v", "bias", "sink"), results, strict=True))
-    else:
-        options = ctx.causal or False, ctx.scale, None, None, ctx.backend, deterministic
-        found = gradients((dout, q, k, v, out, lse), dlse, ctx.what, tuple(more), options, wanted)
-    return *(None,) * 6, *(found[name] if name in needed else None for name in names)
+def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of an output that nobody may have used."""
+    return torch.zeros_like(out) if dout is None else dout
 
 
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
+def refuse(ctx: Any, *gradients: Tensor) -> None:
     raise UnsupportedProblem(
         "attention cannot be differentiated twice: no kernel computes the derivatives of its gradients "
         "(torch.nn.functional.scaled_dot_product_attention can, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
     )
 
 
-def _refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
+def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
     raise UnsupportedProblem(
         "attention has no forward-mode derivative: differentiate in reverse (backward, torch.func.grad, vjp or jacrev) "
         "or use torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
@@ -237,7 +225,7 @@ def _refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
 
 
 _forward.register_autograd(_gradients, setup_context=_remember)
-_backward.register_autograd(_refuse)
+_backward.register_autograd(refuse)
 
 
 class _Attention(torch.autograd.Function):
@@ -245,14 +233,31 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Results:
-        what, causal, scale, kernel, tile, backend, *arrays = inputs
-        output = run_forward(tuple(arrays), (causal, scale, kernel, tile, backend, False, what))
-        ctx.what, ctx.causal, ctx.scale, ctx.backend = what, normalise_causal(causal or False) or "", scale, backend
+        ctx.what, causal, ctx.scale, kernel, tile, ctx.backend, *arrays = inputs
+        ctx.causal = normalise_causal(causal or False) or ""
+        output = run_forward(tuple(arrays), (causal, ctx.scale, kernel, tile, ctx.backend, False, ctx.what))
         ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
         ctx.set_materialize_grads(False)
         return output
 
-    backward = staticmethod(_gradients_eagerly)
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        given = [x for x in (dout, dlse) if x is not None]
+        arrays = or_zeros(dout, out), q, k, v, out, lse
+        names, needed = ("q", "k", "v", *ctx.what.names), ctx.needs_input_grad[6:]
+        wanted = tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        batched = any(torch._C._functorch.is_legacy_batchedtensor(x) for x in given)  # by is_grads_batched
+        if torch.is_grad_enabled() or batched or library_of(q).intercepts(*given):
+            how = ctx.causal, ctx.scale, None, "", ctx.backend, deterministic
+            found = _backward_seen(arrays, dlse, ctx.what, tuple(more), how, wanted)
+        else:
+            options = ctx.causal or False, ctx.scale, None, None, ctx.backend, deterministic
+            found = gradients(arrays, dlse, ctx.what, tuple(more), options, wanted)
+        named = dict(zip(("dq", "dk", "dv", *wanted), found, strict=True))
+        return *(None,) * 6, *(named.get(f"d{n}") if need else None for n, need in zip(names, needed, strict=True))
 
 
 class _Watched(torch.autograd.Function):
@@ -262,18 +267,18 @@ class _Watched(torch.autograd.Function):
     forward = staticmethod(_forward)
     setup_context = staticmethod(_remember)
     backward = staticmethod(_gradients)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(refuse_forward_mode)
 
 
 class _WatchedBackward(torch.autograd.Function):
     generate_vmap_rule = True
     forward = staticmethod(_backward)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
-    backward = staticmethod(_refuse)
-    jvp = staticmethod(_refuse_forward_mode)
+    backward = staticmethod(refuse)
+    jvp = staticmethod(refuse_forward_mode)
 
 
-def _watched(operator: Any, function: Any, *inputs: Any) -> Results:
+def watched(operator: Any, function: Any, *inputs: Any) -> Results:
     """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
     if forward_ad._current_level >= 0:
         return _uncompiled(function, *inputs)

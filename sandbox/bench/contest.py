@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ..api.passes import attention_forward
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import COMPUTATIONS, Kernel
 from ..core.problem import Problem
+from ..core.score import Score
 from ..core.tile import Tile
 from ..engine.choose import choose_tile
 from ..engine.pipeline import prepare as prepare_kernel
@@ -26,6 +28,7 @@ from ..launch.dlpack import library_of, view
 from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from . import environment
+from .given import Given, asked_of, given_to
 from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
@@ -55,7 +58,24 @@ def _tutorial(dtype: str) -> list[Problem]:
     ]
 
 
-GRIDS: dict[str, Callable[[str], list[Problem]]] = {"paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial}
+def _scores(dtype: str) -> list[Problem]:
+    """What a score may be, an option at a time, on one problem: B2 H16 S8192 D128."""
+    plain = Problem(2, 16, 8192, 8192, 128, dtype=dtype)
+    S = plain.Sk
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"causal": "bottom-right"}, {"window": (1024, 0), "causal": "bottom-right"},
+        {"softcap": 50.0, "causal": "bottom-right"}, {"alibi": (16,), "causal": "bottom-right"},
+        {"bias": (1, 1, S, S)}, {"bias": (1, 16, S, S)}, {"mask": (1, 1, S, S)}, {"mask": (2, 1, 1, S)},
+        {"sink": True, "causal": "bottom-right"}, {"key_lengths": True}, {"Dv": 64},
+    )  # fmt: skip
+    found = [replace(plain, **fields) for fields in options]
+    return [*found, replace(plain, score=Score.from_file(DOCUMENTS, plain))]
+
+
+GRIDS: dict[str, Callable[[str], list[Problem]]] = {
+    "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores
+}  # fmt: skip
+DOCUMENTS = Path(__file__).with_name("documents.py")
 
 
 # ---- measuring
@@ -67,10 +87,10 @@ def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contende
 
 
 def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None) -> Ready:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None, given: Given | None = None) -> Ready:
         import torch
 
-        tensors = {"Q": q, "K": k, "V": v, **_outputs(kernel, q, k, v, dout, problem)}
+        tensors = {"Q": q, "K": k, "V": v, **(given or {}), **_outputs(kernel, q, k, v, dout, problem, given or {})}
         views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
         chosen = choose_tile(kernel, problem, driver.device(device[1]).arch, tile)
@@ -95,13 +115,13 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
     return Contender(f"{kernel.name} {tile}" if tile else kernel.name, prepare, kernel.name)
 
 
-def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem) -> dict[str, Any]:
+def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem, given: Given) -> dict[str, Any]:
     """What a kernel writes, and what a backward is given besides q, k and v: dO, and O and LSE of our own forward."""
     import torch
 
     if kernel.computes == "forward":
-        return {"O": q.new_empty(q.shape), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
-    out, lse = attention_forward(q, k, v, causal=problem.causal, scale=problem.scale)
+        return {"O": q.new_empty((*q.shape[:3], problem.Dv)), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
+    out, lse = attention_forward(q, k, v, **asked_of(problem, given))
     gradients = (x.new_empty(x.shape) for x in (q, k, v))
     return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
 
@@ -184,19 +204,26 @@ def _measured(
 
 
 def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", computes: str = "forward") -> tuple[Any, ...]:
-    """q (B, H, Sq, D), k and v (B, Hk, Sk, D), and for a backward dout, of q's shape; standard normal, contiguous."""
+    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), for a backward dout, as out; standard normal."""
     import torch
 
     p, generator = problem, torch.Generator(device).manual_seed(seed)
     queries, keys = (p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D)
-    shapes = (queries, keys, keys, *([queries] if computes == "backward" else []))
+    values, results = (*keys[:3], p.Dv), (*queries[:3], p.Dv)
+    shapes = (queries, keys, values, *([results] if computes == "backward" else []))
     dtype = getattr(torch, p.dtype)
     return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
 
 
-def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str) -> Expected | ExpectedGradients:
-    """What the results on these inputs must be like, where they are looked at."""
-    return expect_gradients(problem, *inputs) if computes == "backward" else expect(problem, *inputs)
+def expectation(
+    problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None
+) -> Expected | ExpectedGradients:
+    """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
+    if computes == "backward":
+        q, k, v, dout = inputs
+        return expect_gradients(problem, q, k, v, dout, given=given)
+    q, k, v = inputs
+    return expect(problem, q, k, v, given=given)
 
 
 def compete(
@@ -215,8 +242,9 @@ def compete(
                 setting=dict(setting))
             for c in contenders
         ]  # fmt: skip
-    expected = expectation(problem, inputs, computes)
-    entries = [_enter(c, problem, inputs, expected, stopwatch) for c in contenders]
+    given = given_to(problem, inputs[0])
+    expected = expectation(problem, inputs, computes, given)
+    entries = [_enter(c, problem, inputs, given, expected, stopwatch) for c in contenders]
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
     samples = measure({i: entry.timed for i, entry in right.items() if entry.timed}, stopwatch, limits)
     timings = {i: Timing.of(values) for i, values in samples.items()}
@@ -254,11 +282,12 @@ def _enter(
     contender: Contender,
     problem: Problem,
     inputs: tuple[Any, ...],
+    given: Given,
     expected: Expected | ExpectedGradients,
     stopwatch: Stopwatch,
 ) -> _Entry:
     try:
-        ready = contender.prepare(problem, *inputs)
+        ready = contender.prepare(problem, *inputs, **({} if problem.plain else {"given": given}))
         verdict = expected.check(ready.poison, ready.launch)
         if verdict.message:
             return _Entry(False, verdict.message, ready, verdict)

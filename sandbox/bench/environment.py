@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from ..core.errors import SandboxError
 from ..launch import driver
 from ..toolchain import nvrtc
 
+_PACKAGE_FOLDERS = ("kernels_cu", "sandbox")
 _PACKAGES = ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "triton")
 
 
@@ -45,12 +47,19 @@ def clocks() -> dict[str, str] | None:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with + when there are uncommitted changes; None outside of one."""
+    """The commit of this checkout; when it has changes, or new files in the packages, + and their digest: two rows are
+    of one state only if this is equal. None outside of a checkout."""
     here = str(Path(__file__).resolve().parent)
-    revision = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
+    revision, root = (_output("git", "-C", here, "rev-parse", what) for what in ("HEAD", "--show-toplevel"))
     if not revision:
         return None
-    return revision + ("+" if _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no") else "")
+    changes = [_output("git", "-C", root, "diff", "HEAD", "--binary")]
+    new = _output("git", "-C", root, "ls-files", "--others", "--exclude-standard", *_PACKAGE_FOLDERS)
+    for name in new.splitlines():
+        with suppress(OSError):
+            changes.append(name + Path(root, name).read_text("latin1"))
+    digest = hashlib.sha256("\0".join(changes).encode()).hexdigest()[:8]
+    return f"{revision[:12]}+{digest}" if any(changes) else revision[:12]
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The README's tables of the ladder, written from stored rows between two markers."""
+"""Tables of a ladder for README.md and docs/, written from stored rows between two markers."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
+from .flex import flex_modifications
 
 _SHARE = 0.25  # of the GPU's memory, which a peer may take for its scores: two such peers and the inputs fit
 
@@ -37,7 +38,8 @@ class Ready:
 @dataclass(frozen=True)
 class Contender:
     """Who takes part. `prepare(problem, q, k, v)`, or (problem, q, k, v, dout) for a backward, PyTorch tensors
-    (B, H or Hk, S, D), either gives a Ready or raises UnsupportedProblem with the sentence that says why not.
+    (B, H or Hk, S, D), either gives a Ready or raises UnsupportedProblem with the sentence that says why not. Of a
+    problem that is not plain it is also told, by the keyword `given`, the tensors that the score reads.
     `kernel` is the name of a kernel of ours, "" for a peer."""
 
     name: str
@@ -53,7 +55,9 @@ def get(name: str) -> list[Contender]:
         found = runpy.run_path(name).get("peers")
         if isinstance(found, (list, tuple)) and all(isinstance(peer, Contender) for peer in found):
             return list(found)
-        raise UnsupportedProblem(f"{name} must define `peers`, a list of sandbox.peers.Contender: it has {found!r}")
+        raise UnsupportedProblem(
+            f"{name} must define `peers`, a list of sandbox.bench.peers.Contender: it has {found!r}"
+        )
     raise UnsupportedProblem(
         f"peer {name!r} is not known: choose from {', '.join(PEERS)}, or name a Python file that defines `peers`"
     )
@@ -62,12 +66,12 @@ def get(name: str) -> list[Contender]:
 def backward(peer: Contender) -> Contender:
     """The peer's backward: autograd through its forward, which is not timed."""
 
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any) -> Ready:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any, **given: Any) -> Ready:
         import torch
 
         inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
-            out, _ = peer.prepare(problem, *inputs).launch()
+            out, _ = peer.prepare(problem, *inputs, **given).launch()
         if not out.requires_grad:
             raise UnsupportedProblem(f"{peer.name}: it has no backward")
 
@@ -116,7 +120,7 @@ def _check_memory(name: str, problem: Problem, bytes_a_score: int, q: Any) -> No
 
 
 def _sdpa(name: str, backend: str) -> Contender:
-    def prepare(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -124,6 +128,8 @@ def _sdpa(name: str, backend: str) -> Contender:
         if backend == "MATH":
             _check_memory(name, problem, 16, q)  # S, S with its mask, P, each fp32, and one to spare
         options: dict[str, Any] = {"is_causal": bool(problem.causal), "scale": problem.scale}
+        if not problem.plain:
+            options |= _attn_mask(name, problem, given)
         if problem.Hk != problem.H and backend == "EFFICIENT_ATTENTION":  # it knows no groups: not timed, but read
             k, v = (x.repeat_interleave(problem.H // problem.Hk, dim=1) for x in (k, v))
         elif problem.Hk != problem.H:
@@ -138,6 +144,23 @@ def _sdpa(name: str, backend: str) -> Contender:
         return Ready(launch, _poison(q))
 
     return Contender(name, prepare)
+
+
+def _attn_mask(name: str, problem: Problem, given: Any) -> dict[str, Any]:
+    """A bias or a mask as SDPA takes it, beside which it takes no causality of its own. Raises UnsupportedProblem."""
+    p = problem
+    others = {"window": p.window != (None, None), "softcap": p.softcap, "alibi": p.alibi, "sink": p.sink,
+              "key_lengths": p.key_lengths, "score": p.score}  # fmt: skip
+    if asked := [option for option, there in others.items() if there]:
+        raise UnsupportedProblem(f"{name}: it knows no {', '.join(asked)}")
+    if (p.bias and p.mask) or p.bias_dtype:
+        raise UnsupportedProblem(f"{name}: it takes a bias of q's dtype, or a mask, and not both")
+    found = given.get("bias", given.get("mask"))
+    if found is None:
+        return {}
+    if p.causal:
+        raise UnsupportedProblem(f"{name}: it takes a bias or a mask, or is_causal, and not both")
+    return {"attn_mask": found.expand(*found.shape[:2], p.Sq, p.Sk)}
 
 
 def _try(name: str, launch: Callable[[], object]) -> None:
@@ -156,9 +179,12 @@ def _try(name: str, launch: Callable[[], object]) -> None:
 # ---- others
 
 
-def _eager(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
+def _eager(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
     """Plain PyTorch, every score in memory, in the input dtype."""
     import torch
+
+    if not problem.plain:
+        raise UnsupportedProblem("eager: it is written for scale and causal alone")
 
     _check_memory("eager", problem, 2 * problem.itemsize, q)
     if problem.causal and problem.diagonal < 0:
@@ -178,7 +204,7 @@ def _eager(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
     return Ready(launch, _poison(q))
 
 
-def _flex(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
+def _flex(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
     """PyTorch's flex_attention, compiled by Inductor to Triton. Compiling takes seconds for each problem."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -188,10 +214,13 @@ def _flex(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
     torch._dynamo.reset()  # else the ninth problem would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.Hk != problem.H}
-    if problem.causal:
-        diagonal = problem.diagonal
-        seen = lambda b, h, i, j: j <= i + diagonal  # noqa: E731
-        options["block_mask"] = create_block_mask(seen, None, None, problem.Sq, problem.Sk, device=str(q.device))
+    score_mod, seen = flex_modifications(problem, given or {})
+    if score_mod:
+        options["score_mod"] = score_mod
+    if seen:
+        B = problem.B if problem.key_lengths or problem.mask[:1] > (1,) or problem.score else None
+        H = problem.H if problem.mask[1:2] > (1,) or problem.score else None
+        options["block_mask"] = create_block_mask(seen, B, H, problem.Sq, problem.Sk, device=str(q.device))
 
     def launch() -> tuple[Any, Any]:
         return compiled(q, k, v, **options), None
@@ -199,7 +228,7 @@ def _flex(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
     return Ready(launch, _poison(q))
 
 
-def _triton(problem: Problem, q: Any, k: Any, v: Any) -> Ready:
+def _triton(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
     raise UnsupportedProblem(
         "triton: its package holds no attention (the fused-attention tutorial is a file of its repository): take flex, "
         "which Triton compiles, or name a Python file that defines `peers`"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..core import jsonl
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
 from .timing import Timing
@@ -72,13 +73,10 @@ class Row:
 
 def recorded(rows: Iterable[Row], path: Path | None) -> Iterator[dict[str, Any]]:
     """The rows as JSON has them, each appended to the file as a line before the next is measured."""
-    if path and path.exists() and not path.read_text().endswith("\n"):  # cut off: the next row needs a line of its own
-        path.write_text("".join(json.dumps(row) + "\n" for row in read_rows(path)))
     for row in rows:
         line = row.as_json()
         if path:
-            with path.open("a") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+            jsonl.append(path, line)
         yield line
 
 

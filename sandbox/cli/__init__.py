@@ -1,7 +1,7 @@
 """`python -m sandbox …`: parses and prints, nothing else. A command, or a few that belong together, is a module.
 
-Exit status: 0 when all is well, 1 when a result is wrong or something fails, 2 for a usage error or an unsupported
-problem.
+Exit status: 0 when all is well, 1 when a result is wrong or something fails, a kernel that crashes among them, 2 for a
+usage error or an unsupported problem.
 """
 
 import importlib

@@ -13,21 +13,29 @@ from ..bench import report as bench_report
 from ..bench.rows import read_rows, recorded
 from ..bench.timing import Limits
 from ..core.errors import SandboxError
-from ..core.problem import Problem
 from ..core.tile import Tile
 from .group import cli
-from .options import causal_option, chosen_kernels, dtype_option, json_option, kernels_argument
+from .options import (
+    Scored,
+    causal_option,
+    chosen_kernels,
+    dtype_option,
+    json_option,
+    kernels_argument,
+    problem_of,
+    score_options,
+    shape_option,
+)
 from .output import exit_status, followed, print_json, say, screen
 
 
 @cli.command("bench")
 @kernels_argument
 @click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems; gpt2 where no --shape is given.")
-@click.option(
-    "--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads as B,H/Hk,S,D. Repeatable."
-)
+@shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
+@score_options
 @click.option("--tile", "tiles", multiple=True, help="Use this tile, as BLOCK_M=64,BLOCK_N=32. Repeatable.")
 @click.option(
     "--peers", "names", default=",".join(peers.DEFAULT), show_default=True, help="Also flex, a file, or none."
@@ -45,7 +53,7 @@ from .output import exit_status, followed, print_json, say, screen
 @click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw TFLOP/s to PREFIX.png and PREFIX.svg.")
 @json_option
 def bench_(
-    kernels: tuple[str, ...], grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None,
+    kernels: tuple[str, ...], grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, scored: Scored,
     tiles: tuple[str, ...], names: str, backward: bool, against: str | None, mode: str, seconds: float,
     out: Path | None, resume: bool, show: Path | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -59,7 +67,7 @@ def bench_(
     computes = "backward" if backward else "forward"
     rows, stopped = [row for row in read_rows(show) if row["computes"] == computes] if show else [], None
     if not show:
-        problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
+        problems = [problem_of(s, dtype, causal, scored) for s in shapes]
         problems += contest.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import click
 
 from ..code import listing
 from ..code import report as code_report
 from ..core import registry
-from ..core.problem import Problem
+from ..core.problem import normalise_causal
 from ..core.tile import Tile
+from ..verify.check import pick_device
+from ..watch.job import quick_cases
 from .group import cli
 from .options import (
+    Scored,
     causal_option,
     dtype_option,
-    head_dim_option,
+    entry_argument,
     json_option,
-    kernel_argument,
     parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
     tile_option,
 )
 from .output import print_json, say, screen
@@ -24,31 +32,40 @@ from .output import print_json, say, screen
 
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
-    @kernel_argument
-    @head_dim_option
+    @entry_argument
+    @shape_option("By default what watch looks at first.")
+    @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
     @dtype_option
     @causal_option
+    @score_options
     @tile_option
-    @click.option("--arch", help="Compile for this architecture; by default sm_90a.")
+    @click.option("--arch", help="Compile for this architecture; by default this machine's, or sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
                   help="Show what changed from a git revision, a tile, a .cu file, or history:N of watch.")  # fmt: skip
     @click.option("--summary", is_flag=True, help="Leave the instructions out.")
     @json_option
     def show(
-        kernel: str, D: int, dtype: str, causal: str | None, tile: str | None, arch: str | None, reference: str | None,
-        summary: bool, as_json: bool,
+        kernel: str, shape: str | None, D: int | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+        arch: str | None, reference: str | None, summary: bool, as_json: bool,
     ) -> None:  # fmt: skip
-        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal or False)  # type: ignore[arg-type]
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
-        after = listing.translate(spec, language, problem, arch, wanted, entry=kernel)
+        first = quick_cases(spec, pick_device(None))[0].problem
+        if shape or D:
+            problem = problem_of(shape or f"1,1,1,{D}", dtype, causal, scored)
+        else:
+            problem = dataclasses.replace(first, dtype=dtype, causal=normalise_causal(causal or False))
+        read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)
         if reference is None:
-            _show_code(after, summary, as_json)
+            _show_code(read(spec, tile=wanted, entry=kernel), summary, as_json)
         elif "=" in reference:
-            before = listing.translate(spec, language, problem, arch, Tile.parse(reference), entry=kernel)
-            _show_changes(before, after, as_json)
+            before = read(spec, tile=Tile.parse(reference), entry=kernel)
+            _show_changes(before, read(spec, tile=wanted, entry=kernel), as_json)
         else:
             old = listing.version(spec, reference)
-            _show_changes(listing.translate(old, language, problem, arch, wanted, reference, kernel), after, as_json)
+            entry = old.name + kernel.removeprefix(spec.name)
+            before = read(old, tile=wanted, label=reference, entry=entry)
+            now = spec.source.name if reference.endswith(".cu") else "now"  # in the other's terms
+            _show_changes(before, read(spec, tile=wanted, label=now, entry=kernel), as_json)
 
 
 def _show_code(shown: listing.Code, summary: bool, as_json: bool) -> None:

@@ -17,12 +17,16 @@ from ..engine import choose, pipeline
 from ..toolchain import arch as architectures
 from .group import cli
 from .options import (
+    Scored,
     causal_option,
     chosen_kernels,
     dtype_option,
     json_option,
     kernels_argument,
     parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
     tile_option,
 )
 from .output import exit_status, followed, print_json, say, screen
@@ -33,14 +37,17 @@ from .output import exit_status, followed, print_json, say, screen
 @click.option(
     "--arch", "archs", default=pipeline.DEFAULT_ARCH, show_default=True, help="One or several, comma-separated."
 )
-@click.option("-D", "--head-dim", "widths", default="64,128", show_default=True, help="Head widths, comma-separated.")
+@shape_option("Repeatable; by default any with D 64, and with 128.", multiple=True)
+@click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # as --shape was spelled once
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @json_option
 def compile_(
-    kernels: tuple[str, ...], archs: str, widths: str, dtype: str, causal: str | None, tile: str | None, as_json: bool
-) -> None:
+    kernels: tuple[str, ...], archs: str, shapes: tuple[str, ...], widths: str, dtype: str, causal: str | None,
+    scored: Scored, tile: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """What every tile costs, without a GPU.
 
     Registers, spills, shared memory, occupancy, compile time.
@@ -48,7 +55,8 @@ def compile_(
     if not all(width.strip().isdecimal() for width in widths.split(",")):
         raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
     targets = [name.strip() for name in archs.split(",")]
-    problems = [Problem(1, 1, 1, 1, int(D), dtype=dtype, causal=causal or False) for D in widths.split(",")]  # type: ignore[arg-type]
+    shapes = shapes or tuple(f"1,1,1,{D.strip()}" for D in widths.split(","))
+    problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
     wanted = parsed_tile(tile)
     tried = [
         (kernel, target, problem, t)
@@ -71,7 +79,7 @@ def compile_(
 def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[Cost]:
     """One for each entry of the kernel; a single one where there are no numbers."""
     arch = architectures.parse(target)
-    where = (str(problem).partition(" S1 ")[2], str(tile), target)
+    where = (problem.variant, str(tile), target)
     try:
         if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)

@@ -8,13 +8,31 @@ from typing import Any
 import click
 
 from ..core.errors import HistoryError, SandboxError, SpecError, UnknownKernel, UnsupportedProblem
+from .options import OptionalValue
 from .output import say
 
 _USAGE = (UnsupportedProblem, SpecError, UnknownKernel, HistoryError)
 
 
+class _Command(click.Command):
+    """Attaches its value, said or left out, to every option whose value may be left out."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        optional = {name: p for p in self.params if isinstance(p, OptionalValue) for name in p.opts}
+        attached, left = [], [*args]
+        while left and left[0] != "--":
+            word = left.pop(0)
+            if option := optional.get(word):
+                value = left.pop(0) if left and left[0] in option.type.choices else option.flag_value
+                word = f"{word}={value}"
+            attached.append(word)
+        return super().parse_args(ctx, attached + left)
+
+
 class _Commands(click.Group):
     """Turns this project's exceptions into one message and an exit status."""
+
+    command_class = _Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

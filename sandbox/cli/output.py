@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -33,9 +34,21 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(plain(value), indent=2))
 
 
+def print_json_rows(rows: Iterable[T]) -> Iterator[T]:
+    """The same rows, each printed when it is there, as an element of one JSON list."""
+    before = "[\n"
+    for row in rows:
+        click.echo(before + textwrap.indent(json.dumps(plain(row), indent=2), "  "), nl=False)
+        before = ",\n"
+        yield row
+    click.echo("[]" if before == "[\n" else "\n]")
+
+
 def plain(value: object) -> object:
     """As JSON has it: a NaN or an infinity, which it cannot write, becomes null; what a dataclass keeps out of its repr
     is for this process alone."""
+    if hasattr(value, "as_json"):  # a problem, a score: they know what of them is worth writing
+        return plain(value.as_json())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
     if isinstance(value, Mapping):
@@ -48,12 +61,13 @@ def plain(value: object) -> object:
 
 
 def followed(results: Iterable[T], describe: Callable[[T], str], total: int | None = None) -> Iterator[T]:
-    """The same results, with the latest one shown on the terminal while work goes on."""
+    """The same results, with the latest one shown on the terminal while work goes on: below what is printed there."""
     done = (BarColumn(), MofNCompleteColumn()) if total else (SpinnerColumn(), TextColumn("{task.completed} done"))
-    console = Console(stderr=True)
+    on_screen = sys.stdout.isatty()
+    console = Console(stderr=not on_screen)
     with Progress(
         *done, TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal, redirect_stdout=on_screen,
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=total)
         for result in results:

@@ -10,23 +10,37 @@ import click
 from ..core import registry
 from ..core.problem import Problem
 from ..engine import pipeline
+from ..engine.choose import choose_tile
 from ..launch import driver
 from ..profile import plot as profile_plot
 from ..profile import profiler
 from ..profile import report as profile_report
 from ..profile.profiler import Profile, Subject
+from ..toolchain import arch as architectures
 from .group import cli
-from .options import causal_option, dtype_option, json_option, kernel_argument, parsed_tile, tile_option
+from .options import (
+    Scored,
+    causal_option,
+    dtype_option,
+    entry_argument,
+    json_option,
+    parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
+    tile_option,
+)
 from .output import print_json, say, screen
 
 
 @cli.command("profile")
-@kernel_argument
+@entry_argument
 @click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
               help="Nsight Compute: one launch in every detail. Nsight Systems: the time line.")  # fmt: skip
-@click.option("--shape", default="1,12,4096,64", show_default=True, help="B,H,S,D or B,H,Sq,Sk,D; groups B,H/Hk,S,D.")
+@shape_option(default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @click.option(
     "--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions, history:N, .cu files."
@@ -40,7 +54,7 @@ from .output import print_json, say, screen
 @click.option("--dry-run", is_flag=True, help="Print the command, and run nothing.")
 @json_option
 def profile_(
-    kernel: str, tool: str, shape: str, dtype: str, causal: str | None, tile: str | None,
+    kernel: str, tool: str, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None,
     compare: tuple[str, str] | None, out: Path | None, shown: tuple[Path, ...], prefix: Path | None, dry_run: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -50,19 +64,23 @@ def profile_(
     its pages are kept as text that --show reads anywhere.
     """
     registry.entry_owner(kernel)  # raises UnknownKernel
-    prefixes = list(shown)
+    prefixes, commands = list(shown), []
     if not shown:
-        problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+        problem = problem_of(shape, dtype, causal, scored)
         for reference in compare or (tile,):
             version = reference if reference and "=" not in reference else ""
             subject = _subject(kernel, problem, None if version else reference, version, dry_run)
             place = _prefix(out, subject, len(prefixes) if compare else None)
             if dry_run:
-                click.echo(shlex.join(profiler.command(tool, subject, place)))
+                commands.append(profiler.command(tool, subject, place))
             else:
                 profiler.collect(tool, subject, place)
             prefixes.append(place)
     if dry_run:
+        if as_json:
+            print_json({"commands": commands})
+        for command in () if as_json else commands:
+            click.echo(shlex.join(command))
         return
     if tool == "nsys" and not shown:
         for place in prefixes:
@@ -76,13 +94,15 @@ def profile_(
 def _subject(entry: str, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:
     wanted = parsed_tile(tile)
     if dry_run and not driver.available():
-        return Subject(entry, problem, wanted or registry.entry_owner(entry).tiles[0], pipeline.DEFAULT_ARCH, version)
+        arch = architectures.parse(pipeline.DEFAULT_ARCH)
+        chosen = choose_tile(registry.entry_owner(entry), problem, arch, wanted)
+        return Subject(entry, problem, chosen, pipeline.DEFAULT_ARCH, version)
     return profiler.subject(entry, problem, wanted, version)
 
 
 def _prefix(out: Path | None, subject: Subject, number: int | None) -> Path:
     name = f"{subject.entry}-{subject.problem}".replace(" ", "_").replace("/", "_")
-    base = out or Path(".sandbox") / "profiles" / name
+    base = out or registry.FOLDER.parent / ".sandbox" / "profiles" / name
     return base if number is None else base.with_name(f"{base.name}-{'ab'[number]}")
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import click
 
 from ..core import registry
-from ..core.problem import Problem
 from ..verify import check as checking
 from ..verify import sanitize
 from .group import cli
 from .options import (
+    SCORE_NAMES,
+    Scored,
     backend_option,
     causal_option,
     dtype_option,
@@ -20,6 +21,9 @@ from .options import (
     json_option,
     kernel_argument,
     parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
     tile_option,
 )
 from .output import exit_status, followed, print_json, say
@@ -27,16 +31,17 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. By default two small problems.")
+@shape_option("By default small ones, and the shipped tiles on some a little larger.")
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @backend_option
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that one tool may take.")
 @json_option
 def sanitize_(
-    kernel: str, shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    timeout: float, as_json: bool,
+    kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
     """What a kernel does and may not do, by line of its .cu.
 
@@ -45,8 +50,8 @@ def sanitize_(
     memory.
     """
     if not shape:
-        given_without("--shape", "dtype", "causal")
-    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False) if shape else None
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES)
+    problem = problem_of(shape, dtype, causal, scored) if shape else None
     device = checking.pick_device(backend)
     tried = sanitize.inspect(registry.get(kernel), device, parsed_tile(tile), timeout, problem)
     results = list(followed(tried, lambda r: f"{r.tool} on {r.problem}"))
@@ -59,9 +64,9 @@ def sanitize_(
 
 
 def _lines(results: list[sanitize.Inspection]) -> Iterator[str]:
-    for problem in dict.fromkeys(r.problem for r in results):
-        of_problem = [r for r in results if r.problem == problem]
-        yield f"{of_problem[0].kernel} on {problem}, tile {of_problem[0].tile}"
+    for problem, tile in dict.fromkeys((r.problem, r.tile) for r in results):
+        of_problem = [r for r in results if (r.problem, r.tile) == (problem, tile)]
+        yield f"{of_problem[0].kernel} on {problem}, tile {tile}"
         for r in of_problem:
             state = {True: "clean", False: f"{len(r.findings)} found", None: f"not used: {r.message}"}[r.clean]
             yield f"  {r.tool:13}  {state}"

@@ -8,22 +8,32 @@ import click
 
 from ..bench import contest
 from ..core import registry
-from ..core.problem import Problem
 from ..core.tile import Tile
 from ..tune import labs
 from ..tune import report as tune_report
 from ..tune.search import Search
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, kernel_argument
+from .options import (
+    Scored,
+    backend_option,
+    causal_option,
+    dtype_option,
+    json_option,
+    kernel_argument,
+    problem_of,
+    score_options,
+    shape_option,
+)
 from .output import followed, print_json, say, screen
 
 
 @cli.command("tune")
 @kernel_argument
 @click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems, each with a search of its own.")
-@click.option("--shape", "shapes", multiple=True, help="B,H,S,D or B,H,Sq,Sk,D; grouped heads B,H/Hk,S,D. Repeatable.")
+@shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
+@score_options
 @click.option("--fix", help="Hold these numbers of the tile, as BLOCK_M=64,WARPS=4.")
 @click.option("--gpus", help="GPUs to spread the work over, as 0,1; by default all.")
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier search has measured.")
@@ -31,8 +41,8 @@ from .output import followed, print_json, say, screen
 @backend_option
 @json_option
 def tune_(
-    kernel: str, grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, fix: str | None,
-    gpus: str | None, fresh: bool, prefix: Path | None, backend: str | None, as_json: bool,
+    kernel: str, grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, scored: Scored,
+    fix: str | None, gpus: str | None, fresh: bool, prefix: Path | None, backend: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Find the fastest tile, which attention then takes.
 
@@ -44,7 +54,7 @@ def tune_(
         raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")
     if gpus and not all(part.strip().isdecimal() for part in gpus.split(",")):
         raise click.BadParameter(f"{gpus!r} is not a list of numbers, such as 0,1", param_hint="--gpus")
-    problems = [Problem.from_shape(s, dtype=dtype, causal=causal or False) for s in shapes]
+    problems = [problem_of(s, dtype, causal, scored) for s in shapes]
     problems += contest.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
     searches = []

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
-from ..core.problem import Problem
+from ..launch.dlpack import HOST
 from ..verify import check as checking
 from ..verify import error_map, report
-from ..verify.cases import Case
+from ..verify.apart import NOT_TRIED, Apart
+from ..verify.cases import Case, named_cases
 from .group import cli
 from .options import (
+    SCORE_NAMES,
+    Scored,
     backend_option,
     causal_option,
     chosen_kernels,
@@ -22,9 +26,12 @@ from .options import (
     json_option,
     kernels_argument,
     parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
     tile_option,
 )
-from .output import exit_status, followed, print_json, say, screen
+from .output import exit_status, followed, print_json_rows, say, screen
 
 map_option = click.option(
     "--map", "prefix", type=click.Path(path_type=Path), help="Draw where a result is wrong to PREFIX.png and .svg."
@@ -33,41 +40,54 @@ map_option = click.option(
 
 @cli.command("run")
 @kernels_argument
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the named problems; grouped heads as B,H/Hk,S,D.")
+@shape_option("By default the named problems.")
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @backend_option
 @map_option
 @json_option
 def run_(
-    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    prefix: Path | None, as_json: bool,
+    kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile, launch, verify: a line for each kernel and problem.
 
     --dtype and --causal go with --shape; the named problems have their own.
     """
     if not shape:
-        given_without("--shape", "dtype", "causal")
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES)
     device = checking.pick_device(backend)
-    cases = None
+    cases = named_cases(small=device == HOST)
     if shape:
-        problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
-        cases = [Case("--shape", problem)]
-    chosen = chosen_kernels(kernels)
-    results = list(followed(checking.run_cases(chosen, device, parsed_tile(tile), cases), lambda r: r.case))
-    if as_json:
-        print_json(results)
-    else:
-        console = screen()
-        # A kernel that nobody asked for by name, and that does not take a named problem, gets a note and no line.
-        shown = [r for r in results if r.ok is not None or kernels or shape]
-        console.print(report.results_table(shown, console.width))
-        for text in report.failures(results):
-            say(text)
+        cases = [Case("--shape", problem_of(shape, dtype, causal, scored))]
+    chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
+    with Apart(_overhear) as apart:
+        found = followed(checking.run_cases(chosen, cases, device, wanted, apart.verify), lambda r: r.case)
+        if as_json:
+            results = list(print_json_rows(found))
+        else:
+            names = [checking.Result(k.name, c.name, c.problem, "", None) for k in chosen for c in cases]
+            results = list(_shown(found, names, everything=bool(kernels or shape)))
     _draw_map(results, prefix)
     sys.exit(exit_status(r.ok for r in results))
+
+
+def _shown(
+    found: Iterable[checking.Result], expected: Sequence[checking.Result], everything: bool
+) -> Iterator[checking.Result]:
+    """Each result on a line when it is there; then what is to be said of them."""
+    console, shown, results = screen(), 0, []
+    for r in found:
+        results.append(r)
+        # A kernel that nobody asked for by name, and that does not take a named problem, gets a note and no line.
+        if r.ok is not None or everything:
+            console.print(report.results_table([r], console.width, expected=expected, head=not shown))
+            shown += 1
+        yield r
+    for text in (*report.notes(results), *report.failures(results), *report.hints(results)):
+        say(text)
 
 
 @cli.command("check")
@@ -81,18 +101,38 @@ def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, pref
 
     Ragged lengths, masks, dtypes, layouts, and inputs that point at a fault.
     """
-    device = checking.pick_device(backend)
+    device, wanted = checking.pick_device(backend), parsed_tile(tile)
     chosen = chosen_kernels(kernels)
-    results = list(followed(checking.sweep(chosen, device, parsed_tile(tile)), lambda r: f"{r.kernel} {r.case}"))
-    if as_json:
-        print_json(results)
-    else:
-        for text in report.failures(r for r in results if r.ok is False):
-            say(text)
-        counts = {state: sum(r.ok is state for r in results) for state in (True, False, None)}
-        say(f"{counts[True]} ok, {counts[False]} wrong, {counts[None]} not taken, on {device[0]}")
+    with Apart(_overhear) as apart:
+        swept = checking.sweep(chosen, device, wanted, apart.verify)
+        found = followed(swept, lambda r: f"{r.kernel} {r.case}")
+        results = list(print_json_rows(found) if as_json else _told(found))
+    if not as_json and len(chosen) > 1:
+        say(f"{report.counts(results)}, on {device[0]}")
     _draw_map(results, prefix)
     sys.exit(exit_status(r.ok for r in results))
+
+
+def _told(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
+    """What is wrong when it is found, each reason once, and a line for each kernel that has been through."""
+    for kernel, of_kernel in itertools.groupby(found, lambda r: r.kernel):
+        results: list[checking.Result] = []
+        said: set[str] = set()
+        for r in of_kernel:
+            results.append(r)
+            if (r.ok is False or r.message == NOT_TRIED) and (reason := report.reason(r)) not in said:
+                said.add(reason)
+                for text in report.failures([r]):
+                    say(text)
+            yield r
+        for text in report.hints(results):
+            say(text)
+        say(f"{kernel}: {report.counts(results)}, on {results[0].backend}")
+
+
+def _overhear(printed: str) -> None:
+    """What kernels print is no part of the results."""
+    click.echo(printed, err=True, nl=False)
 
 
 def _draw_map(results: Iterable[checking.Result], prefix: Path | None) -> None:

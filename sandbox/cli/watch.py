@@ -10,22 +10,34 @@ import click
 
 from ..core import registry
 from ..core.kernel import Kernel
-from ..core.problem import Problem
 from ..verify import check as checking
 from ..watch import screen as watch_report
 from ..watch import session
-from ..watch.examination import Job
-from ..watch.history import History, read_texts
+from ..watch.history import History, as_bytes, read_texts
+from ..watch.job import Job
 from .group import cli
-from .options import backend_option, causal_option, dtype_option, json_option, parsed_tile, tile_option
+from .options import (
+    Scored,
+    backend_option,
+    causal_option,
+    dtype_option,
+    json_option,
+    kernel_argument,
+    parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
+    tile_option,
+)
 from .output import plain, print_json, say, screen
 
 
 @cli.command("watch")
-@click.argument("kernel")
-@click.option("--shape", help="B,H,S,D or B,H,Sq,Sk,D instead of the quick set; grouped heads as B,H/Hk,S,D.")
+@kernel_argument
+@shape_option("By default a quick set.")
 @dtype_option
 @causal_option
+@score_options
 @tile_option
 @backend_option
 @click.option("--timeout", default=10.0, show_default=True, help="Seconds that one run of the kernel may take.")
@@ -39,8 +51,8 @@ from .output import plain, print_json, say, screen
 @click.argument("new", type=int, required=False, metavar="")
 @json_option
 def watch_(
-    kernel: str, shape: str | None, dtype: str, causal: str | None, tile: str | None, backend: str | None,
-    timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
+    kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
     restore: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Edit and relaunch: every save examined and compared.
@@ -54,7 +66,7 @@ def watch_(
     if history or show is not None or old is not None or restore is not None:
         _look_back(History(chosen), show, old, new, restore, as_json)
         return
-    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False) if shape else None
+    problem = problem_of(shape, dtype, causal, scored) if shape else None
     job = Job(kernel, checking.pick_device(backend), problem, parsed_tile(tile), timeout)
     try:
         ok = _follow(chosen, job, once, as_json)
@@ -98,14 +110,15 @@ def _look_back(
     elif old is not None:
         before = history.get(old).texts
         after = history.get(new).texts if new is not None else read_texts(history.kernel) or {}
-        click.echo(history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now")), nl=False)
+        changed = history.diff(before, after, (f"#{old}", f"#{new}" if new is not None else "now"))
+        click.echo(as_bytes(changed), nl=False)
     elif show is not None:
         version = history.get(show)
         if as_json:
             print_json({**version.__dict__})
             return
         for path, text in version.texts.items():
-            click.echo(f"==> {path} <==\n{text}", nl=not text.endswith("\n"))
+            click.echo(as_bytes(f"==> {path} <==\n{text}"), nl=not text.endswith("\n"))
     elif as_json:
         print_json(history.versions())
     else:

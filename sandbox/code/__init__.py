@@ -1,3 +1,3 @@
-"""The verbs sass and ptx: machine code by source line, counted and compared."""
+"""The verbs compile, sass and ptx: what tiles cost, and machine code by source line, counted and compared."""
 
 __all__ = ["costs", "listing", "report"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import runpy
 import subprocess
 import tarfile
@@ -26,7 +27,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import cache, disassembly
 from ..toolchain.disassembly import Instruction
 from ..toolchain.nvrtc import Resources
-from ..watch.history import History
+from ..watch.history import History, as_bytes
 
 LANGUAGES = ("sass", "ptx")
 
@@ -39,10 +40,11 @@ class Code:
     kernel: str
     language: str
     arch: str
-    problem: str  # what of it the compiler sees: head width, dtype, mask
+    problem: str  # its variant
     tile: str
     resources: Resources
     instructions: tuple[Instruction, ...]
+    source: str = ""  # its .cu's name
 
     @property
     def counts(self) -> dict[str, int]:
@@ -63,34 +65,49 @@ def translate(
     kernel: Kernel, language: str, problem: Problem, arch: str | None = None, tile: Tile | None = None,
     label: str = "", entry: str = "",
 ) -> Code:  # fmt: skip
-    """Compile `kernel` and read the code of one of its entries, by default the first.
+    """Compile `kernel` and read the code of one of its entries, by default the first; for `arch_here` by default.
 
     Raises what `sandbox.compile` raises; ToolchainMissing without nvdisasm.
     """
-    target = arch or pipeline.DEFAULT_ARCH
+    target = arch or pipeline.arch_here(kernel)
     chosen = choose_tile(kernel, problem, architectures.parse(target), tile)
     name = entry or kernel.name
     compiled = pipeline.compile_entry(kernel, name, problem.D, problem.dtype, problem.causal, target, chosen)
     others = {e.name for e in kernel.entries if e.name != name}
     whole = disassembly.sass(compiled.cubin) if language == "sass" else disassembly.ptx(compiled.ptx)
     instructions = tuple(i for i in whole if i.function not in others)
-    seen = str(problem).partition(f" S{problem.Sq} ")[2]
     label = label or str(chosen)
-    return Code(label, name, language, target, seen, str(chosen), compiled.resources, instructions)
+    about = (label, name, language, target, problem.variant, str(chosen), compiled.resources)
+    return Code(*about, instructions, kernel.source.name)
 
 
 def version(kernel: Kernel, reference: str) -> Kernel:
-    """Another version of a kernel: a `.cu` file in place of its own; or, with headers and spec as they were then, a git
-    revision of this project, or "history:3", the third version that `watch` saw.
+    """Another version of a kernel: a `.cu` file in place of its own, whatever its entries are called; or, with headers
+    and spec as they were then, a git revision of this project, or "history:3", the third version that `watch` saw.
 
     Raises UnsupportedProblem, UnknownKernel, HistoryError.
     """
     if reference.endswith(".cu"):
-        return dataclasses.replace(kernel, source=Path(reference).resolve())
+        return _renamed(dataclasses.replace(kernel, source=Path(reference).resolve()))
     past, _, number = reference.partition(":")
     if past == "history" and number.isdecimal():
         return _in_history(kernel, int(number))
     return _at_revision(kernel, reference)
+
+
+_ENTRY = re.compile(r"\b__global__\b[^;{]*?\bvoid\s+(\w+)\s*\(")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def _renamed(kernel: Kernel) -> Kernel:
+    """With the names that its entries have in its file, if those are others: a copy's follow its own."""
+    text = kernel.source.read_text(errors="replace") if kernel.source.is_file() else ""
+    there = _ENTRY.findall(_COMMENT.sub(" ", text))
+    if kernel.name in there or len(there) != len(kernel.entries):
+        return kernel
+    name = min(there, key=len)
+    then = (dataclasses.replace(e, name=name + e.name.removeprefix(kernel.name)) for e in kernel.then)
+    return dataclasses.replace(kernel, name=name, then=tuple(then))
 
 
 def _in_history(kernel: Kernel, number: int) -> Kernel:
@@ -99,7 +116,7 @@ def _in_history(kernel: Kernel, number: int) -> Kernel:
     def write(folder: Path) -> None:
         for path, text in texts.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
+            (folder / path).write_bytes(as_bytes(text))
 
     return _unpacked(kernel, cache.make_key(texts=texts), write, f"version {number} in the history")
 
@@ -165,9 +182,10 @@ def changed_classes(before: Code, after: Code) -> dict[str, tuple[int, int]]:
 def changed_lines(before: Code, after: Code) -> list[LineChange]:
     """The source lines whose instructions differ in kind or number, in the order of the files.
 
-    Lines are the same when their text is, so that lines added above them do not matter.
+    Lines are the same when their text is, so that lines added above them do not matter; the `.cu` of either version is
+    called as the second, and so is the entry.
     """
-    old, new = _by_line(before), _by_line(after)
+    old, new = _by_line(before, after), _by_line(after, after)
     changes = []
     for key in {**new, **old}:
         (line, then), (line_now, now) = (side.get(key, (0, Counter[str]())) for side in (old, new))
@@ -176,14 +194,16 @@ def changed_lines(before: Code, after: Code) -> list[LineChange]:
     return sorted(changes, key=lambda change: (change.file, change.line))
 
 
-def _by_line(code: Code) -> dict[tuple[str, str, int], tuple[int, Counter[str]]]:
-    """{(file name, text, its how-manieth occurrence there): (line, opcode classes)}."""
+def _by_line(code: Code, named: Code) -> dict[tuple[str, str, int], tuple[int, Counter[str]]]:
+    """{(file name, text, its how-manieth occurrence there): (line, opcode classes)}, in the words of `named`."""
     found: dict[tuple[str, str, int], tuple[int, Counter[str]]] = {}
     for i in code.instructions:
         if i.line:
             text = i.line.text()
             nth = sum(line.strip() == text for line in lines_of(i.line.file)[: i.line.line])
-            _, classes = found.setdefault((Path(i.line.file).name, text, nth), (i.line.line, Counter()))
+            file = Path(i.line.file).name
+            key = named.source if file == code.source else file, text.replace(code.kernel, named.kernel), nth
+            _, classes = found.setdefault(key, (i.line.line, Counter()))
             classes[disassembly.opcode_class(i)] += 1
     return found
 

@@ -1,6 +1,7 @@
 """Files of JSON lines that several processes add to, any of which may be killed.
 
-A row is one line, added whole while the file is locked. A line that somebody left unfinished is skipped.
+A row is one line, added whole while the file is locked. A line that somebody left unfinished is skipped, and goes when
+the next is added.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ def add(file: BinaryIO, row: Mapping[str, Any]) -> None:
     """Add a row to a file that is `locked`, to stay even if the machine stops. Raises ValueError for NaN."""
     line = json.dumps(row, allow_nan=False).encode() + b"\n"
     size = file.seek(0, os.SEEK_END)
-    if size:
-        file.seek(size - 1)
-        line = line if file.read(1) == b"\n" else b"\n" + line  # whoever wrote last was killed
+    file.seek(max(size - 1, 0))
+    if size and file.read(1) != b"\n":  # whoever wrote last was killed, or edited by hand
+        file.seek(0)
+        last = file.read().rpartition(b"\n")[2]
+        if parse(last):
+            file.write(b"\n")
+        else:
+            file.truncate(size - len(last))
     file.write(line)
     file.flush()
     os.fsync(file.fileno())

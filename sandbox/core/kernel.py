@@ -30,8 +30,6 @@ COMPUTATIONS = {  # in the order in which kernels are listed
     "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
     "delta": Computation(("dO", "O"), ("delta",)),
     "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after a delta
-    "dbias": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dbias",)),  # these after a backward, where asked for
-    "dsink": Computation(("LSE", "delta"), ("dsink",)),
 }
 
 
@@ -61,7 +59,7 @@ class Kernel(Entry):
     `source` is filled in by the registry: the `.cu` beside the spec.
     """
 
-    computes: Literal["forward", "delta", "backward", "dbias", "dsink"]
+    computes: Literal["forward", "delta", "backward"]
     rung: int
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]

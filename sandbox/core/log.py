@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
+
+from .project import FOLDER
 
 CHOICES, COMPILING, LAUNCHES, ARGUMENTS = 20, 15, 10, 5  # levels of Python's logging
-KEPT = Path(".sandbox") / "kept"
+KEPT = FOLDER.parent / ".sandbox" / "kept"
 logger = logging.getLogger("sandbox")
 
 

@@ -278,9 +278,14 @@ class Problem:
     def __str__(self) -> str:
         heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H}/{self.Hk}"
         lengths = f"S{self.Sq}" if self.Sq == self.Sk else f"S{self.Sq}x{self.Sk}"
+        return f"B{self.B} {heads} {lengths} {self.variant}"
+
+    @property
+    def variant(self) -> str:
+        """What of it the compiler sees: head widths, dtype, mask, options."""
         widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
         mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
-        return " ".join((f"B{self.B}", heads, lengths, widths, self.dtype, *mask, *self._options()))
+        return " ".join((widths, self.dtype, *mask, *self._options()))
 
     def _options(self) -> Iterator[str]:
         """Those that are asked for, as the command line has them."""
@@ -298,7 +303,7 @@ class Problem:
         elif self.ragged:
             yield f"ragged={self.ragged[0]},{self.ragged[1]}"
         if self.score:
-            yield f"score=[{self.score}]"
+            yield f"score=({self.score})"
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}

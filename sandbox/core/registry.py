@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -19,9 +18,7 @@ import kernels_cu
 from . import log
 from .errors import SpecError, UnknownKernel
 from .kernel import COMPUTATIONS, Kernel
-
-FOLDER = Path(kernels_cu.__path__[0]).resolve()
-
+from .project import FOLDER as FOLDER  # whoever knows the registry knows where
 
 _reading = threading.RLock()  # nobody forgets modules that somebody is importing
 

@@ -6,7 +6,6 @@ import dataclasses
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -46,6 +45,8 @@ class Score:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
     blocks: Any = None
+    structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False)  # all that two equal ones share
+    described: Score = field(init=False)  # the same without the tensors' numbers: keeps no array alive
     on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
 
     def __post_init__(self) -> None:
@@ -62,7 +63,12 @@ class Score:
                 raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
             if len(like.shape) > MOST_DIMENSIONS:
                 raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions can be read")
-        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        tensors = dict(self.tensors)
+        likes = {name: like_of(tensor) for name, tensor in tensors.items()}
+        object.__setattr__(self, "tensors", MappingProxyType(tensors))
+        object.__setattr__(self, "structure", (self.score, self.mask, tuple(likes.items())))
+        bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
+        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes, blocks=None))
 
     @property
     def changes(self) -> bool:
@@ -73,11 +79,6 @@ class Score:
     def hides(self) -> bool:
         """Whether it may hide a key."""
         return self.mask != "true"
-
-    @cached_property
-    def structure(self) -> tuple[str, str, tuple[tuple[str, TensorLike], ...]]:
-        """All that two equal ones share."""
-        return self.score, self.mask, tuple((name, like_of(tensor)) for name, tensor in self.tensors.items())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Score) and self.structure == other.structure
@@ -101,11 +102,6 @@ class Score:
         """The same with the block map of its mask, of `sandbox.block_map`, so that tiles which hold nothing are not
         visited."""
         return dataclasses.replace(self, blocks=blocks)
-
-    @cached_property
-    def described(self) -> Score:
-        """The same without the tensors' numbers: equal to this one, and keeps no array alive."""
-        return dataclasses.replace(self, tensors=dict(self.structure[2]), blocks=None)
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes; the tensors without their numbers."""

@@ -61,12 +61,16 @@ class Built:
 
 def library(source: Path, entries: Sequence[str], defines: Mapping[str, object], folders: Sequence[Path] = ()) -> Built:
     """The shared library of one kernel, with all its entry points; headers may lie in `folders`, too. Raises
-    CompileError, ToolchainMissing."""
+    CompileError, ToolchainMissing.
+
+    It is there for as long as the caller has the cache `in_use`.
+    """
     compiler = host.find()
-    runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
-    # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
-    link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
-    return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link)
+    with cache.in_use():  # the linker is given a path
+        runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
+        # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
+        link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
+        return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link)
 
 
 def program(
@@ -74,7 +78,8 @@ def program(
 ) -> tuple[Built, Built]:
     """A program that runs one launch, read from a file, under a sanitizer (see main.cpp), and the kernel for it.
 
-    Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else.
+    Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else. Both are there for as long as
+    the caller has the cache `in_use`.
     Raises CompileError, ToolchainMissing.
     """
     compiler = host.find()

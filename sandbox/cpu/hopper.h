@@ -53,6 +53,7 @@ struct WarpMma {
 struct Hopper {
     uint64_t step;
     List<Requested> requested;
+    List<Departed> departed;
     NamedBarrier named[NAMED_BARRIERS];
     unsigned free_registers;
     WarpMma mma[1024 / WARP];
@@ -61,6 +62,7 @@ struct Hopper {
 
     void begin() {
         step = requested.count = free_registers = 0;
+        drop_departed();
         memset(named, 0, sizeof named);
         memset(unfenced, 0, sizeof unfenced);
         for (WarpMma& warp : mma) {
@@ -70,11 +72,16 @@ struct Hopper {
     }
     void free_all() {
         free(requested.items);
+        drop_departed();
+        free(departed.items);
         for (WarpMma& warp : mma) {
             drop(warp);
             free(warp.under_way.items);
             free(warp.open.items);
         }
+    }
+    void drop_departed() {
+        while (departed.count) free(departed.items[--departed.count].numbers);
     }
     static void drop(WarpMma& warp) {
         while (warp.under_way.count) delete warp.under_way.items[--warp.under_way.count];

@@ -17,6 +17,17 @@ template <class... A> [[noreturn]] void trap(Site site, const char* format, A...
     sandbox_trap(reason, site);
 }
 
+void atomic_add(float* to, float x) {
+    uint32_t* const bits = reinterpret_cast<uint32_t*>(to);
+    uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), sum;
+    do {
+        float value;
+        memcpy(&value, &old, 4);
+        value += x;
+        memcpy(&sum, &value, 4);
+    } while (!__atomic_compare_exchange_n(bits, &old, sum, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
 unsigned thread_of(const Fiber& fiber) { return static_cast<unsigned>(&fiber - current->fibers); }
 
 // Where an address lies in dynamic shared memory, in bytes from its beginning.
@@ -101,7 +112,7 @@ bool Block::nothing_left_behind() {
     for (unsigned t = 0; t < threads; ++t) {
         if (!fibers[t].sent.count) continue;
         const Site site = fibers[t].sent.items[0].site;
-        return fail("thread %u ends before the box that it sent at %s:%d has left shared memory", t, site.file, site.line);
+        return fail("thread %u ends before what it sent at %s:%d has left shared memory", t, site.file, site.line);
     }
     for (unsigned t = 0; t < threads; t += WARP) {
         const WarpMma &warp = hopper.mma[t / WARP], &first = hopper.mma[t / WARP / 4 * 4];
@@ -113,7 +124,16 @@ bool Block::nothing_left_behind() {
             return fail("warps %u and %u are of one warpgroup and came to %u and %u wgmmas", t / WARP / 4 * 4, t / WARP,
                         first.issued, warp.issued);
     }
+    add_departed();
     return true;
+}
+
+// The last sums first: their order is nobody's to rely on.
+void Block::add_departed() {
+    List<Departed>& sums = hopper.departed;
+    for (unsigned i = sums.count; i-- > 0;)
+        for (unsigned n = 0; n < sums.items[i].count; ++n) atomic_add(sums.items[i].to + n, sums.items[i].numbers[n]);
+    hopper.drop_departed();
 }
 
 namespace {
@@ -221,15 +241,31 @@ extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* a
     release(barrier);
 }
 
-extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
-    const uint64_t offset = smem_offset_of(from, box_bytes(*map), site);
-    if (offset % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
-    for (uint64_t chunk = offset / 16; chunk < (offset + box_bytes(*map)) / 16; ++chunk)
+namespace {
+
+// Where in shared memory what is sent lies; all of it has to be there for the async proxy.
+uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
+    const uint64_t offset = smem_offset_of(from, bytes, site);
+    for (uint64_t chunk = offset / 16; chunk < (offset + bytes) / 16; ++chunk)
         if (current->hopper.unfenced[chunk])
-            trap(site, "thread %u wrote a part of this box and did not call fence_proxy_async", current->hopper.unfenced[chunk] - 1);
-    seen_reading(from, box_bytes(*map));
+            trap(site, "thread %u wrote a part of what is sent and did not call fence_proxy_async",
+                 current->hopper.unfenced[chunk] - 1);
+    seen_reading(from, bytes);
+    return offset;
+}
+
+}  // namespace
+
+extern "C" void sandbox_send_sums(float* to, const char* from, unsigned bytes, Site site) {
+    if ((sent_from(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
+        trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
+    self().sent.add() = {from, {}, {}, to, bytes, false, site};
+}
+
+extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
+    if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     Sent& box = self().sent.add();
-    box = {from, *map, {at[0], at[1], at[2], at[3]}, false, site};
+    box = {from, *map, {at[0], at[1], at[2], at[3]}, nullptr, 0, false, site};
     for_box_chunks(*map, box.at, [](char* to, uint64_t, unsigned valid) { seen_writing(to, valid); });
 }
 
@@ -238,13 +274,18 @@ extern "C" void sandbox_send_commit() {
     for (unsigned i = 0; i < sent.count; ++i) sent.items[i].committed = true;
 }
 
+static float* copied_floats(const char* from, unsigned bytes) {
+    return static_cast<float*>(memcpy(malloc(bytes), from, bytes));
+}
+
 extern "C" void sandbox_send_wait_read() {
     List<Sent>& sent = self().sent;
     unsigned left = 0;
     for (unsigned i = 0; i < sent.count; ++i) {
-        const Sent box = sent.items[i];
-        if (box.committed) store_box(box.from, box.map, box.at);
-        else sent.items[left++] = box;
+        const Sent item = sent.items[i];
+        if (!item.committed) sent.items[left++] = item;
+        else if (!item.sums) store_box(item.from, item.map, item.at);
+        else current->hopper.departed.add() = {item.sums, copied_floats(item.from, item.bytes), item.bytes / 4};
     }
     sent.count = left;
 }
@@ -290,7 +331,7 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
 void read_operands(const UnderWay& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], Site site) {
     const unsigned warp = thread_of(self()) / WARP % 4;
     read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, site);
-    if (!product.lane0.a) return read_operand(A, product.lane0.a_descriptor, true, 16 * warp, 16, site);
+    if (!product.lane0.a) return read_operand(A, product.lane0.a_descriptor, product.lane0.a_k_major, 16 * warp, 16, site);
     for (unsigned lane = 0; lane < WARP; ++lane)
         for (unsigned i = 0; i < 8; ++i)
             A[i / 4 * 8 + lane % 4 * 2 + i % 2][i / 2 % 2 * 8 + lane / 4] =
@@ -368,9 +409,9 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     WarpMma& warp = own_warp();
     unsigned done = 0;
     while (done < warp.under_way.count && warp.under_way.items[done]->group + pending < warp.groups) {
-        finish(*warp.under_way.items[done], site);
-        delete warp.under_way.items[done++];
+        finish(*warp.under_way.items[done++], site);
     }
+    for (unsigned i = 0; i < done; ++i) delete warp.under_way.items[i];  // only now: a trap leaves them to their owner
     warp.under_way.count -= done;
     memmove(warp.under_way.items, warp.under_way.items + done, warp.under_way.count * sizeof(UnderWay*));
     unsigned open = 0;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -12,12 +13,12 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from ..core.kernel import Dim3
+from ..toolchain import cache
 from . import build
 from .build import Sanitizer
 
@@ -57,22 +58,23 @@ def run(
     thread each under ThreadSanitizer, so that races between blocks are seen too. `order` 0 runs blocks, warps and lanes
     in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed.
     """
-    program, kernel = build.program(source, entry, defines, sanitizer)
-    blocks = grid[0] * grid[1] * grid[2]
-    workers = min(blocks, 64) if sanitizer == "thread" else 1
-    with tempfile.NamedTemporaryFile(prefix="sandbox-launch-") as file:
-        file.write(_launch((*grid, *block, smem_bytes, workers, order), arguments, buffers))
-        file.flush()
-        try:
-            done = subprocess.run(
-                [*_fixed_layout(), str(program.path), str(kernel.path), f"sandbox_entry_{entry}", file.name],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
-                timeout=timeout, env={**os.environ, **_OPTIONS},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Report(False, f"{entry} {UNFINISHED} {timeout:g} s: does it end?", ())
-        results = Path(file.name).read_bytes() if done.returncode == 0 else b""
-    text = _symbolized((done.stderr + done.stdout).strip())
+    with cache.in_use():  # programs are run by their paths
+        program, kernel = build.program(source, entry, defines, sanitizer)
+        blocks = grid[0] * grid[1] * grid[2]
+        workers = min(blocks, 64) if sanitizer == "thread" else 1
+        with tempfile.NamedTemporaryFile(prefix="sandbox-launch-") as file:
+            file.write(_launch((*grid, *block, smem_bytes, workers, order), arguments, buffers))
+            file.flush()
+            try:
+                done = subprocess.run(
+                    [*_fixed_layout(), str(program.path), str(kernel.path), f"sandbox_entry_{entry}", file.name],
+                    stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
+                    timeout=timeout, env={**os.environ, **_OPTIONS},
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return Report(False, f"{entry} {UNFINISHED} {timeout:g} s: does it end?", ())
+            results = Path(file.name).read_bytes() if done.returncode == 0 else b""
+        text = _symbolized((done.stderr + done.stdout).strip())
     if done.returncode < 0 and not text:
         text = f"{entry} was ended by {signal.Signals(-done.returncode).name}"
     places = re.findall(r"([\w.-]+\.cuh?):(\d+)", text)
@@ -112,19 +114,23 @@ def _split(content: bytes, like: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]
 
 
 def _symbolized(text: str) -> str:
-    """Our own reports name a place in the machine code; say which lines that is, as the sanitizers do."""
-    found = re.search(r"(\S+\.so)\+0x([0-9a-f]+)", text)
-    if not found or "read before anything" not in text:
+    """Our own reports name places in the machine code, innermost call first; say which lines those are, as the
+    sanitizers do."""
+    frames = re.findall(r"^ +in (\S+\.so)\+0x([0-9a-f]+)$", text, re.MULTILINE)
+    if not frames:
         return text
-    call = hex(int(found[2], 16) - 1)  # the return address is behind it
+    library = frames[0][0]
+    # A return address is behind its call.
+    calls = [hex(int(offset, 16) - 1) for file, offset in frames if file == library]
     said = subprocess.run(
-        ["addr2line", "-i", "-e", found[1], call], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    frames = [line.partition(" (")[0] for line in said.stdout.splitlines()]
-    return "\n".join((text.replace(f", at {found[0]}", ""), *(f"    at {frame}" for frame in frames)))
+        ["addr2line", "-i", "-e", library, *calls],
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    lines = [line.partition(" (")[0] for line in said.stdout.splitlines()]
+    return "\n".join((text.partition("\n    in ")[0], *(f"    at {line}" for line in lines)))
 
 
-@cache
+@functools.cache
 def _fixed_layout() -> tuple[str, ...]:
     """ThreadSanitizer of older compilers cannot start where Linux randomises addresses widely; a container may forbid
     to switch that off.

@@ -6,16 +6,20 @@ import ctypes
 import math
 import os
 import threading
+import weakref
 from functools import cache
 from pathlib import Path
 
 from ..core.errors import LaunchError, SpecError
 from ..core.kernel import Dim3
 from ..launch.arguments import ArgumentBlock, Launch
+from ..toolchain.nvrtc import Parameter
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
 MAX_THREADS = 1024  # of a block, on every architecture
 _ERROR_BYTES = 4096
+_MOST_PARAMETERS = 4096 // 4  # of 4 KiB in all
+_KINDS = ("pointer", "integer", "float", "struct")  # as cuda_cpu.h numbers them
 
 
 class _Launch(ctypes.Structure):
@@ -44,6 +48,9 @@ class CpuFunction:
         self._run = loaded.sandbox_launch
         self._entry = ctypes.cast(getattr(loaded, f"sandbox_entry_{entry}"), ctypes.c_void_p)
         self._smem = ctypes.cast(loaded.sandbox_dynamic_smem_address, ctypes.c_void_p)
+        each = (ctypes.c_uint * _MOST_PARAMETERS)()
+        count = getattr(loaded, f"sandbox_parameters_{entry}")(each)
+        self.parameters = tuple(Parameter((_KINDS[packed & 3],), packed >> 2) for packed in each[:count])
 
     def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
         """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
@@ -54,7 +61,7 @@ class CpuFunction:
             raise SpecError(f"{self.entry}: {smem_bytes} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
-        lock = threading.Lock()
+        lock = _ForkedLock()
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
             if not math.prod(grid):
@@ -72,6 +79,27 @@ class CpuFunction:
                 raise LaunchError(f"{self.entry} on the CPU backend: {message.value.decode(errors='replace')}")
 
         return launch
+
+
+class _ForkedLock:
+    """A lock that a forked child finds free: the thread that held it is not there to give it back."""
+
+    def __init__(self) -> None:
+        self.renew()
+        _locks.add(self)
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+_locks: weakref.WeakSet[_ForkedLock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [*map(_ForkedLock.renew, _locks)])
 
 
 def workers() -> int:

@@ -28,15 +28,21 @@ extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
 extern "C" void __tsan_read_range(void* address, unsigned long size);
 extern "C" void __tsan_write_range(void* address, unsigned long size);
+extern "C" void __tsan_func_entry(void* called_from);
+extern "C" void __tsan_func_exit(void);
 #elif defined(SANDBOX_ASAN)
 extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
 extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
 extern "C" void __asan_poison_memory_region(const volatile void* address, size_t size);
 extern "C" void __asan_unpoison_memory_region(const volatile void* address, size_t size);
+extern "C" void* __asan_region_is_poisoned(void* address, size_t size);
+extern "C" void __asan_loadN(const void* address, size_t size);
+extern "C" void __asan_storeN(void* address, size_t size);
 extern "C" void* __asan_get_report_address(void);
 #endif
 #if defined(SANDBOX_SHADOW)
 #include <dlfcn.h>
+#include <execinfo.h>
 #endif
 
 namespace cpu {
@@ -63,14 +69,22 @@ struct Copy {  // one cp.async, on its way
     char* to;
     const char* from;
     unsigned bytes, valid, group;
+    void* issued;  // where in the kernel: what it does later is done there, for whoever reports it
 };
 
-struct Sent {  // one box on its way out of shared memory
+struct Sent {  // one box, or sums, on its way out of shared memory
     const char* from;
     TensorMap map;
     int at[4];
+    float* sums;  // what it is added to; null: a box
+    unsigned bytes;
     bool committed;
     Site site;
+};
+
+struct Departed {  // sums that have left shared memory and are not added yet
+    float *to, *numbers;
+    unsigned count;
 };
 
 template <class T> struct List {
@@ -201,6 +215,7 @@ struct Block {
     bool any_ready() const;
     bool deliver_boxes();
     bool nothing_left_behind();
+    void add_departed();
     void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
@@ -225,6 +240,11 @@ void permit(const Copy& copy) { __asan_unpoison_memory_region(copy.to, copy.byte
 #else
 void forbid(const Copy&) {}
 void permit(const Copy&) {}
+#endif
+
+#if defined(SANDBOX_ASAN)
+// The cp.async that is still to write to `at`, and the thread that issued it.
+const Copy* copy_under_way(const char* at, unsigned* thread);
 #endif
 
 // Gives the turn back to the scheduler; returns when the scheduler resumes this fiber.
@@ -579,12 +599,18 @@ extern "C" void sandbox_fence() {
 
 extern "C" void sandbox_copy_later(void* to, const void* from, unsigned bytes, unsigned valid) {
     Fiber& fiber = self();
+#if defined(SANDBOX_ASAN)  // reported now, with this call's stack
+    if (valid) __asan_loadN(from, valid);
+    const char* bad = static_cast<char*>(__asan_region_is_poisoned(to, bytes));
+    unsigned thread;
+    if (bad && !copy_under_way(bad, &thread)) __asan_storeN(to, bytes);
+#endif
     if (fiber.copy_count == fiber.copy_room) {
         fiber.copy_room = fiber.copy_room ? 2 * fiber.copy_room : 16;
         fiber.copies = static_cast<Copy*>(realloc(fiber.copies, fiber.copy_room * sizeof(Copy)));
     }
     fiber.copies[fiber.copy_count++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, valid,
-                                        fiber.copy_group};
+                                        fiber.copy_group, __builtin_return_address(0)};
     forbid(fiber.copies[fiber.copy_count - 1]);
 }
 
@@ -599,8 +625,14 @@ extern "C" void sandbox_wait_for_copies(unsigned pending) {
 #if defined(SANDBOX_SHADOW)
         current->smem.wrote(copy.to, copy.bytes);
 #endif
+#if defined(SANDBOX_TSAN)
+        __tsan_func_entry(copy.issued);
+#endif
         memcpy(copy.to, copy.from, copy.valid);
         memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
+#if defined(SANDBOX_TSAN)
+        __tsan_func_exit();
+#endif
     }
     fiber.copy_count -= done;
     memmove(fiber.copies, fiber.copies + done, fiber.copy_count * sizeof(Copy));
@@ -617,29 +649,42 @@ extern "C" void sandbox_trap(const char* reason, Site site) {
 }
 
 #if defined(SANDBOX_ASAN)
-// AddressSanitizer calls this before it reports.
-extern "C" void __asan_on_error() {
-    const char* at = static_cast<char*>(__asan_get_report_address());
-    for (unsigned t = 0; current && t < current->threads; ++t) {
-        for (unsigned i = 0; i < current->fibers[t].copy_count; ++i) {
-            const Copy& copy = current->fibers[t].copies[i];
-            if (copy.to <= at && at < copy.to + copy.bytes) {
-                fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", t);
-                return;
-            }
+namespace {
+const Copy* copy_under_way(const char* at, unsigned* thread) {
+    for (*thread = 0; current && *thread < current->threads; ++*thread) {
+        const Fiber& fiber = current->fibers[*thread];
+        for (unsigned i = 0; i < fiber.copy_count; ++i) {
+            if (fiber.copies[i].to <= at && at < fiber.copies[i].to + fiber.copies[i].bytes) return &fiber.copies[i];
         }
     }
+    return nullptr;
+}
+}  // namespace
+
+// AddressSanitizer calls this before it reports.
+extern "C" void __asan_on_error() {
+    unsigned thread;
+    if (!copy_under_way(static_cast<char*>(__asan_get_report_address()), &thread)) return;
+    fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", thread);
 }
 #elif defined(SANDBOX_SHADOW)
 namespace {
 void check_read(const char* at, size_t bytes, const void* where) {
     if (current->smem.was_written(at, bytes)) return;
-    Dl_info module{};
-    dladdr(where, &module);
+    void* calls[16];
+    char stack[1024] = "";
+    size_t used = 0;
+    int depth = backtrace(calls, 16), i = 0;
+    while (i < depth && calls[i] != where) ++i;
+    for (; i < depth && used < sizeof stack; ++i) {
+        Dl_info module{};
+        if (!dladdr(calls[i], &module)) continue;
+        used += snprintf(stack + used, sizeof stack - used, "\n    in %s+0x%zx", module.dli_fname,
+                         static_cast<char*>(calls[i]) - static_cast<char*>(module.dli_fbase));
+    }
     const uint3 &t = self().thread_idx, &b = self().block_idx;
-    current->fail("shared memory read before anything was written there, at %s+0x%zx, in block (%u,%u,%u) thread (%u,%u,%u)",
-                  module.dli_fname, static_cast<const char*>(where) - static_cast<const char*>(module.dli_fbase), b.x, b.y,
-                  b.z, t.x, t.y, t.z);
+    current->fail("shared memory read before anything was written there, in block (%u,%u,%u) thread (%u,%u,%u)%s", b.x, b.y,
+                  b.z, t.x, t.y, t.z, stack);
     pause(true);
 }
 }  // namespace

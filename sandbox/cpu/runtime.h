@@ -41,7 +41,7 @@ struct Product {  // one lane's part of a wgmma
     const unsigned* a;        // four registers, or null: A by descriptor
     uint64_t a_descriptor, b_descriptor;
     unsigned n;
-    bool b_k_major, accumulate, bfloat16;
+    bool a_k_major, b_k_major, accumulate, bfloat16;
 };
 
 extern "C" {
@@ -71,9 +71,10 @@ bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predi
 // setmaxnreg: a block has 65536 registers, dealt out evenly at first; taking waits until others gave back.
 void sandbox_set_registers(unsigned registers, Site site);
 // Boxes. What is requested comes some scheduling steps later, until when its place in shared memory holds NaN; what is
-// sent leaves shared memory only when it is waited for.
+// sent leaves shared memory only when it is waited for. Sums are added later still: when the block ends.
 void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
 void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
+void sandbox_send_sums(float* to, const char* from, unsigned bytes, Site site);
 void sandbox_send_commit();
 void sandbox_send_wait_read();
 // Ordinary writes that the async proxy does not see before the fence.

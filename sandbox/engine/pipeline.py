@@ -10,19 +10,19 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..core import log
-from ..core.errors import SpecError, UnsupportedProblem
+from ..core.errors import CompileError, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Dim3, Entry, Kernel
 from ..core.problem import Problem, normalise_causal
 from ..core.registry import entry_owner
 from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
-from ..launch import driver
-from ..launch.arguments import SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch import driver, parameters
+from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
-from ..toolchain import nvrtc, snippets
+from ..toolchain import cache, nvrtc, snippets, sources
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
 
@@ -68,14 +68,13 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
     steps: list[_Step] = []
-    backward = kernel.computes == "backward"
-    if backward:
-        steps += _chosen_steps("delta", problem, tensors, device)
+    if kernel.computes == "backward":
+        arch = arch_of(device)
+        delta = choose_kernel(problem, "delta", arch)
+        delta_tile = choose_tile(delta, problem, arch)
+        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
-    for gradient in ("dbias", "dsink"):
-        if backward and gradient in tensors:
-            steps += _chosen_steps(gradient, problem, tensors, device)
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
@@ -88,21 +87,13 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
 _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes
 
 
-def _chosen_steps(
-    computes: str, problem: Problem, tensors: Mapping[str, Tensor], device: Device
-) -> Iterator[_Step]:
-    """Of the kernel and the tile that are chosen for it."""
-    arch = arch_of(device)
-    kernel = choose_kernel(problem, computes, arch)
-    tile = choose_tile(kernel, problem, arch)
-    return _steps(kernel, tile, problem, tensors, device, load(kernel, tile, problem, device))
-
-
 def _steps(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
 ) -> Iterator[_Step]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
+        if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
+            continue
         grid = entry.grid(problem, tile)
         for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
             if size > limit:
@@ -156,20 +147,40 @@ class Loaded:
 
 
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
-    """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does."""
-    return _load(kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device)
+    """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
+    SpecError where the spec's `args` are not the parameters that the compiler found."""
+    what = kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device
+    refused, error = _refused.get(what, (None, None))
+    if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
+        raise error.with_traceback(None)
+    try:
+        return _load(*what)
+    except CompileError as refusal:
+        _refused[what] = sources.fingerprint(kernel.source, build.include_dirs(kernel.source)), refusal
+        raise
+
+
+# What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times.
+_Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device]
+_refused: dict[_Variant, tuple[str | None, CompileError]] = {}
 
 
 @lru_cache(maxsize=512)
 def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
-    names = [entry.name for entry in kernel.entries]
+    names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
     if device == HOST:
-        built = build.library(kernel.source, names, dict(defines), folders)
-        return Loaded(tuple(CpuFunction(built.path, name) for name in names), (), built.seconds, built.cached)
+        with cache.in_use():  # the loader is given a path
+            built = build.library(kernel.source, names, dict(defines), folders)
+            functions = tuple(CpuFunction(built.path, name) for name in names)
+        for entry, function in zip(kernel.entries, functions, strict=True):
+            parameters.hold(entry, function.parameters, kernel.source, score_bytes)
+        return Loaded(functions, (), built.seconds, built.cached)
     gpu = driver.device(device[1])
     compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
-    functions = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
-    return Loaded(functions, compiled, compiled[0].seconds, compiled[0].cached)
+    for entry, made in zip(kernel.entries, compiled, strict=True):
+        parameters.hold(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes)
+    on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
+    return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached)
 
 
 def _compiled(
@@ -179,13 +190,14 @@ def _compiled(
 
 
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
-    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches. Needs no GPU."""
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches."""
     return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
 
 
 def forget() -> None:
     """Drop every loaded kernel, so that the next launch reads the sources anew."""
     _load.cache_clear()
+    _refused.clear()
 
 
 def arch_of(device: Device) -> Arch | None:
@@ -196,6 +208,11 @@ def arch_of(device: Device) -> Arch | None:
 def arch_name(kernel: Kernel, arch: Arch) -> str:
     """The target to compile `kernel` for on a GPU of that compute capability, as "sm_90a"."""
     return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
+
+
+def arch_here(kernel: Kernel) -> str:
+    """The target to compile `kernel` for unless somebody names one: this machine's GPU's, or sm_90a without one."""
+    return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
 
 
 def compile(
@@ -231,7 +248,7 @@ def compile_entries(
 ) -> tuple[Compiled, ...]:
     """`compile` of every entry of a kernel, in the order of its launches."""
     if arch is None:
-        arch = arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+        arch = arch_here(kernel)
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
     chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
     return compile_problem(kernel, problem, chosen, arch)

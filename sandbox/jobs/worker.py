@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,32 @@ _REASONS = {
 }
 _LIBC = ctypes.CDLL(None)
 
-At = Callable[[str, float], None]  # says what is about to be done, and how many seconds it may take
+At = Callable[[str, float | None], None]  # what is about to be done, and how many seconds it may take (None: any)
 Prepare = Callable[[], object]
 Work = Callable[[Any, At], tuple[Any, bool]]  # a job -> its result, and whether this process is fit for another
 
 
+_spawner: ThreadPoolExecutor
+
+
+def _new_spawner() -> None:
+    """The one thread that starts workers, and lives as long as this process: Linux ends a worker (`_die_with`) together
+    with the thread that started it, and whoever happens to ask for one may be a thread of a passing pool."""
+    global _spawner  # noqa: PLW0603
+    _spawner = ThreadPoolExecutor(1, "sandbox-spawner")
+
+
+_new_spawner()
+os.register_at_fork(after_in_child=_new_spawner)  # a fork has none of its parent's threads
+
+
 class WorkerDied(SandboxError, RuntimeError):
     """The worker ended, or was ended, because of a job, which may have raised. `stage` is what it was doing, `hung`
-    whether it took too long."""
+    whether it took too long, `printed` what it wrote meanwhile."""
 
-    def __init__(self, message: str, *, stage: str, hung: bool):
+    def __init__(self, message: str, *, stage: str, hung: bool, printed: str = ""):
         super().__init__(message)
-        self.stage, self.hung = stage, hung
+        self.stage, self.hung, self.printed = stage, hung, printed
 
 
 class Worker:
@@ -61,20 +76,23 @@ class Worker:
 
     def do(self, job: Any) -> tuple[Any, str]:
         """(the job's result, what was printed meanwhile). Raises WorkerDied, when a fresh worker is on its way."""
-        stage, limit = "starting", _START_SECONDS
+        stage: str = "starting"
+        limit: float | None = _START_SECONDS
         before = self._log.stat().st_size
         try:
             self._connection.send(job)
             while True:
                 if not self._connection.poll(limit):
+                    printed = self._printed(before)
                     self._restart()
-                    raise WorkerDied(f"did not finish within {limit:g} s", stage=stage, hung=True)
+                    raise WorkerDied(f"did not finish within {limit:g} s", stage=stage, hung=True, printed=printed)
                 kind, *values = self._connection.recv()
                 if kind == "at":
                     stage, limit = values
                 elif kind == "raised":
+                    printed = self._printed(before)
                     self._restart()
-                    raise WorkerDied(values[0], stage=stage, hung=False)
+                    raise WorkerDied(values[0], stage=stage, hung=False, printed=printed)
                 else:
                     result, fit = values
                     printed = self._printed(before)
@@ -82,9 +100,9 @@ class Worker:
                         self._restart()
                     return result, printed
         except (EOFError, OSError):
-            reason = "it was ended" if self._closed else self._reason()
+            reason, printed = ("it was ended", "") if self._closed else (self._reason(), self._printed(before))
             self._restart()
-            raise WorkerDied(reason, stage=stage, hung=False) from None
+            raise WorkerDied(reason, stage=stage, hung=False, printed=printed) from None
 
     def close(self) -> None:
         """End the process, and whatever it has started; a job that another thread waits for is lost."""
@@ -97,7 +115,7 @@ class Worker:
         self._connection, theirs = self._context.Pipe()
         arguments = (theirs, *self._arguments, str(self._log), os.getpid())
         self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        _spawner.submit(self._process.start).result()
         theirs.close()  # so that the worker's end is the only one, and its death is seen here
 
     def _end(self) -> None:
@@ -145,7 +163,7 @@ def _serve(
     if prepare:
         prepare()
 
-    def at(stage: str, limit: float) -> None:
+    def at(stage: str, limit: float | None) -> None:
         connection.send(("at", stage, limit))
 
     while True:
@@ -163,7 +181,8 @@ def _serve(
 
 
 def _die_with(owner: int) -> None:
-    """However the owner ends, also by SIGKILL, and whatever is running here (Linux)."""
+    """However the owner ends, also by SIGKILL, and whatever is running here (Linux): with the thread that started this
+    process, which is the owner's spawner."""
     set_death_signal = 1
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(set_death_signal, signal.SIGKILL)

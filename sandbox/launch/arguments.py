@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ..core.errors import SpecError, UnsupportedProblem
@@ -60,24 +61,29 @@ def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many row
     return Row(TensorMap, tensor=name, rows=rows)
 
 
-_WARPGROUP_ROWS = 64  # of queries, which one wgmma multiplies
+def _bias_size(axis: int, problem: Problem) -> ctypes.c_int32:
+    return ctypes.c_int32(problem.bias[axis])
+
+
+_WARPGROUP_ROWS = 64  # which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
     **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
+    **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
+    **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
-    **{
-        f"bias_{axis}": Row(ctypes.c_int32, lambda p, i=i: ctypes.c_int32(p.bias[i]))  # type: ignore[misc]
-        for i, axis in enumerate("bhij")
-    },
-    "B": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B)),
+    **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches * p.H)),
 }
+
+
+NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not launched where nobody gave it
 
 
 class Scratch(NamedTuple):
@@ -139,8 +145,8 @@ class ArgumentBlock:
             if name == "score":
                 value, within = score_argument(problem, tensors)
                 self.values.append(value)
-                for tensor_name, slot in within.items():
-                    slots.setdefault(tensor_name, []).append(slot)
+                for tensor_name, place in within.items():
+                    slots.setdefault(tensor_name, []).append(place)
                 continue
             tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
             slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer

@@ -32,7 +32,7 @@ def _libcuda() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise GpuUnavailable(
-            "no NVIDIA driver: libcuda.so.1 is not on this machine (install the driver, or use backend='cpu')"
+            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it; the CPU backend needs none)"
         ) from error
     status = library.cuInit(0)
     if status == _NO_DEVICE:

@@ -98,7 +98,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> tuple[Box, int]:
     it is beyond `length` rows is outside of the map: the hardware keeps sequences apart. Nothing before the tensor is
     ever touched.
     """
-    of_keys = name in ("K", "V")
+    of_keys = name in ("K", "V", "dK", "dV")
     itemsize, width, heads = ITEMSIZE[p.dtype], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
     size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
     stride, before = [s * itemsize for s in reversed(tensor.strides[:3])], 0

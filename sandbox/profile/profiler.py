@@ -1,6 +1,6 @@
 """Profile one launch with Nsight Compute or Nsight Systems, and read the report back.
 
-The tools start `profiler_target`, which warms up and brackets the launch of interest; clocks are left as they are,
+The tools start `target`, which warms up and brackets the launch of interest; clocks are left as they are,
 since what one wants to know is the speed that one has. A profile is files that share a prefix: the report, its pages as
 CSV text, PREFIX.json, what was profiled, and PREFIX.cubin, whose instructions the pages count (another compiler's would
 be others). It can be read anywhere, without the tools and without a GPU.
@@ -32,7 +32,7 @@ from ..launch import driver
 from ..toolchain import arch as architectures
 from ..toolchain import disassembly, tools
 from . import ncu
-from .expected import Work, work_of
+from .work import Work, work_of
 
 TOOLS = ("ncu", "nsys")
 _COUNTERS = (
@@ -48,7 +48,7 @@ _FP32_FLOPS = 256  # of 128 lanes
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: an entry point of a kernel, or of another `version` of it (see `code.version`), on a problem
+    """What is profiled: an entry point of a kernel, or of another `version` of it (see `listing.version`), on a problem
     with a tile."""
 
     entry: str

@@ -16,6 +16,7 @@ from ..engine.staging import Staged
 from ..launch import dlpack, driver
 from ..verify import trial
 from ..verify.cases import Case, make_inputs
+from ..verify.scores import score_inputs
 from .profiler import Subject
 
 _WARM, _PROFILED = 3, 10  # launches; ncu takes the first of those that are profiled
@@ -44,8 +45,9 @@ def _tensors(subject: Subject) -> dict[str, Staged]:
     """Whatever the kernel and a forward name, on the GPU: q, k, v and dO random, the others to be written."""
     kernel, p = subject.spec(), subject.problem
     q, k, v = make_inputs(Case("profile", p))
-    given = {"Q": q, "K": k, "V": v, "dO": make_inputs(Case("profile", p), seed=1)[0]}
-    made = {"O": q, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
+    out = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32).astype(q.dtype)
+    given = {"Q": q, "K": k, "V": v, "dO": out, **score_inputs(p)}
+    made = {"O": out, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
     for name, (shape, dtype) in trial.made_for(kernel, p).items():
         made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
     staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in (given | made).items()}

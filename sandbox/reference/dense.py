@@ -154,7 +154,8 @@ def backward_magnitudes(
                 delta += abs(np.asarray(dlse, np.float64)[b, h, rows])
             dx = np.where(S.seen, P * (dO @ V.T + delta[:, None]), 0)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
-            sums.add(b, h, rows, S.seen, P, abs(S.steep) * dx, abs(S.steep_bias) * dx, Q, K, dO)
+            dS, dbias = (np.where(S.seen, abs(s) * dx, 0) for s in (S.steep, S.steep_bias))  # NaN where none is seen
+            sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += abs(head.dsink(lse[b, h, rows], delta) * (1 + abs(head.sink) + abs(LSE[:, 0]))).sum()
     return sums.gradients(np.abs)  # a negative scale is a size too
 

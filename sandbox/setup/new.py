@@ -14,12 +14,14 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _NUMBERED = re.compile(r"(\d{3})_\w+")
 
 
-def experiment(name: str, root: Path = Path("experiments")) -> list[Path]:
-    """A folder `root`/NNN_name, NNN the next free number, with README.md and run.py; returns the files.
+def experiment(name: str, root: Path | None = None) -> list[Path]:
+    """A folder `root`/NNN_name, NNN the next free number, with README.md and run.py; returns the files. `root` is by
+    default the folder `experiments` of the repository that the kernels belong to.
 
     Raises SpecError for a name that makes no folder, or that an experiment has already.
     """
     _check(name)
+    root = root or registry.FOLDER.parent / "experiments"
     taken = {match[1]: path for path in root.glob("*") if (match := _NUMBERED.fullmatch(path.name))}
     same = [path for path in taken.values() if path.name.partition("_")[2] == name]
     if same:

@@ -1,3 +1,3 @@
-"""A `.cu` -> machine code: its sources, NVRTC, the cache, architectures, NVIDIA's programs, disassembly."""
+"""A `.cu` -> machine code: sources, a user's expressions, NVRTC, the cache, architectures, programs, disassembly."""
 
-__all__ = ["arch", "cache", "disassembly", "nvrtc", "sources", "tools"]
+__all__ = ["arch", "cache", "disassembly", "nvrtc", "snippets", "sources", "tools"]

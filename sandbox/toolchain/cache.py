@@ -4,18 +4,24 @@ An entry is a folder named by its key: the object's files and `entry.json`, whic
 made in a private folder beside its place and renamed into it, so that an entry is either whole or absent whoever else
 writes at the same moment, and every file is checked against its digest before use: a damaged entry is dropped and
 rebuilt, never loaded. Objects in here are executed, so the folder belongs to one user and nobody else can write to it.
+
+Beyond `limit` bytes the entries that were used least recently go. Whoever needs an entry's file by its path, as the
+host's compiler and loader do, has the cache `in_use` meanwhile: nothing is removed then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +31,8 @@ from typing import Any
 from ..core.errors import CacheError
 
 _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
+_LIMIT_MIB = 4096
+_TRIMMED_EVERY = 16  # entries that a process puts, from its first on: looking at some thousands takes 0.1 s
 _STAGING = ".new-"  # prefix of folders on their way in or out
 _OURS = re.compile(r"(revision-)?[0-9a-f]{40}|headers-[0-9a-f]{16}")  # entries, old sources, headers that NVRTC unpacks
 
@@ -67,19 +75,56 @@ def make_key(**parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
+@contextlib.contextmanager
+def in_use() -> Iterator[None]:
+    """Entries that are here, and those that are put meanwhile, stay where they are: `clear` waits."""
+    with _locked(fcntl.LOCK_SH):
+        yield
+    _trim()
+
+
+@contextlib.contextmanager
+def _locked(how: int) -> Iterator[None]:
+    """The folder itself. Raises BlockingIOError when `how` is not to wait and somebody has it."""
+    path = directory()
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CacheError(f"cache directory {path} cannot be read ({error.strerror}): {_REMEDY}") from error
+    try:
+        fcntl.flock(folder, how)
+        yield
+    finally:
+        os.close(folder)  # which also gives it back
+
+
+def limit() -> int:
+    """Bytes that entries may take: `$SANDBOX_CACHE_MB`, by default 4096 MiB. Raises CacheError for no number."""
+    chosen = os.environ.get("SANDBOX_CACHE_MB", "") or str(_LIMIT_MIB)
+    if not chosen.isdecimal():
+        raise CacheError(f"SANDBOX_CACHE_MB={chosen} must be a number of MiB")
+    return int(chosen) * 2**20
+
+
 def get(key: str) -> Entry | None:
-    """The entry of that key if it is there and undamaged; a damaged one is removed."""
+    """The entry of that key if it is there and undamaged; a damaged one is removed. Raises CacheError when it cannot be
+    read, for want of a file descriptor, say: that says nothing about the entry."""
     path = directory() / key
     try:
         recorded = json.loads((path / "entry.json").read_bytes())
         files = {name: (path / name).read_bytes() for name in recorded["files"]}
         if {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} != recorded["files"]:
             raise ValueError("digest")
-        return Entry(key, path, {**recorded["meta"]}, files)
-    except (ValueError, KeyError, TypeError, OSError):
+        meta = {**recorded["meta"]}
+    except (ValueError, KeyError, TypeError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if os.path.lexists(path):
             _remove(path)
         return None
+    except OSError as error:
+        raise CacheError(f"cache entry {path} cannot be read ({error.strerror}): mend that, or {_REMEDY}") from error
+    with contextlib.suppress(OSError):  # its time says when it was last used
+        os.utime(path)
+    return Entry(key, path, meta, files)
 
 
 def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
@@ -103,6 +148,9 @@ def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
             if entry := get(key):
+                if next(_puts) % _TRIMMED_EVERY == 0:
+                    _to_trim.set()
+                _trim()
                 return entry
     except OSError as error:
         raise CacheError(f"cache directory {root} cannot be written ({error.strerror}): {_REMEDY}") from error
@@ -111,12 +159,13 @@ def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
 
 @dataclass(frozen=True)
 class Listed:
-    """An entry as `entries` sees it: `nbytes` on disk; `made`, seconds since the epoch."""
+    """An entry as `entries` sees it: `nbytes` on disk; `made` and last `used`, seconds since the epoch."""
 
     key: str
     meta: dict[str, Any]
     nbytes: int
     made: float
+    used: float
 
 
 def entries() -> Iterator[Listed]:
@@ -125,23 +174,43 @@ def entries() -> Iterator[Listed]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             recorded = json.loads((path / "entry.json").read_bytes())
             nbytes = sum(file.stat().st_size for file in path.iterdir())
-            yield Listed(path.name, {**recorded["meta"]}, nbytes, float(recorded["made"]))
+            yield Listed(path.name, {**recorded["meta"]}, nbytes, float(recorded["made"]), path.stat().st_mtime)
 
 
 def clear() -> int:
     """Remove every entry and what interrupted writers left; returns how many entries there were.
 
-    Files that are not the cache's own are left alone, and so is what another process may be writing right now.
+    Files that are not the cache's own are left alone, and so is what another process may be writing right now. Waits
+    for whoever has the cache `in_use`.
     """
     removed = 0
-    for path in directory().iterdir():
-        with contextlib.suppress(OSError):
-            if _OURS.fullmatch(path.name):
-                removed += (path / "entry.json").exists()
-                _remove(path)
-            elif path.name.startswith(_STAGING) and time.time() - path.stat().st_mtime > 600:
-                shutil.rmtree(path, ignore_errors=True)
+    with _locked(fcntl.LOCK_EX):
+        for path in directory().iterdir():
+            with contextlib.suppress(OSError):
+                if _OURS.fullmatch(path.name):
+                    removed += (path / "entry.json").exists()
+                    _remove(path)
+                elif path.name.startswith(_STAGING) and time.time() - path.stat().st_mtime > 600:
+                    shutil.rmtree(path, ignore_errors=True)
     return removed
+
+
+_puts, _to_trim = itertools.count(), threading.Event()
+
+
+def _trim() -> None:
+    """Remove what was used least recently, if all entries together exceed the limit and nobody has the cache in use."""
+    if not _to_trim.is_set():
+        return
+    with contextlib.suppress(BlockingIOError), _locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+        _to_trim.clear()
+        there = sorted(entries(), key=lambda entry: entry.used)
+        excess = sum(entry.nbytes for entry in there) - limit()
+        for entry in there:
+            if excess <= 0:
+                break
+            _remove(directory() / entry.key)
+            excess -= entry.nbytes
 
 
 def _remove(path: Path) -> None:

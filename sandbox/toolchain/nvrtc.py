@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core import log
 from ..core.errors import CompileError, ToolchainMissing, UnsupportedProblem
@@ -24,6 +24,9 @@ INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on
 _USED = re.compile(r"Compiling entry function '(\w+)'(?:(?!Compiling entry).)*?\b(Used \d+ registers[^\n]*)", re.DOTALL)
 _PROPERTIES = re.compile(
     r"Function properties for (\w+)\n[^\n]*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z])(\d+)\s+(?:\.ptr\b[^,\[]*?)?\w+(?:\[(\d+)\])?\s*(?:,|$)"
 )
 _WARNING = re.compile(r"\bwarning\b(?!-)|\bC75\d\d\b", re.IGNORECASE)  # C75xx: ptxas serialises wgmma, and why
 INCLUDE_DIR = Path(__file__).resolve().parent.parent.parent / "kernels_cu" / "include"
@@ -138,6 +141,24 @@ def parse_resources(log: str, entry: str, source: Path) -> Resources:
     registers, smem = (re.search(rf"(\d+) {what}", used[entry]) for what in ("registers", "bytes smem"))
     warnings = tuple(line.strip() for line in log.splitlines() if _WARNING.search(line))
     return Resources(int(registers[1]) if registers else 0, int(smem[1]) if smem else 0, stack, stores, loads, warnings)
+
+
+class Parameter(NamedTuple):
+    """One parameter of an entry point, as its compiler passes it: which of "pointer", "integer", "float", "struct" it
+    may be (PTX does not tell an address from a number of 64 bits), and its bytes."""
+
+    kinds: tuple[str, ...]
+    size: int
+
+
+def parameters(ptx: str, entry: str) -> tuple[Parameter, ...]:
+    """Those of an entry point, in order."""
+    listed = re.search(rf"\.entry\s+{entry}\s*\(([^)]*)\)", ptx)
+    found = []
+    for letter, bits, array in _PARAMETER.findall(listed[1] if listed else ""):
+        kinds = ("struct",) if array else ("float",) if letter == "f" else ("integer", "pointer")
+        found.append(Parameter(kinds, int(array or int(bits) // 8)))
+    return tuple(found)
 
 
 def version() -> str:

@@ -15,8 +15,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-_NAMED = re.compile(rb'(?:#[ \t]*include(?:_next)?|__has_include(?:_next)?[ \t]*\()[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)')
-_COMPUTED = re.compile(rb'^[ \t]*#[ \t]*include(?:_next)?[ \t]+[^"<\s]', re.MULTILINE)
+_GAP = rb"(?:[ \t\v\f]|/\*.*?\*/)*"  # a comment is white space to the preprocessor
+_INCLUDE = rb"(?:#|%:)" + _GAP + rb"include(?:_next)?\b"
+_NAMED = re.compile(
+    rb"(?:" + _INCLUDE + rb"|__has_include(?:_next)?" + _GAP + rb"\()" + _GAP + rb'(?:"([^"\n]+)"|<([^>\n]+)>)',
+    re.DOTALL,
+)
+_COMPUTED = re.compile(rb"^" + _GAP + _INCLUDE + _GAP + rb"[A-Za-z_]", re.MULTILINE | re.DOTALL)
+_SPLICE = re.compile(rb"\\\r?\n")  # a backslash joins a line to the next
 _SETTLED = 2.0  # seconds after which a further edit is sure to change a file's time stamp
 
 
@@ -35,8 +41,9 @@ def _remembered(path: str, *version: int) -> tuple[bytes, tuple[str, ...], bool]
 
 def _read(path: str) -> tuple[bytes, tuple[str, ...], bool]:
     content = Path(path).read_bytes()
-    names = tuple(os.fsdecode(quoted or angled) for quoted, angled in _NAMED.findall(content))
-    return hashlib.sha256(content).digest(), names, bool(_COMPUTED.search(content))
+    joined = _SPLICE.sub(b"", content)
+    names = tuple(os.fsdecode(quoted or angled) for quoted, angled in _NAMED.findall(joined))
+    return hashlib.sha256(content).digest(), names, bool(_COMPUTED.search(joined))
 
 
 def included_files(source: Path, include_dirs: Sequence[Path]) -> tuple[list[Path], bool]:

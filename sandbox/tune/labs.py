@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..bench import contest
+from ..bench.given import given_to
 from ..bench.timing import Events, Limits, Timing, measure
 from ..core import registry
 from ..core.errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem, without_options
@@ -36,7 +37,7 @@ _COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # after which a worker is giv
 
 
 class GpuLab:
-    """GPUs of this host, all of one kind, as a `tune.Lab`. Use it in a `with` statement.
+    """GPUs of this host, all of one kind, as a `search.Lab`. Use it in a `with` statement.
 
     `ordinals`: which, by default all. Raises GpuUnavailable, ToolchainMissing without PyTorch, and UnsupportedProblem
     for GPUs that differ.
@@ -68,7 +69,7 @@ class GpuLab:
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:
-        """As `tune.Lab` says."""
+        """As `search.Lab` says."""
         jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
         with Fleet([{}] * min(len(os.sched_getaffinity(0)), len(jobs)), _COMPILE_SECONDS) as fleet:
             for job, found in fleet.map(compile_tile, jobs):
@@ -77,11 +78,11 @@ class GpuLab:
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
     ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
-        """As `tune.Lab` says."""
+        """As `search.Lab` says."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
         for job, found in self._fleet.map(self._measure, jobs):
             lost = isinstance(found, WorkerDied)
-            yield job[2], [Measured(False, f"{kernel.name} {tile}: {found}") for tile in job[2]] if lost else found
+            yield job[2], [Measured(False, f"{kernel.name} {t}: {found}", lost=True) for t in job[2]] if lost else found
 
 
 class CpuLab(GpuLab):
@@ -109,7 +110,7 @@ def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int]) -> GpuLab:
 def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resources | str:
     """What a tile costs, or why it does not compile. The cubin is in the cache afterwards."""
     try:
-        compiled = pipeline.compile_entries(registry.get(kernel), problem.D, problem.dtype, problem.causal, arch, tile)
+        compiled = pipeline.compile_problem(registry.get(kernel), problem, tile, arch)
         return Resources.worst(c.resources for c in compiled)
     except CompileError as error:
         return without_options(str(error))
@@ -118,17 +119,18 @@ def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resour
 @lru_cache(maxsize=1)
 def _inputs_on_gpu(problem: Problem, computes: str) -> tuple[Any, Any, Events]:
     inputs = contest.make_inputs(problem, computes=computes)
-    return inputs, contest.expectation(problem, inputs, computes), Events()
+    given = {} if problem.plain else {"given": given_to(problem, inputs[0])}
+    return (inputs, given), contest.expectation(problem, inputs, computes, **given), Events()
 
 
 def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
     """Each tile checked, and those that are right timed in turns after an L2 flush, on the one GPU that is visible."""
-    inputs, expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
+    (inputs, given), expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
     contenders = dict(zip(tiles, contest.ours([registry.get(kernel)], tiles), strict=True))
     timed, wrong = {}, {}
     for tile, contender in contenders.items():
         try:
-            ready = contender.prepare(problem, *inputs)
+            ready = contender.prepare(problem, *inputs, **given)
             verdict = expected.check(ready.poison, ready.launch)
         except UnsupportedProblem as refusal:
             wrong[tile] = str(refusal)

@@ -31,6 +31,14 @@ def ranked(search: Search) -> list[Candidate]:
     return sorted(right, key=lambda c: (not c.finalist, c.timing.median if c.timing else 0.0))
 
 
+def faster(search: Search) -> list[Candidate]:
+    """Finalists whose median is below the winner's: by less than the noise, or one of them would have won."""
+    w = search.winner
+    if not w or not w.timing:
+        return []
+    return [c for c in ranked(search) if c.finalist and c.timing and c.timing.median < w.timing.median]
+
+
 def tune_table(search: Search, width: int) -> Table:
     """The best tiles: a column for each of their numbers, or, where the screen is narrow, one for all in that order."""
     names = list(search.kernel.tiles[0])
@@ -49,9 +57,11 @@ def tune_table(search: Search, width: int) -> Table:
         blocks = str(c.occupancy.blocks_per_sm) if c.occupancy else "-"
         regs = str(c.resources.registers) if c.resources else "-"
         speed, samples = f"{_tflops(search, c):.3g}", str(c.timing.samples)
-        mark = (
-            Text("best", "bold green") if c is search.winner else Text("the spec's" if c is search.own else "", "dim")
-        )
+        mark = Text("the spec's" if c is search.own else "", "dim")
+        if c is search.winner:
+            mark = Text("best", "bold green")
+        elif c in faster(search):
+            mark = Text("no faster within the noise", "dim")
         table.add_row(
             *numbers, regs, f"{c.smem / 1024:.4g} KiB", blocks, si_time(c.timing.median), speed, samples, mark
         )
@@ -71,6 +81,9 @@ def verdict(search: Search) -> list[Text]:
         if own and own.timing:
             ratio = own.timing.median / w.timing.median
             against = ", the spec's own" if w is own else f", {ratio:.2f} times as fast as the spec's own {own.tile}"
+        if ahead := faster(search):
+            gain = w.timing.median / ahead[0].timing.median if ahead[0].timing else 1.0
+            against += f": {len(ahead)} more had a median up to {gain - 1:.1%} below its own, which is within the noise"
         head = Text.assemble((search.kernel.name, "bold"), f" on {search.problem}: ", (str(w.tile), "bold"), against)
         kept = f"kept for {problem_class(search.problem)} on {search.lab.gpu}"
         lines += [head, Text(kept, "dim")]

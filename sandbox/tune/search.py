@@ -48,11 +48,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a lab says of one tile: right or not, and if it is, how fast."""
+    """What a lab says of one tile: right or not, and if it is, how fast. `lost`: its worker was, which counts for this
+    search and is not kept: a machine short of memory, say, condemns no tile for ever."""
 
     ok: bool
     message: str = ""
     timing: Timing | None = None
+    lost: bool = False
 
 
 class Lab(Protocol):
@@ -173,8 +175,9 @@ class Search:
                     yield self._learn(tile, self._known[str(tile), samples, final], final)
         for group, results in self.lab.measure(self.kernel, self.problem, missing, samples):
             rows = [self._row(tile, result, samples, final) for tile, result in zip(group, results, strict=True)]
-            for row in rows:
-                jsonl.append(tuned.path(self.kernel, "measurements"), row)
+            for result, row in zip(results, rows, strict=True):
+                if not result.lost:
+                    jsonl.append(tuned.path(self.kernel, "measurements"), row)
             for tile, row in zip(group, rows, strict=True):
                 yield self._learn(tile, row, final)
 

@@ -1,6 +1,7 @@
 """Is it right? Cases and their truth, trials, the verbs run, check and sanitize, error maps."""
 
 __all__ = [
+    "apart",
     "cases",
     "check",
     "error_map",
@@ -9,6 +10,7 @@ __all__ = [
     "sampled",
     "sampled_gradients",
     "sanitize",
+    "scores",
     "trial",
     "truth",
 ]

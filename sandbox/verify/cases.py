@@ -47,6 +47,8 @@ def named_cases(small: bool) -> list[Case]:
     ]
 
 
+# H, Hk. Where Hk is neither 1 nor H, h // group, h % Hk and h are three different things.
+_HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
 _LONG = ((1023, 1024), (1024, 203))  # one head: many tiles, for the CPU backend too
 _WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
@@ -59,18 +61,15 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
     lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1), *_LONG)
     masks = (False, "bottom-right", "top-left")
-    layouts, groups = itertools.cycle(LAYOUTS), itertools.cycle((1, 2, 1, 4, 1))
+    layouts, heads = itertools.cycle(LAYOUTS), itertools.cycle(_HEADS)
     for dtype in kernel.dtypes:
         widths = itertools.cycle(D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None)
         for (Sq, Sk), causal in itertools.product(lengths, masks):
-            B, group = (1, 1) if (Sq, Sk) in _LONG else (2, next(groups))
-            problem = Problem(B, group, Sq, Sk, next(widths), Hk=1, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+            B, (H, Hk) = (1, (1, 1)) if (Sq, Sk) in _LONG else (2, next(heads))
+            problem = Problem(B, H, Sq, Sk, next(widths), Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
             layout = next(layouts)
             yield Case(f"{problem} {layout}", problem, layout=layout)
-        for inputs in (name for name in INPUTS if name != "hidden"):  # here every key is seen by some row
-            problem = Problem(1, 2, 77, 97, 64, dtype=dtype, causal="bottom-right")
-            if kernel.refuses(problem) is None:
-                yield Case(f"{problem} {inputs}", problem, inputs)
+        yield from pointed_cases(kernel, dtype)
     places = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
     sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
 
@@ -79,7 +78,28 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
 
     for name, problem in option_cases(kernel, problem_of):
         layout, inputs = next(places)
-        yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
+        if kernel.refuses(problem) is None:
+            yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
+
+
+def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
+    """Every kind of inputs, and lengths at which a mask that is off by one matters."""
+    M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
+    grouped: dict[str, Any] = {"H": 4, "Hk": 2}
+    # "hidden" is for masks of more than causality: here every key is seen by some row.
+    tried = [(inputs, grouped if inputs in _NOT_FINITE else {}) for inputs in INPUTS if inputs != "hidden"]
+    # Where NaN and inf turn up behind a mask a kernel may begin again, row by row, and hide what made them: none here.
+    tried += [(inputs, {"Sk": 2 * N + 1, "causal": False}) for inputs in ("large", "rising")]
+    tried += [("minus_inf", {"Sq": 64, "causal": False}), ("inf_value", {"causal": "top-left"})]
+    tried += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # of the tile's other keys exp(0 - LSE) would be inf
+    # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a row does not see.
+    tried += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
+    tried += [("normal", {"Sq": 2 * N, "Sk": 2 * N + 1, "Hk": 1})]  # walks that begin late, of several heads
+    for inputs, numbers in tried:
+        usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
+        problem = Problem(**{**usual, **numbers}, dtype=dtype)
+        if kernel.refuses(problem) is None:
+            yield Case(f"{problem} {inputs}", problem, inputs)
 
 
 # ---- inputs: each isolates one fault
@@ -152,10 +172,26 @@ def _hidden(q: Array, k: Array, v: Array) -> None:
     """NaN in everything that the score hides, which only the score knows: `inputs_of` puts it there."""
 
 
+def _nan_query(q: Array, k: Array, v: Array) -> None:
+    """NaN in one early query, and its dO: most of dK and dV stays finite, and right."""
+    q[:, :, 3] = np.nan
+
+
 def _inf(q: Array, k: Array, v: Array) -> None:
     """inf in one key and in one value, as NaN above."""
     k[:, :, 50, 0] = np.inf
     v[:, :, 90] = -np.inf
+
+
+def _inf_value(q: Array, k: Array, v: Array) -> None:
+    """inf in one value: of dK and dV, which keys that no query sees must not notice, it reaches dK alone."""
+    v[:, :, 60] = np.inf
+
+
+def _minus_inf(q: Array, k: Array, v: Array) -> None:
+    """Every score is -inf: as if no key were seen, O is 0."""
+    q[..., 0] = 1
+    k[..., 0] = -np.inf
 
 
 INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
@@ -169,10 +205,14 @@ INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
     "large": _large,
     "rising": _rising,
     "nan": _nan,
+    "nan_query": _nan_query,
     "inf": _inf,
     "dlse": _dlse,
     "hidden": _hidden,
+    "inf_value": _inf_value,
+    "minus_inf": _minus_inf,
 }
+_NOT_FINITE = ("nan", "nan_query", "inf")  # and dO too
 
 
 # ---- layouts: how a (B, H, S, D) tensor lies in memory
@@ -237,7 +277,7 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     """What kernels of a kind are given on a case, by the names that they know it by: q, k, v, what the score reads, and
     what only backwards need.
 
-    That is a standard normal dO, with NaN or inf in one row in the cases of that name, and the reference's O and LSE,
+    That is a standard normal dO, with NaN or inf in one row in cases of such inputs, and the reference's O and LSE,
     rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
     """
     p, lay_out = case.problem, LAYOUTS[case.layout]
@@ -248,8 +288,8 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     if computes == "forward":
         return given
     dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
-    if case.inputs in ("nan", "inf"):
-        dout[:, :, 7] = float(case.inputs)
+    if case.inputs in _NOT_FINITE:
+        dout[:, :, 7] = np.inf if case.inputs == "inf" else np.nan
     with np.errstate(over="ignore"):
         out, lse = attention(*(given[name] for name in "QKV"), **reference_options(p, given))
         dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from ..core.errors import SandboxError, ToolchainMissing, UnsupportedProblem
+from ..core.errors import DriverError, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
+from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
 from ..engine.choose import choose_tile
@@ -19,7 +21,7 @@ from ..reference import errors, max_error
 from ..toolchain import nvrtc
 from ..toolchain.nvrtc import Resources
 from . import trial
-from .cases import Case, named_cases, sweep_cases
+from .cases import Case, sweep_cases
 from .error_map import ErrorMap, locate
 from .trial import Array
 from .truth import Answer, truth_of
@@ -38,10 +40,10 @@ class Result:
 
     kernel: str
     case: str
-    problem: str
+    problem: Problem
     backend: str
     ok: bool | None
-    tile: str = ""
+    tile: Tile | None = None
     arch: str = ""
     compile_seconds: float | None = None
     cached: bool | None = None
@@ -56,6 +58,7 @@ class Result:
     message: str = ""
     tensor: str = ""
     where: ErrorMap | None = None  # of an output that is wrong
+    sanitize: bool = False  # whether that verb may know more
 
 
 def pick_device(backend: str | None) -> Device:
@@ -65,20 +68,31 @@ def pick_device(backend: str | None) -> Device:
     return HOST
 
 
+class Judge(Protocol):
+    """`verify`, here or in a process of its own (`Apart`)."""
+
+    def __call__(
+        self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
+        report: bool = False,
+    ) -> Result: ...  # fmt: skip
+
+
 def run_cases(
-    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, cases: Iterable[Case] | None = None
+    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, judge: Judge
 ) -> Iterator[Result]:
-    """`run`: every kernel on the named problems (or `cases`), timed, with what NVRTC reports."""
-    for case in named_cases(small=device == HOST) if cases is None else cases:
+    """`run`: every kernel on every case, timed, with what NVRTC reports."""
+    for case in cases:
         for kernel in kernels:
-            yield verify(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+            yield judge(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
 
 
-def sweep(kernels: Iterable[Kernel], device: Device, tile: Tile | None = None) -> Iterator[Result]:
+def sweep(
+    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, judge: Judge | None = None
+) -> Iterator[Result]:
     """`check`: every kernel over its sweep."""
     for kernel in kernels:
         for case in sweep_cases(kernel):
-            yield verify(kernel, case, device, tile)
+            yield (judge or verify)(kernel, case, device, tile)
 
 
 def verify(
@@ -88,7 +102,7 @@ def verify(
     truth = truth_of(kernel.computes, case)
     tensors = (view(truth.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in truth.given)
     problem = dataclasses.replace(case.problem, **layout(tensors))
-    head = (kernel.name, case.name, str(problem), device[0])
+    head = (kernel.name, case.name, problem, device[0])
     arch = pipeline.arch_of(device)
     try:
         chosen = choose_tile(kernel, problem, arch, tile)
@@ -96,7 +110,7 @@ def verify(
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
     except SandboxError as failure:
-        return Result(*head, ok=False, message=str(failure))
+        return Result(*head, ok=False, message=str(failure), sanitize=isinstance(failure, DriverError))
     compiled, note = done.prepared.compiled, ""
     if report and not compiled:
         try:
@@ -105,12 +119,12 @@ def verify(
             return Result(*head, ok=False, message=str(failure))
     verdict = _verdict(truth.answers, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
-    trespass = f"rows beside {', '.join(done.trespassed)} were written" if done.trespassed else ""
+    trespass = f"memory beside {', '.join(done.trespassed)} was written" if done.trespassed else ""
     flops = problem.flops_of(kernel.computes)
     return Result(
         *head,
         ok=right and not done.trespassed,
-        tile=str(chosen),
+        tile=chosen,
         arch=compiled[0].arch if compiled else "",
         compile_seconds=compiled[0].seconds if compiled else done.prepared.seconds,
         cached=compiled[0].cached if compiled else done.prepared.cached,
@@ -121,6 +135,7 @@ def verify(
         tflops=flops / done.seconds * 1e-12 if device != HOST and flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
         where=None if right else _where(verdict.tensor, truth.answers, done),
+        sanitize=not right or bool(done.trespassed),
     )
 
 

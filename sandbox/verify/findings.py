@@ -66,9 +66,14 @@ def _race(report: str) -> Finding:
         elif accesses and accesses[-1][1] and len(accesses) > 1:
             break
     stacks = [places("\n".join(stack)) for _, stack in accesses]
-    told = [f"{how} at {stack[-1]}" if stack else how for (how, _), stack in zip(accesses, stacks, strict=True)]
+    told = [f"{how} at {_line(stack)}" if stack else how for (how, _), stack in zip(accesses, stacks, strict=True)]
     merged = tuple(dict.fromkeys(place for stack in stacks for place in stack))
     return Finding(f"data race: {' against '.join(told) or report.splitlines()[0]}", merged)
+
+
+def _line(stack: Sequence[Place]) -> Place:
+    """The innermost line of a `.cu`: a header's counts for the line that calls it."""
+    return next((place for place in stack if place.file.endswith(".cu")), stack[0])
 
 
 def of_compute_sanitizer(text: str, folders: Sequence[Path] = ()) -> list[Finding]:

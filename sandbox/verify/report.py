@@ -69,29 +69,56 @@ def table(*columns: str, right: Sequence[str] = (), caption: str = "") -> Table:
     return shown
 
 
-def results_table(results: Sequence[Result], width: int) -> Table:
-    """What `run` prints: one line a case, or two where the screen is narrow."""
-    archs = sorted({r.arch for r in results if r.backend == "cpu" and r.arch})
-    notes = [f"cpu: emulated, slow by nature; regs and smem are NVRTC's for {', '.join(archs)}"] if archs else []
-    caption = "\n".join((*notes, *({SLOW} if any(slow(r.resources) for r in results) else ())))
-    if width >= WIDE:
-        numbers = ["regs", "smem", "compile", "error <= bound", "time", "TFLOP/s"]
-        shown = table("kernel", "case", "problem", *numbers, "", right=numbers, caption=caption)
+_NUMBERS = {"regs": 8, "smem": 9, "compile": 7, "error <= bound": 16, "time": 7, "TFLOP/s": 8}  # and their usual widths
+_FOLDED = {"regs\nsmem": 9, "compile": 7, "error\n<= bound": 9, "time\nTFLOP/s": 8}
+_GAP, _VERDICT = 2, 5
+
+
+def results_table(
+    results: Sequence[Result], width: int, *, expected: Sequence[Result] = (), head: bool = True
+) -> Table:
+    """What `run` prints: one line a case, or two where the screen is narrow.
+
+    Lines that are printed as they come line up: each is a table of its own, all but the first without a `head`, and
+    makes room for the names of every result that is `expected`.
+    """
+    wide, room = width >= WIDE, [*results, *expected]
+    numbers = _NUMBERS if wide else _FOLDED
+    shown = table()
+    shown.show_header = head
+    if wide:
+        for field in ("kernel", "case", "problem"):
+            shown.add_column(field, min_width=max(len(str(getattr(r, field))) for r in room), overflow="fold")
     else:
-        numbers = ["regs\nsmem", "compile", "error\n<= bound", "time\nTFLOP/s"]
-        shown = table("kernel and case\nproblem", *numbers, "", right=numbers, caption=caption)
+        longest = max(max(len(f"{r.kernel} {r.case}"), len(str(r.problem))) for r in room)
+        free = width - sum(numbers.values()) - _VERDICT - _GAP * (len(numbers) + 1)
+        shown.add_column("kernel and case\nproblem", min_width=min(longest, max(free, 1)), overflow="fold")
+    for name, usual in numbers.items():
+        shown.add_column(name, justify="right", min_width=usual if expected else None, overflow="fold")
+    shown.add_column("", overflow="fold")
     for r in results:
-        compiling = "cached" if r.cached else si_time(r.compile_seconds)
-        regs, smem = registers(r.resources), kib(r.smem_dynamic)
-        speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
-        error, time = errors_shown(r), si_time(r.seconds)
-        if width >= WIDE:
-            shown.add_row(r.kernel, r.case, r.problem, regs, smem, compiling, error, time, speed, verdict(r))
-        else:
-            what = Text.assemble(r.kernel, " ", r.case, "\n", (r.problem, "dim"))
-            held = Text.assemble(regs, "\n", smem)
-            shown.add_row(what, held, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r))
+        shown.add_row(*_cells(r, wide))
     return shown
+
+
+def _cells(r: Result, wide: bool) -> list[str | Text]:
+    compiling = "cached" if r.cached else si_time(r.compile_seconds)
+    regs, smem = registers(r.resources), kib(r.smem_dynamic)
+    speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
+    error, time = errors_shown(r), si_time(r.seconds)
+    if wide:
+        return [r.kernel, r.case, str(r.problem), regs, smem, compiling, error, time, speed, verdict(r)]
+    what = Text.assemble(r.kernel, " ", r.case, "\n", (str(r.problem), "dim"))
+    held = Text.assemble(regs, "\n", smem)
+    return [what, held, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r)]
+
+
+def notes(results: Sequence[Result]) -> Iterator[Text]:
+    """What the table's readers should know."""
+    if archs := sorted({r.arch for r in results if r.backend == "cpu" and r.arch}):
+        yield Text(f"cpu: emulated, slow by nature; regs and smem are NVRTC's for {', '.join(archs)}", "dim italic")
+    if any(slow(r.resources) for r in results):
+        yield Text(SLOW, "dim italic")
 
 
 def failures(results: Iterable[Result]) -> Iterator[Text]:
@@ -99,12 +126,33 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
     sharing: dict[tuple[str, str], list[Result]] = {}
     for r in results:
         if r.ok is False or r.message:
-            sharing.setdefault((r.kernel, without_options(_reason(r))), []).append(r)
+            sharing.setdefault((r.kernel, reason(r)), []).append(r)
     for same in sharing.values():
         r = same[0]
         cases = ", ".join(r.case for r in same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")
         mark = Text("note", "yellow") if r.ok is not False else verdict(r)
         yield Text.assemble(mark, f" {r.kernel} on {cases} [{r.backend}]: {_reason(r).removeprefix(f'{r.kernel}: ')}")
+
+
+def hints(results: Iterable[Result]) -> Iterator[Text]:
+    """Where to look next, for each kernel that goes wrong in a way that `sanitize` may explain."""
+    for r in {r.kernel: r for r in results if r.sanitize}.values():
+        backend = f" --backend {r.backend}"
+        what = "races, missing waits, accesses out of bounds, by line"
+        yield Text.assemble(("hint", "cyan"), f" sanitize {r.kernel}{backend} looks for {what}")
+
+
+def counts(results: Sequence[Result]) -> str:
+    """How many are right; of those that are not, also which."""
+    wrong = [r.case for r in results if r.ok is False]
+    which = f" ({', '.join(wrong[:4])}{f' and {len(wrong) - 4} more' if len(wrong) > 4 else ''})" if wrong else ""
+    right, refused = (sum(r.ok is state for r in results) for state in (True, None))
+    return f"{right} ok, {len(wrong)} wrong{which}, {refused} not taken"
+
+
+def reason(r: Result) -> str:
+    """What is wrong, or to be noted, in words that the same fault has on other cases too."""
+    return without_options(_reason(r))
 
 
 def _reason(r: Result) -> str:

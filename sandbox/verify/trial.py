@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
 }
 
 
+_BORDERED = ("O", "dQ", "dK", "dV")  # tensors of any strides
+
+
 @dataclass(frozen=True)
 class Trial:
     """What came out: `outputs` by name as NumPy arrays, those that something was written beside, seconds a launch."""
@@ -48,12 +52,13 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
            repeats: int = 1) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
 
-    Every byte of the outputs, of a row before and after each head's, and of scratch is NaN before the launch.
-    `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on the
-    CPU backend.
+    Every byte of the outputs, of a border around them, and of scratch is NaN before the launch. Where an input has gaps
+    between its rows, the outputs' rows have gaps of their own. `seconds` is the median of `repeats` launches after the
+    first: GPU time between events, or the wall clock on the CPU backend.
     """
-    bordered = {name: _bordered(*what) for name, what in outputs_of(kernel, problem).items()}
-    outputs = {name: array[:, :, 1:-1] if array.ndim == 4 else array for name, array in bordered.items()}
+    gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
+    made = {name: _bordered(name, *what, gap) for name, what in outputs_of(kernel, problem).items()}
+    outputs = {name: memory[within] for name, (memory, within) in made.items()}
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -67,15 +72,17 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
         for name in outputs:
             staged[name].fetch()
-    borders = {name: array[:, :, [0, -1]] for name, array in bordered.items() if array.ndim == 4}
-    trespassed = tuple(name for name, border in borders.items() if (border.view(np.uint8) != 0xFF).any())
+    trespassed = tuple(name for name, (memory, within) in made.items() if _written_beside(memory, within))
     return Trial(prepared, outputs, trespassed, seconds)
 
 
 def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32."""
-    shapes = {name: _SHAPES[name](problem) for name in COMPUTATIONS[kernel.computes].writes}
-    return {name: (shape, problem.dtype if len(shape) == 4 else "float32") for name, shape in shapes.items()}
+    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32; of
+    a backward the gradients of bias and sink among them, where the problem has them."""
+    asked = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
+    names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, there in asked.items() if there))
+    dtypes = {"dbias": problem.bias_dtype or problem.dtype, **dict.fromkeys(("LSE", "delta", "dsink"), "float32")}
+    return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}
 
 
 def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -84,10 +91,23 @@ def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...
     return {**outputs_of(kernel, problem), **scratch}
 
 
-def _bordered(shape: tuple[int, ...], dtype: str) -> Array:
-    """Memory for an output; of a tensor with a border, a row before and one after each head's."""
-    B, H, S, *D = shape
-    return _filled((B, H, S + 2, *D) if D else shape, dtype)
+_GAP = 8  # columns: rows that begin at multiples of 16 bytes still do
+_Place = tuple[slice | EllipsisType, ...]  # where an output lies in memory with a border
+
+
+def _bordered(name: str, shape: tuple[int, ...], dtype: str, gap: int) -> tuple[Array, _Place]:
+    """Memory for an output, with a border: of a tensor, a row before and one after each head's, and `gap` columns; of
+    anything else, which has to be contiguous, an entry before and one after."""
+    if name in _BORDERED:
+        B, H, S, D = shape
+        return _filled((B, H, S + 2, D + gap), dtype), (..., slice(1, -1), slice(D))
+    return _filled((shape[0] + 2, *shape[1:]), dtype), (slice(1, -1),)
+
+
+def _written_beside(memory: Array, within: _Place) -> bool:
+    border = np.ones(memory.shape, bool)
+    border[within] = False
+    return bool((memory[border].view(np.uint8) != 0xFF).any())
 
 
 def _filled(shape: tuple[int, ...], dtype: str) -> Array:

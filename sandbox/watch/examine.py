@@ -15,7 +15,6 @@ from typing import TypeVar
 from ..core import registry
 from ..core.errors import (
     CompileError,
-    DriverError,
     SandboxError,
     SpecError,
     ToolchainMissing,
@@ -25,7 +24,6 @@ from ..core.errors import (
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..cpu import build
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
 from ..engine.choose import choose_tile
@@ -36,15 +34,19 @@ from ..toolchain import arch as architectures
 from ..toolchain import disassembly, nvrtc
 from ..toolchain.nvrtc import Compiled, Resources
 from ..verify import check, sanitize
+from ..verify.apart import fit
 from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
+from ..verify.sanitize import Inspection
 from ..verify.truth import truth_of
-from .examination import Cost, Examination, Job, quick_cases
+from .figures import Cost, Examination
+from .job import Job, quick_cases
 
 T = TypeVar("T")
 COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limit
 REPEATS = 20  # launches that are timed on a GPU
+_PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
 _QUICK_TOOLS = ("address", "thread")
 
 
@@ -79,7 +81,7 @@ def examine(job: Job, at: At) -> tuple[Examination, bool]:
         found = Examination("run", str(error))
     except Exception as error:  # a spec may do anything
         found = Examination("spec", f"{type(error).__name__}: {error}")
-    return replace(found, seconds=time.perf_counter() - started), _fit(job.device)
+    return replace(found, seconds=time.perf_counter() - started), fit(job.device)
 
 
 def _examine(job: Job, at: At) -> Examination:
@@ -95,10 +97,19 @@ def _examine(job: Job, at: At) -> Examination:
         cost, notes = _compile(kernel, cases, job, pool)
         compiling = time.perf_counter() - started
         findings: tuple[Finding, ...] = ()
+        shipped: _Looking = []
         if job.device == HOST:
-            findings, more = _sanitize(kernel, job, at, pool)
+            tile = job.tile or sanitize.small_tile(kernel)
+            small = [(tile, problem) for problem in sanitize.small_problems(kernel, tile)[:1]]
+            at("running it under sanitizers", COMPILE_SECONDS)
+            findings, more = _found(_sanitizing(kernel, small, job, pool))
             notes += more
+            if not findings and not job.tile:  # what is shipped, while results are compared
+                patient = replace(job, seconds=max(job.seconds, _PATIENCE))
+                shipped = _sanitizing(kernel, sanitize.shipped(kernel, None), patient, pool)
         results = () if findings else _verify(kernel, cases, job, at)
+        at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
+        findings += _found(shipped)[0]
         stage, message = _verdict(findings, results)
         held = cost.result() if cost else None
         return Examination(stage, message, results, findings, held, setting, tuple(notes), compiling=compiling)
@@ -134,8 +145,7 @@ def _compile(
     except ToolchainMissing as missing:
         for_gpu, notes = [], [str(missing).splitlines()[0]]
     cubins = [pool.submit(pipeline.compile_entries, kernel, p.D, p.dtype, p.causal, target, t) for p, t in for_gpu]
-    names = [entry.name for entry in kernel.entries]
-    on_host = [] if arch else [pool.submit(build.library, kernel.source, names, dict(d)) for d in variants]
+    on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants.values()]
     compiled = _all(cubins)
     _all(on_host)
     if not compiled:
@@ -154,16 +164,23 @@ def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled
     return Cost(compiled[0].arch, str(tile), Resources.worst(r for _, r in entries), smem, least, opcodes)
 
 
-def _sanitize(kernel: Kernel, job: Job, at: At, pool: ThreadPoolExecutor) -> tuple[tuple[Finding, ...], list[str]]:
-    """A tiny ragged problem in processes of their own: what would end this one is found there, and by its line."""
-    tile = job.tile or sanitize.small_tile(kernel)
-    problems = sanitize.small_problems(kernel, tile)[:1]
-    at("running it under sanitizers", COMPILE_SECONDS)
-    looked = _all(
-        pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds)
-        for problem in problems
-        for tool in _QUICK_TOOLS
-    )
+_Looking = list[list[Future[Inspection]]]  # by the tools, at each problem
+
+
+def _sanitizing(kernel: Kernel, pairs: Iterable[tuple[Tile, Problem]], job: Job, pool: ThreadPoolExecutor) -> _Looking:
+    """Ragged problems in processes of their own: what would end this one is found there, and by its line."""
+    return [
+        [pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds) for tool in _QUICK_TOOLS]
+        for tile, problem in pairs
+    ]
+
+
+def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
+    """What there is to mend, and why some tool could not be used."""
+    looked: list[Inspection] = []
+    for futures in looking:
+        of_problem = _all(futures)
+        looked += [i for i in of_problem if not sanitize.misled(i.tool, of_problem)]
     found = {finding: None for inspection in looked for finding in inspection.findings}
     return tuple(found), [i.message for i in looked if i.clean is None][:1]
 
@@ -192,15 +209,3 @@ def _all(futures: Iterable[Future[T]]) -> list[T]:
 
 def _device_name(device: Device) -> str:
     return "cpu" if device == HOST else driver.device(device[1]).name
-
-
-def _fit(device: Device) -> bool:
-    """An illegal address or a trap stays with the context for ever."""
-    try:
-        if device != HOST:
-            driver.device(device[1]).synchronize()
-    except DriverError:
-        return False
-    except SandboxError:  # no GPU at all
-        return True
-    return True

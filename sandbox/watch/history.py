@@ -49,7 +49,7 @@ def read_texts(kernel: Kernel) -> Texts | None:
     try:
         files, _ = sources.included_files(kernel.source, (nvrtc.INCLUDE_DIR,))
         own = [path for path in (kernel.source.with_suffix(".py"), *files) if path.is_relative_to(project)]
-        return {str(path.relative_to(project)): path.read_text(errors="replace") for path in own}
+        return {str(path.relative_to(project)): _read(path) for path in own}
     except FileNotFoundError:
         return None
 
@@ -144,8 +144,17 @@ def _parsed(entries: list[dict[str, Any]]) -> tuple[list[Version], dict[str, str
     return versions, texts
 
 
+def as_bytes(text: str) -> bytes:
+    """What the file holds, byte for byte: ends of lines as they are, and what is not UTF-8."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _read(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "surrogateescape")
+
+
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return hashlib.sha256(as_bytes(text)).hexdigest()[:20]
 
 
 def _own_files(kernel: Kernel) -> tuple[Path, Path]:
@@ -154,13 +163,13 @@ def _own_files(kernel: Kernel) -> tuple[Path, Path]:
 
 def _what_is_there(kernel: Kernel) -> Texts:
     project = registry.FOLDER.parent
-    return {str(p.relative_to(project)): p.read_text(errors="replace") for p in _own_files(kernel) if p.is_file()}
+    return {str(p.relative_to(project)): _read(p) for p in _own_files(kernel) if p.is_file()}
 
 
 def _replace(path: Path, text: str) -> None:
     """In one step: whoever reads sees the old text or the new one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
+    with os.fdopen(handle, "wb") as file:
+        file.write(as_bytes(text))
     os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
     os.replace(name, path)

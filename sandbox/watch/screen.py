@@ -11,7 +11,7 @@ from rich.text import Text
 from ..core import registry
 from ..verify.check import Result
 from ..verify.report import errors_shown, si_time, verdict
-from .examination import Examination
+from .figures import Examination
 from .history import Version
 from .session import Iteration
 
@@ -89,7 +89,7 @@ def _cases_table(results: Iterable[Result]) -> Table:
     for column in ("case", "problem", "error <= bound", "time", ""):
         table.add_column(column, justify="right" if column in ("error <= bound", "time") else "left", overflow="fold")
     for r in results:
-        table.add_row(r.case, r.problem, errors_shown(r), si_time(r.seconds), verdict(r))
+        table.add_row(r.case, str(r.problem), errors_shown(r), si_time(r.seconds), verdict(r))
     return table
 
 

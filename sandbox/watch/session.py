@@ -14,8 +14,9 @@ from ..core.errors import ToolchainMissing
 from ..core.kernel import Kernel
 from ..jobs.worker import Worker, WorkerDied
 from . import examine
-from .examination import Examination, Job, figures
+from .figures import Examination, figures
 from .history import History, Texts, Version, read_texts
+from .job import Job
 
 _DEBOUNCE_MS = 20  # an editor's save is several events
 _START_MS = 200  # how long the library is given to begin

@@ -72,15 +72,19 @@ def test_the_options_reach_both_directions(device: Device) -> None:
         assert torch.equal(x, y)
 
 
-def test_lse_is_a_constant(device: Device) -> None:
-    """It is no part of the graph, and using it beside out changes no gradient."""
+def test_lse_has_a_gradient(device: Device) -> None:
+    """Alone, and beside out; LSE's derivative by a score is P."""
     q, k, v = tensors(device)
     for call in (sandbox.attention, torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)):
-        out, lse = call(q, k, v, return_lse=True)
-        assert not lse.requires_grad
-        with_lse = torch.autograd.grad((out * lse[..., None]).sum(), q)[0]
-        out = sandbox.attention(q, k, v)
-        assert torch.equal(with_lse, torch.autograd.grad((out * lse.detach()[..., None]).sum(), q)[0])
+        for out_too in (False, True):
+            out, lse = call(q, k, v, return_lse=True)
+            found = torch.autograd.grad((lse * lse).sum() + (out.sum() if out_too else 0), (q, k))
+            S = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * q.shape[-1] ** -0.5
+            true = torch.logsumexp(S, -1)
+            values = torch.softmax(S, -1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            wanted = torch.autograd.grad((true * true).sum() + (values.sum() if out_too else 0), (q, k))
+            for x, y in zip(found, wanted, strict=True):
+                assert (x - y).abs().max() < 1e-4
 
 
 @pytest.mark.filterwarnings("ignore:Input .* is not a double precision")
@@ -113,7 +117,7 @@ def test_deterministic_algorithms(device: Device, monkeypatch: pytest.MonkeyPatc
 
     asked = []
     real = torch_op.run_backward
-    record = lambda arrays, options: asked.append(options[-1]) or real(arrays, options)  # noqa: E731
+    record = lambda arrays, options: asked.append(options[5]) or real(arrays, options)  # noqa: E731
     monkeypatch.setattr(torch_op, "run_backward", record)
     q, k, v = tensors(device)
     for switch in (False, True):

@@ -7,7 +7,10 @@ import dataclasses
 import io
 import json
 import math
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +23,11 @@ from click.testing import CliRunner
 from project import ROOT
 
 from sandbox import cli
-from sandbox.bench import contest, peers, plot, rows
+from sandbox.bench import contest, environment, peers, plot, rows
 from sandbox.bench import report as bench_report
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, measure
-from sandbox.core import registry
+from sandbox.core import jsonl, registry
 from sandbox.core.errors import GpuUnavailable, SandboxError, UnsupportedProblem
 from sandbox.launch import driver
 from sandbox.reference import attention, lse_bound, naive, output_bound
@@ -88,8 +91,10 @@ def test_sampling_stops_when_everybody_is_quiet_or_the_rounds_are_over() -> None
     samples, _ = run_measure(quiet=alternating(1e-3, 0.001), loud=alternating(1e-3, 0.3))
     assert len(samples["loud"]) == len(samples["quiet"]) == Limits().rounds
     samples, _ = run_measure(quiet=alternating(1e-3, 0.001), middling=alternating(1e-3, 0.02))
-    assert Limits().enough < len(samples["middling"]) < Limits().rounds
-    assert Timing.of(samples["middling"]).noise <= 0.01
+    assert len(samples["middling"]) == 39  # the first number of which 1.57 * 0.04 / 1.02 / sqrt(n) is at most 1%
+    assert Timing.of(samples["middling"]).noise <= 0.01 < Timing.of(samples["middling"][:38]).noise
+    samples, _ = run_measure(Limits(noise=0.015), middling=alternating(1e-3, 0.02))
+    assert len(samples["middling"]) == 17
 
 
 def test_slow_contenders_get_fewer_samples() -> None:
@@ -104,6 +109,14 @@ def test_slow_contenders_get_fewer_samples() -> None:
         "slower": 3,
         "slowest": 1,  # its first launch, which is warm-up for the others
     }
+
+
+def test_seconds_count_for_every_launch_of_a_sample() -> None:
+    """A graph of many launches spends its time as fast as single launches that take as long."""
+    stopwatch = Stopwatch({name: alternating(1e-3, 0.1) for name in "ab"})
+    contenders = {"a": Timed(lambda: "a"), "b": Timed(lambda: "b", launches=100)}
+    samples = measure(contenders, stopwatch, Limits(seconds=0.5, rounds=50))
+    assert {name: len(values) for name, values in samples.items()} == {"a": 50, "b": 5}
 
 
 def test_nobody_to_time() -> None:
@@ -445,14 +458,61 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
     list(rows.recorded([row("c", problems[0])], path))
     assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c"]
     assert rows.read_rows(tmp_path / "none") == []
+    with jsonl.locked(path) as file:  # by somebody who resumes the same file at the same time
+        file.seek(0, 2)
+        file.write(b'{"contender": "d", "half')
+        file.flush()
+        writer = threading.Thread(target=lambda: list(rows.recorded([row("e", problems[0])], path)))
+        writer.start()
+        time.sleep(0.3)
+        file.write(b'": 1}\n')
+    writer.join()
+    assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c", "d", "e"]
     path.write_text("rubbish\n{}\n")
     with pytest.raises(UnsupportedProblem, match="line 1"):
         rows.read_rows(path)
 
 
+def test_two_dirty_trees_are_two_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume` takes rows of one and the same state alone."""
+
+    def git(*arguments: str) -> None:
+        command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *arguments)
+        subprocess.run(command, check=True, capture_output=True)
+
+    (tmp_path / "sandbox/bench").mkdir(parents=True)
+    source = tmp_path / "sandbox/bench/environment.py"
+    monkeypatch.setattr(environment, "__file__", str(source))
+    source.write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    states = [environment.commit()]
+    for text in ("2\n", "3\n"):
+        source.write_text(text)
+        states.append(environment.commit())
+    (tmp_path / "kernels_cu").mkdir()
+    for text in ("new", "newer"):
+        (tmp_path / "kernels_cu/fwd_new.cu").write_text(text)
+        states.append(environment.commit())
+    assert len({*states}) == len(states)
+    assert [state.partition("+")[0] for state in states if state] == [states[0]] * 5
+    source.write_text("1\n")
+    (tmp_path / "kernels_cu/fwd_new.cu").unlink()
+    assert environment.commit() == states[0]
+
+
 def test_a_problem_comes_back_from_its_row() -> None:
     for problem in PROBLEMS:
         assert rows.problem_of(json.loads(json.dumps(row("a", problem).as_json()))) == problem
+
+
+def test_speed_is_of_the_median() -> None:
+    timed = dataclasses.replace(row("a", SMALL), timing=Timing(2e-3, 1e-3, 4e-3, 10, 0.1))
+    assert timed.tflops == pytest.approx(SMALL.flops / 2e-3 * 1e-12)
+    backward = dataclasses.replace(timed, computes="backward")
+    assert backward.tflops == pytest.approx(2.5 * timed.tflops)
+    assert (timed.as_json()["ms"], timed.as_json()["q1_ms"], timed.as_json()["q3_ms"]) == (2, 1, 4)
 
 
 # ---- for people

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from project import in_project
+from project import in_project, new_kernel
 
 import sandbox
 from sandbox.cli import cli
@@ -21,7 +22,7 @@ from sandbox.toolchain import disassembly, tools
 from sandbox.watch.history import History, read_texts
 
 needs_nvdisasm = pytest.mark.skipif(not disassembly.available(), reason="nvdisasm is not installed")
-SMALL = ("fwd_minimal", "-D", "16")
+SMALL = ("fwd_minimal", "--shape", "1,1,1,16")
 TILE = Tile(BLOCK_M=32, BLOCK_N=16)
 PROBLEM = Problem(1, 1, 1, 1, 16, dtype="float16")
 
@@ -194,6 +195,27 @@ def test_what_an_edit_changed(project_copy: Path) -> None:
     assert listing.changed_classes(before, after)["bar"] == (2, 3)
 
 
+def test_a_copy_under_another_name(project_copy: Path) -> None:
+    """As `new kernel` makes it, and with one line edited: that line differs, and no other."""
+    new_kernel(project_copy, "mine")
+    source = project_copy / "kernels_cu/mine.cu"
+    text = source.read_text()
+    assert "const float alpha = expf(m - shift);" in text
+    source.write_text(text.replace("const float alpha = expf(m - shift);", "const float alpha = expf(m * shift);"))
+    command = ("sandbox", "ptx", "fwd_minimal", "-D", "16", "--diff", str(source))
+    done = in_project(project_copy, *command, "--json")
+    changed = json.loads(done.stdout)["lines"]
+    assert [(line["file"], line["text"]) for line in changed if "(m - shift)" in line["text"]]
+    assert {line["text"].replace("m * shift", "m - shift") for line in changed} == {
+        "const float alpha = expf(m - shift);"
+    }
+    head = in_project(project_copy, *command).stdout
+    assert re.search(rf"{source} +fwd_minimal.cu +change", head)
+    back = in_project(project_copy, "sandbox", "ptx", "bwd_minimal_dq", "-D", "16", "--diff",
+                      str(project_copy / "kernels_cu/bwd_minimal.cu"))  # fmt: skip
+    assert back.returncode == 0, back.stderr
+
+
 def test_lines_are_matched_by_their_text(tmp_path: Path) -> None:
     def version(text: str, opcodes: dict[int, str]) -> listing.Code:
         folder = tmp_path / str(len(text))
@@ -233,7 +255,7 @@ def test_sass_command() -> None:
 @needs_nvdisasm
 def test_an_entry_of_several() -> None:
     """Each by its name: neither its code nor its registers are the other's."""
-    read = lambda name: json.loads(call("sass", name, "--head-dim", "64", "--json").stdout)  # noqa: E731
+    read = lambda name: json.loads(call("sass", name, "--shape", "1,1,1,64", "--json").stdout)  # noqa: E731
     main, converting = read("bwd_mma"), read("bwd_mma_dq")
     assert {i["function"] for i in main["instructions"]} == {"bwd_mma"}
     assert {i["function"] for i in converting["instructions"]} == {"bwd_mma_dq"}

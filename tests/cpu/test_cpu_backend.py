@@ -12,15 +12,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from project import ROOT
 
 from sandbox import CompileError, LaunchError, ToolchainMissing
+from sandbox.core import registry
 from sandbox.cpu import build, compiler
 from sandbox.cpu.launch import CpuFunction
+from sandbox.engine import pipeline
 from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem
+from sandbox.toolchain import cache
 
 Run = Callable[..., None]
 on_cpu = pytest.mark.parametrize("device", [HOST], ids=["cpu"])
@@ -53,6 +59,70 @@ def test_indices(run_cuda: Run) -> None:
         assert np.array_equal(columns, np.stack([x, y, z], 1))
     assert (out[:, :, :3] == out[:1, :, :3]).all()
     assert (out[:, :, 3:] == out[:, :1, 3:]).all()
+
+
+FORKS = """
+import os, sys, threading, time
+import numpy as np
+from sandbox.core import registry
+from sandbox.engine import pipeline
+from sandbox.launch import dlpack
+from sandbox.spec import Problem
+kernel = registry.get("fwd_minimal")
+problem = Problem(1, 1, 2000, 2000, 32, dtype="float16")
+arrays = {name: np.zeros((1, 1, 2000, 32), np.float16) for name in "QKVO"}
+views = {name: dlpack.view(a) for name, a in {**arrays, "LSE": np.zeros((1, 1, 2000), np.float32)}.items()}
+prepared = pipeline.prepare(kernel, kernel.tiles[0], problem, views, dlpack.HOST)
+launch = lambda: prepared.launch(prepared.pointers(views))
+other = threading.Thread(target=launch)
+other.start()
+time.sleep(0.05)
+assert other.is_alive(), "too quick to test anything"
+child = os.fork()
+if not child:
+    launch()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_launches() -> None:
+    """The child launches too: it does not wait for a thread that it has not got."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, check=True)  # fmt: skip
+    assert done.stdout == "7\n"
+
+
+def test_a_cache_that_is_cleared_while_something_compiles(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Between the runtime, which the kernel is linked with, and the kernel; and before that is loaded."""
+    clearing: list[threading.Thread] = []
+    compiled, loaded = compiler.run, CpuFunction.__init__
+
+    def clear() -> None:
+        clearing.append(threading.Thread(target=cache.clear))
+        clearing[-1].start()
+        clearing[-1].join(0.3)
+
+    def compiling(*arguments: Any) -> None:
+        clear()
+        compiled(*arguments)
+
+    def loading(self: CpuFunction, *arguments: Any) -> None:
+        clear()
+        loaded(self, *arguments)
+
+    monkeypatch.setattr(build.host, "run", compiling)
+    monkeypatch.setattr(CpuFunction, "__init__", loading)
+    kernel = registry.get("fwd_minimal")
+    pipeline.forget()
+    assert pipeline.load(kernel, kernel.tiles[0], Problem(1, 1, 8, 8, 24), HOST).functions
+    pipeline.forget()
+    for thread in clearing:
+        thread.join()
+    assert len(clearing) == 3
+    assert list(cache.entries()) == []
 
 
 def test_thousands_of_blocks(run_cuda: Run) -> None:
@@ -855,6 +925,31 @@ def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
     for entry in ("first", "second", "second"):
         CpuFunction(built.path, entry).launcher((1, 1, 1), (1, 1, 1), 0, arguments)(())
     assert out == 21
+
+
+@pytest.mark.parametrize("edited", ["include/cuda_cpu.h", "include/ptx.cuh", "runtime.h", "k.cu", "include/own.cuh"])
+def test_an_edit_of_what_a_library_is_made_of_is_built(
+    edited: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel, its headers, and the shim that no kernel includes by name."""
+    here, source = tmp_path / "cpu", tmp_path / "cpu" / "k.cu"
+    shutil.copytree(build.HERE, here, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    monkeypatch.setattr(build, "HERE", here)
+    monkeypatch.setattr(build, "TWINS", here / "include")
+    (here / "include" / "own.cuh").write_text("#include <ptx.cuh>\n")
+    source.write_text('#define DTYPE_float16 1\n#define HEAD_DIM 8\n#define CAUSAL 0\n#include "own.cuh"\n'
+                      'extern "C" __global__ void k(int* out) { *out = 1; }\n')  # fmt: skip
+    found = compiler.find()
+
+    def made() -> build.Built:
+        return build._kernel(found, source, ("k",), build._kernel_options(found, source, {}))
+
+    assert not made().cached
+    assert made().cached
+    with (here / edited).open("a") as file:
+        file.write("// edited\n")
+    assert not made().cached
+    assert made().cached
 
 
 def test_launches_from_several_threads(tmp_path: Path) -> None:

@@ -134,18 +134,59 @@ def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None
     assert np.array_equal(tensor, expected)
 
 
+def test_sums_are_added_in_memory(run_hopper: Run) -> None:
+    """Four warps send to the same numbers: each its share, from what store_floats wrote."""
+    text = """
+    extern "C" __global__ void add(float* sums) {
+        extern __shared__ __align__(1024) char smem[];
+        const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const SmemAddress from = smem_address(smem) + warp * 512;
+        store_floats(from + lane * 16, 4 * lane, 4 * lane + 1, 4 * lane + 2, 1 << warp);
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (elect()) {
+            send_sums(sums, from, 512);
+            send_commit();
+            send_wait_read();
+        }
+    }"""
+    sums = np.full((32, 4), 0.5, np.float32)
+    run_hopper(text, "add", sums, block=128, smem=2048)
+    expected = np.arange(128, dtype=np.float32).reshape(32, 4) * 4
+    expected[:, 3] = 15
+    assert np.array_equal(sums, expected + 0.5)
+
+
+def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
+    """Each lane brings the elements (g; 2q, 2q+1) of four matrices: their rows become columns."""
+    text = """
+    extern "C" __global__ void transpose(unsigned* out) {
+        extern __shared__ __align__(1024) char smem[];
+        const unsigned lane = threadIdx.x, g = lane / 4, q = lane % 4;
+        unsigned pair[4];
+        for (unsigned k = 0; k < 4; ++k) pair[k] = pack(64 * k + 8 * g + 2 * q, 64 * k + 8 * g + 2 * q + 1);
+        stmatrix_x4_trans(smem_address(smem) + lane * 16, pair[0], pair[1], pair[2], pair[3]);
+        __syncthreads();  // all is written
+        for (unsigned i = lane; i < 128; i += 32) out[i] = reinterpret_cast<unsigned*>(smem)[i];
+    }"""
+    out = np.full((4, 8, 8), -1, np.float16)
+    run_hopper(text, "transpose", out, block=32, smem=1024)
+    assert np.array_equal(out, np.arange(256).reshape(4, 8, 8).swapaxes(1, 2))
+
+
 # ---- wgmma
 
 MULTIPLY = """
-// A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from shared memory or from registers.
+// A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from registers or from shared memory, also as
+// A^T (64 x 64), which lies behind A.
 template <int N, int VARIANT>
 __device__ void multiply(float* out, SmemAddress A_tile, SmemAddress B_tile, const TensorMap& B_map,
                          const TensorMap& Bt_map, SmemAddress barrier, unsigned& turn) {
     using A = Swizzled<64, 64>;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     if (threadIdx.x == 0) {
-        mbarrier_arrive_expect(barrier, VARIANT / 2 ? (N + 63) / 64 * 8192 : N * 128);
-        if (VARIANT / 2 == 0)  // rows of B^T, 16 a box
+        mbarrier_arrive_expect(barrier, VARIANT / 2 % 2 ? (N + 63) / 64 * 8192 : N * 128);
+        if (VARIANT / 2 % 2 == 0)  // rows of B^T, 16 a box
             for (int n = 0; n < N; n += 16) request_box(B_tile + n * 128, Bt_map, 0, n, 0, 0, barrier);
         else
             for (int n = 0; n < N; n += 64) request_box(B_tile + n / 64 * 8192, B_map, n, 0, 0, 0, barrier);
@@ -165,6 +206,9 @@ __device__ void multiply(float* out, SmemAddress A_tile, SmemAddress B_tile, con
         if (VARIANT == 1) wgmma<Order::K_MAJOR>(d, a[step], K, step > 0);
         if (VARIANT == 2) wgmma<Order::MN_MAJOR>(d, A_desc, MN, step > 0);
         if (VARIANT == 3) wgmma<Order::MN_MAJOR>(d, a[step], MN, step > 0);
+        const Descriptor At_desc = A::mn_major(A_tile + 8192) + A::mn_step(step);
+        if (VARIANT == 4) wgmma<Order::K_MAJOR, Order::MN_MAJOR>(d, At_desc, K, step > 0);
+        if (VARIANT == 6) wgmma<Order::MN_MAJOR, Order::MN_MAJOR>(d, At_desc, MN, step > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -180,20 +224,23 @@ __device__ void multiply_all(float*& out, SmemAddress A_tile, SmemAddress B_tile
     multiply<N, 1>(out + 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
     multiply<N, 2>(out + 2 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
     multiply<N, 3>(out + 3 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
-    out += 4 * 64 * N;
+    multiply<N, 4>(out + 4 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    multiply<N, 6>(out + 5 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+    out += 6 * 64 * N;
 }
 extern "C" __global__ __launch_bounds__(128, 1) void products(
-    const unsigned short* A, const unsigned short* B, const unsigned short* Bt, float* out,
-    const __grid_constant__ TensorMap A_map, const __grid_constant__ TensorMap B_map,
-    const __grid_constant__ TensorMap Bt_map) {
+    const unsigned short* A, const unsigned short* At, const unsigned short* B, const unsigned short* Bt, float* out,
+    const __grid_constant__ TensorMap A_map, const __grid_constant__ TensorMap At_map,
+    const __grid_constant__ TensorMap B_map, const __grid_constant__ TensorMap Bt_map) {
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddress A_tile = smem_address(smem), B_tile = A_tile + 8192, barrier = B_tile + 4 * 8192;
+    const SmemAddress A_tile = smem_address(smem), B_tile = A_tile + 2 * 8192, barrier = B_tile + 4 * 8192;
     unsigned turn = 0;
     if (threadIdx.x == 0) {
         mbarrier_init(barrier, 1);
         fence_proxy_async();
-        mbarrier_arrive_expect(barrier, 8192);
+        mbarrier_arrive_expect(barrier, 2 * 8192);
         request_box(A_tile, A_map, 0, 0, 0, 0, barrier);
+        request_box(A_tile + 8192, At_map, 0, 0, 0, 0, barrier);
     }
     __syncthreads();  // the mbarrier is there
     mbarrier_wait(barrier, turn++ % 2);
@@ -204,21 +251,21 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("widths", [(16, 32, 64, 80, 96), (48, 112, 128, 144), (160, 176, 192), (208, 224), (240, 256)])
 def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
-    """Every width, both orders of B, A from shared memory and from registers: small integers, so that all is exact."""
+    """Every width, both orders of both operands, A also from registers: small integers, so that all is exact."""
     rng = np.random.default_rng(0)
     A = rng.integers(-3, 4, (1, 1, 64, 64)).astype(TYPES[dtype])
     B = rng.integers(-3, 4, (1, 1, 64, 256)).astype(TYPES[dtype])
-    Bt = np.ascontiguousarray(B.swapaxes(2, 3))
-    out = np.full(4 * 64 * sum(widths), np.nan, np.float32)
+    At, Bt = (np.ascontiguousarray(x.swapaxes(2, 3)) for x in (A, B))
+    out = np.full(6 * 64 * sum(widths), np.nan, np.float32)
     text = MULTIPLY.replace(
         "WIDTHS",
         "\n    ".join(f"multiply_all<{N}>(out, A_tile, B_tile, B_map, Bt_map, barrier, turn);" for N in widths),
     )
-    maps = boxes_of(0, A, 64), boxes_of(1, B, 64), boxes_of(2, Bt, 16)
-    run_hopper(text, "products", A, B, Bt, out, *maps, block=128, smem=5 * 8192 + 64, dtype=dtype)
+    maps = boxes_of(0, A, 64), boxes_of(1, At, 64), boxes_of(2, B, 64), boxes_of(3, Bt, 16)
+    run_hopper(text, "products", A, At, B, Bt, out, *maps, block=128, smem=6 * 8192 + 64, dtype=dtype)
     exact, at = A[0, 0].astype(np.float32) @ B[0, 0].astype(np.float32), 0
     for N in widths:
-        for variant in ("K-major SS", "K-major RS", "MN-major SS", "MN-major RS"):
+        for variant in ("K SS", "K RS", "MN SS", "MN RS", "K SS, A^T", "MN SS, A^T"):
             got = out[at : at + 64 * N].reshape(64, N)
             at += 64 * N
             assert np.array_equal(got, exact[:, :N]), f"N={N} {variant} {dtype}"
@@ -357,6 +404,10 @@ NOBODY_ARRIVES = (
         (GOOD + "if (threadIdx.x == 0) { send_box(map, 0, 0, 0, 0, tile); send_commit(); }", "has left shared memory"),
         (GOOD + "stmatrix_x4(tile + threadIdx.x % 32 * 128, 0, 0, 0, 0); __syncthreads();"
                 "if (threadIdx.x == 0) A_tile::send(map, 0, 0, 0, tile);", "did not call fence_proxy_async"),
+        (GOOD + "if (threadIdx.x == 0) { send_sums(out, tile, 512); send_commit(); }", "has left shared memory"),
+        (GOOD + "store_floats(tile + threadIdx.x * 16, 0, 0, 0, 0); if (threadIdx.x == 0) send_sums(out, tile, 16);",
+         "did not call fence_proxy_async"),
+        (GOOD + "if (threadIdx.x == 0) send_sums(out + 1, tile, 16);", "sums of 16 bytes"),
         (GOOD + "mbarrier_wait(barrier + 8, 0);", r"no mbarrier was initialised at shared memory \+ 8200"),
         (GOOD + "if (threadIdx.x == 0) request_box(tile + 128, map, 0, 0, 0, 0, barrier);",
          r"8192 bytes at shared memory \+ 128"),

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from sandbox.launch.dlpack import HOST, Device
+
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LANE = np.arange(32)
 G, Q = LANE // 4, LANE % 4
@@ -148,3 +150,16 @@ def test_cp_async(run_cuda, dtype: str) -> None:
     for group in range(2):
         source[group, group == LANE % 3] = 0
     np.testing.assert_array_equal(copied, source)
+
+
+def test_a_copy_comes_no_sooner_than_it_must(run_cuda, device: Device, dtype: str) -> None:
+    """On the CPU backend, so that a wait that is missing, or for too few groups, shows in each run."""
+    if device != HOST:
+        pytest.skip("a GPU's copies come when they come")
+    source = np.arange(1, 257, dtype=np.uint32).reshape(2, 32, 4)
+    copied = np.zeros_like(source)
+    early = COPY.replace("cp_async_wait<0>();", "")
+    assert early != COPY
+    run_cuda(early, "copy", source, copied, defines=defines(dtype))
+    assert (copied[1] == 7).all()
+    assert not (copied[0] == 7).all(axis=1).any()

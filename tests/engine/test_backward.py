@@ -93,6 +93,18 @@ def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device
         assert (gradient[:, :, unseen] == 0).all()
 
 
+def test_each_gradient_lies_as_its_input(device: Device) -> None:
+    """q, k and v in three different orders."""
+    dout, q, k, v = on(device, *arrays(2, 3, 20, 16)[:4])
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    v = v.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    out, lse = sandbox.attention_forward(q, k, v)
+    gradients = sandbox.attention_backward(dout, q, k, v, out, lse)
+    assert [g.stride() for g in gradients] == [x.stride() for x in (q, k, v)]
+    assert len({x.stride() for x in (q, k, v)}) == 3
+    close([g.cpu() for g in gradients], *(x.cpu() for x in (dout, q, k, v)))
+
+
 def test_empty_batches_and_heads() -> None:
     """Nothing to do is not an error."""
     for B, H in ((0, 2), (2, 0)):
@@ -166,7 +178,7 @@ def adds(tmp_path: Path) -> Kernel:
     geometry = {"grid": lambda p, t: (p.H, 1, 1), "block": lambda t: (1, 1, 1), "smem_bytes": lambda p, t: 0}
     return Kernel(
         name="adds", computes="backward", rung=1, summary="", dtypes=("float32",), min_arch=(7, 5),
-        tiles=(Tile(BLOCK_M=1),), **geometry, deterministic=False, source=source,
+        tiles=(Tile(BLOCK_M=1),), **geometry, deterministic=False, default=True, source=source,
         args=("dO", "Q", "K", "V", "LSE", "delta", "dQ_accum", "dK", "dV", "score"),
         then=(Entry(name="adds_dq", **geometry, args=("dQ_accum", "dQ", "score")),),
     )  # fmt: skip

@@ -140,7 +140,8 @@ def test_it_does_not_outlive_an_owner_that_is_killed(busy: bool, tmp_path: Path)
     here = Path(__file__).resolve().parent
     owner = subprocess.Popen(
         [sys.executable, str(script), str(here), f"endless {pipe}" if busy else "a"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
     )  # fmt: skip
     pid = int(owner.stdout.readline())
     if busy:

@@ -60,6 +60,18 @@ def test_extent() -> None:
     assert dlpack.view(x[:, :0]).extent() == (0, 0)
 
 
+def test_alignment() -> None:
+    """What the address of every row is a multiple of: the first one's, and the steps to the others."""
+    memory = np.zeros(4096 + 8, np.float16)
+    whole = memory[-memory.ctypes.data % 16 // 2 :][:4096].reshape(4, 4, 16, 16)
+    for view, alignment in (
+        (whole, 16), (whole[..., 8:], 16), (whole[..., 4:], 8), (whole[..., 1:], 2), (whole[..., 2:8], 4),
+        (whole.reshape(4, 4, 64, 4), 8), (whole.reshape(-1)[:-4].reshape(1, 1, 682, 6), 4),
+        (whole.reshape(-1)[:7].reshape(1, 1, 1, 7), 16),
+    ):  # fmt: skip
+        assert dlpack.view(view).alignment == alignment
+
+
 def test_what_a_tensor_map_takes() -> None:
     """No step back, and no row that is many; where there is one row or head, its stride is nothing."""
     x = np.zeros((2, 3, 4, 8), np.float16)

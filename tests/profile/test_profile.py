@@ -184,6 +184,20 @@ def test_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [Subject.loads(shlex.split(line)[-1]).version for line in two] == ["HEAD", ""]
 
 
+def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A legal tile, as one with a GPU would choose it; and JSON where JSON is asked for."""
+    monkeypatch.setattr(driver, "available", lambda: False)
+    told = json.loads(call("fwd_mma", "--shape", "1,2,64,256", "--dry-run", "--json").stdout)
+    (command,) = told["commands"]
+    subject = Subject.loads(command[-1])
+    assert registry.get("fwd_mma").refuses_tile(subject.problem, subject.tile, (9, 0)) is None
+    kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # whatever the current folder is
+    assert Path(command[command.index("--export") + 1]).parent == kept
+    refused = call("fwd_mma", "--shape", "1,2,64,60", "--dry-run")
+    assert refused.exit_code == 2
+    assert "multiple of 8" in refused.stderr
+
+
 def fake_tool(folder: Path, name: str, script: str) -> str:
     """A program in place of ncu."""
     program = folder / name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sandbox.core import registry
-from sandbox.profile.expected import Work, work_of
+from sandbox.profile.work import Work, work_of
 from sandbox.spec import Problem, Tile
 
 P = Problem(1, 2, 8, 8, 16, Hk=1, dtype="float16")

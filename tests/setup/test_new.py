@@ -98,21 +98,36 @@ def test_new_experiments_are_numbered(tmp_path: Path) -> None:
         new.experiment("swizzle", root)
 
 
+def test_an_experiment_without_a_gpu_ends_in_a_sentence(project_copy: Path, tmp_path: Path) -> None:
+    """In the kernels' repository, wherever the command is called."""
+    environment = {**os.environ, "PYTHONPATH": str(project_copy), "CUDA_VISIBLE_DEVICES": ""}
+    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+    made = subprocess.run((sys.executable, "-m", "sandbox", "new", "experiment", "idea"), check=True, **how)
+    script = project_copy / "experiments/001_idea/run.py"
+    assert str(script) in made.stdout.splitlines()
+    done = subprocess.run((sys.executable, str(script)), check=False, **how)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not script.with_name("results.jsonl").exists()
+
+
 # ---- SANDBOX_DEBUG
 
 
-def said(level: str, tmp_path: Path) -> list[str]:
+def said(level: str, project: Path, folder: Path) -> list[str]:
     command = (sys.executable, "-m", "sandbox", "run", "fwd_minimal", "--shape", "1,1,40,16", "--backend", "cpu")
-    environment = {**os.environ, "SANDBOX_DEBUG": level, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
+    environment = {**os.environ, "SANDBOX_DEBUG": level, "PYTHONPATH": str(project)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stderr.splitlines()
 
 
-def test_each_level_says_more(tmp_path: Path) -> None:
-    assert said("0", tmp_path) == []
-    lines = {level: said(level, tmp_path) for level in "1234"}
+def test_each_level_says_more(project_copy: Path, tmp_path: Path) -> None:
+    """What is kept lies in the kernels' repository, wherever the command is called."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    assert said("0", project_copy, folder) == []
+    lines = {level: said(level, project_copy, folder) for level in "1234"}
     tile = "sandbox: fwd_minimal on B1 H1 S40 D16 float16: tile BLOCK_M=64,BLOCK_N=32, the spec's best that is legal"
     compiled = "sandbox: fwd_minimal.so: "
     launch = "sandbox: fwd_minimal: grid (1, 1, 1), block (64, 1, 1), 12288 bytes of shared memory"
@@ -121,10 +136,11 @@ def test_each_level_says_more(tmp_path: Path) -> None:
     for level, shown in lines.items():
         counts = tuple(sum(line.startswith(what) for line in shown) for what in (tile, compiled, launch, score))
         assert counts == expected[level]
-    kept = {path.suffix: path for path in (tmp_path / ".sandbox/kept").iterdir()}
+    kept = {path.suffix: path for path in (project_copy / ".sandbox/kept").iterdir()}
     assert set(kept) == {".cu", ".ptx", ".cubin"}
+    assert list(folder.iterdir()) == []
     assert kept[".cu"].read_text() == registry.get("fwd_minimal").source.read_text()
-    assert len(said("9", tmp_path)) == len(lines["4"])
+    assert len(said("9", project_copy, folder)) == len(lines["4"])
 
 
 # ---- every command
@@ -147,7 +163,9 @@ def test_every_command_speaks_json_and_explains_itself(path: tuple[str, ...], co
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("sandbox ru", {"run"}), ("sandbox sass fwd_mi", {"fwd_minimal"}), ("sandbox run fwd_mma fwd_b", {"fwd_block2d"}),
-     ("sandbox new kernel mine --from fwd_mm", {"fwd_mma"}), ("sandbox sass fwd_mma --dtype b", {"bfloat16"})],
+     ("sandbox new kernel mine --from fwd_mm", {"fwd_mma"}), ("sandbox sass fwd_mma --dtype b", {"bfloat16"}),
+     ("sandbox watch fwd_mi", {"fwd_minimal"}), ("sandbox sass bwd_minimal_", {"bwd_minimal_dq"}),
+     ("sandbox profile bwd_mma_", {"bwd_mma_dq"})],
 )  # fmt: skip
 def test_completion(words: str, completed: set[str]) -> None:
     environment = {**os.environ, "_SANDBOX_COMPLETE": "bash_complete", "COMP_WORDS": words}

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +190,51 @@ def test_a_full_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CacheError, match=r"cannot be written .No space left on device.*SANDBOX_CACHE_DIR"):
         cache.put(KEY, FILES, {})
     assert list(own_cache.iterdir()) == []
+
+
+def test_an_entry_that_cannot_be_read_stays(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a file descriptor, or on a disk that stutters: that is no fault of the entry."""
+    cache.put(KEY, FILES, {})
+
+    def fails(path: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fails)
+        with pytest.raises(CacheError, match=rf"{KEY} cannot be read \(Too many open files\)"):
+            cache.get(KEY)
+    assert cache.get(KEY)
+
+
+def test_what_was_used_least_recently_goes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "1")
+    monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
+    names = [cache.make_key(n=n) for n in range(4)]
+    for age, name in enumerate(names[:3]):
+        cache.put(name, {"f": bytes(300_000)}, {})
+        os.utime(own_cache / name, (1000 + age, 1000 + age))
+    assert cache.get(names[0])  # and so names[1] is the oldest
+    cache.put(names[3], {"f": bytes(300_000)}, {})
+    assert {entry.key for entry in cache.entries()} == {names[0], names[2], names[3]}
+
+
+def test_nothing_goes_while_it_is_in_use(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
+    monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
+    clearing = threading.Thread(target=cache.clear)
+    with cache.in_use():
+        cache.put(KEY, FILES, {})
+        clearing.start()
+        clearing.join(0.3)
+        assert cache.get(KEY)
+    clearing.join(60)
+    assert cache.get(KEY) is None
+
+
+def test_a_limit_that_is_no_number(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "much")
+    with pytest.raises(CacheError, match="SANDBOX_CACHE_MB=much must be a number of MiB"):
+        cache.limit()
 
 
 def test_clear_takes_what_is_ours_and_old_and_nothing_else(own_cache: Path) -> None:

@@ -43,6 +43,11 @@ def fingerprint(tree: Path) -> str | None:
         '#include "a.h"\r\n',
         "#if __has_include(<a.h>)\n#endif",
         "#include_next <a.h>",
+        '#include/**/"a.h"',
+        "#/* a\ncomment */include /**/ <a.h>",
+        '#inc\\\nlude "a.h"',
+        "#include \\\n<a.h>",
+        '%:include "a.h"',
     ],
 )
 def test_every_form_is_found(tree: Path, line: str) -> None:
@@ -110,6 +115,26 @@ def test_every_file_counts_and_only_its_content(tree: Path) -> None:
     assert fingerprint(tree) == before
 
 
+def test_a_header_found_elsewhere_counts(tree: Path) -> None:
+    """The same text in another folder: what lies beside it is another neighbour's."""
+    (tree / "src/main.cu").write_text("#include <a.h>\n")
+    (tree / "first/a.h").write_text("int a;\n")
+    before = fingerprint(tree)
+    (tree / "first/a.h").rename(tree / "second/a.h")
+    assert fingerprint(tree) != before
+
+
+def test_an_edit_within_one_tick_of_the_clock(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may give it the time stamps of the edit before: of a young file the content counts."""
+    main, real = tree / "src/main.cu", Path.stat
+    main.write_text("int a;\n")
+    stamped = main.stat()
+    monkeypatch.setattr(Path, "stat", lambda self, **options: stamped if self == main else real(self, **options))
+    before = fingerprint(tree)
+    main.write_text("int b;\n")
+    assert fingerprint(tree) != before
+
+
 def test_an_edit_that_keeps_length_and_time(tree: Path) -> None:
     """As `cp -p`, `rsync -t` or unpacking an archive can make it."""
     main = tree / "src/main.cu"
@@ -123,7 +148,9 @@ def test_an_edit_that_keeps_length_and_time(tree: Path) -> None:
     assert fingerprint(tree) != before
 
 
-@pytest.mark.parametrize("line", ["#include HEADER", "#include \\\n<a.h>", "# include_next NAME(x)"])
+@pytest.mark.parametrize(
+    "line", ["#include HEADER", "#include/**/HEADER", "#inc\\\nlude HEADER", "# include_next NAME(x)"]
+)
 def test_a_computed_include_cannot_be_known(tree: Path, line: str) -> None:
     (tree / "src/main.cu").write_text(f"#define HEADER <a.h>\n{line}\n")
     assert fingerprint(tree) is None

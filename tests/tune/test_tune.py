@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from project import ROOT
+from rich.console import Console
 
 import sandbox
 from sandbox.bench.timing import Timing
@@ -47,6 +48,8 @@ def test_problems_of_a_class() -> None:
     assert of(dataclasses.replace(PROBLEM, B=2, H=2, Sq=257, Sk=512, Hk=1)) == of(PROBLEM)
     for other in ({"Sq": 513}, {"Sk": 256}, {"H": 5, "Hk": 5}, {"D": 128}, {"dtype": "bfloat16"}, {"causal": True}):
         assert of(dataclasses.replace(PROBLEM, **other)) != of(PROBLEM)
+    alignments = [dataclasses.replace(PROBLEM, Sk=400, causal=causal) for causal in ("bottom-right", "top-left")]
+    assert of(alignments[0]) != of(alignments[1])
     assert of(Problem(1, 1, 0, 1, 64)) == "D64 float32 Sq<=1 Sk<=1 heads<=1"
 
 
@@ -179,10 +182,69 @@ def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
     assert len(fresh.asked) == 22
 
 
+def test_what_was_lost_is_tried_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's death is no measurement: the next search asks for that tile once more."""
+    whole = FakeLab._time
+    monkeypatch.setattr(
+        FakeLab, "_time", lambda lab, tile: Measured(False, "died", lost=True) if tile == BEST else whole(lab, tile)
+    )
+    search = finished(FakeLab())
+    assert search.candidates[BEST].state == "fails"
+    assert search.winner.tile != BEST  # type: ignore[union-attr]
+    monkeypatch.setattr(FakeLab, "_time", whole)
+    assert finished(FakeLab()).winner.tile == BEST  # type: ignore[union-attr]
+
+
+def test_what_was_measured_counts_for_its_problem_alone(own_cache: Path) -> None:
+    """And its source, and its GPU: anything else is measured."""
+    finished(FakeLab())
+    again = FakeLab()
+    finished(again)
+    assert not again.asked
+    for search in (
+        Search(MINIMAL, dataclasses.replace(PROBLEM, Sk=499), FakeLab()),  # of one class with PROBLEM
+        Search(MINIMAL, PROBLEM, type("", (FakeLab,), {"gpu": "another GPU"})()),
+    ):
+        list(search)
+        assert len(search.lab.asked) == 22  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
 def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, own_wins: bool) -> None:
     search = finished(FakeLab(noise, gain=0.2))  # the spec's own is two steps away: 1.4 times the best's time
     assert (search.winner is search.own) is own_wins
+    text = tune_report.verdict(search)[1].plain
+    shown = Console(width=200, no_color=True)
+    with shown.capture() as table:
+        shown.print(tune_report.tune_table(search, 200))
+    assert ("more had a median up to" in text) is own_wins  # "best", and why not the fastest
+    assert table.get().count("no faster within the noise") == (len(tune_report.faster(search)) if own_wins else 0)
+    assert bool(tune_report.faster(search)) is own_wins
+
+
+@pytest.mark.parametrize("loud", [BEST, MINIMAL.tiles[0]], ids=["the best", "the spec's own"])
+def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
+    class Lab(FakeLab):
+        def _time(self, tile: Tile) -> Measured:
+            measured = super()._time(tile)
+            noise = 0.6 if tile == loud else 0.01
+            return dataclasses.replace(
+                measured, timing=measured.timing and dataclasses.replace(measured.timing, noise=noise)
+            )
+
+    search = finished(Lab(gain=0.2))
+    assert search.winner is search.own
+
+
+def test_spilled_loads_are_spills(own_cache: Path) -> None:
+    class Lab(FakeLab):
+        def compile(self, *asked) -> Iterator[tuple[Tile, Resources | str]]:
+            return ((tile, Resources(64, 0, 0, 0, 8 * (tile == BEST))) for tile, _ in super().compile(*asked))
+
+    search = finished(Lab())
+    assert search.candidates[BEST].state == "spills"
+    assert search.winner
+    assert search.winner.tile != BEST
 
 
 def test_numbers_held_fixed(own_cache: Path) -> None:
@@ -236,6 +298,29 @@ def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path) -> No
     assert choose.choose_tile(stale, PROBLEM, arch, gpu=GPU) == BEST
     refusing = dataclasses.replace(MINIMAL, check_tile=lambda p, t, a: "no" if t == BEST else None)
     assert choose.choose_tile(refusing, PROBLEM, arch, gpu=GPU) == MINIMAL.tiles[0]
+
+
+def test_the_latest_winner_counts(own_cache: Path) -> None:
+    """Tuned again, for longer or with another driver, a problem has another tile."""
+    key = {"digest": tuned.digest(MINIMAL), "gpu": GPU, "class": tuned.problem_class(PROBLEM)}
+    for tile in ("BLOCK_M=32,BLOCK_N=8", "BLOCK_M=64,BLOCK_N=16"):
+        jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": tile})
+    jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "gpu": "another GPU", "tile": "BLOCK_M=32,BLOCK_N=32"})
+    assert tuned.winner(MINIMAL, PROBLEM, GPU) == Tile(BLOCK_M=64, BLOCK_N=16)
+
+
+def test_an_edited_header_is_another_source(tmp_path: Path) -> None:
+    """What was measured with it does not count any longer."""
+    source, header, other = (tmp_path / name for name in ("k.cu", "own.cuh", "other.cuh"))
+    source.write_text('#include "own.cuh"\n')
+    header.write_text("// one\n")
+    other.write_text("// one\n")
+    kernel = dataclasses.replace(MINIMAL, source=source)
+    before = tuned.digest(kernel)
+    other.write_text("// another\n")
+    assert tuned.digest(kernel) == before
+    header.write_text("// two\n")
+    assert tuned.digest(kernel) != before
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"tile": 7}', '{"tile": "BLOCK_M=x"}'])

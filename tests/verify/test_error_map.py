@@ -111,6 +111,24 @@ def test_rows_that_see_no_key() -> None:
     assert "only rows that see no key" in found.follows
 
 
+def test_a_whole_last_tile_is_no_tail() -> None:
+    """Where the rows are a multiple of a tile there are S / BLOCK_M tiles, and none is partial."""
+    problem = Problem(1, 1, 192, 192, 32)
+    assert "only tiles 2 of 3 (BLOCK_M=64)" in spoilt(0, 0, slice(128, 192), problem=problem).follows
+    assert "only tiles 0 of 3 (BLOCK_M=64)" in spoilt(0, 0, slice(0, 64), problem=problem).follows
+    assert not any("tile" in said for said in spoilt(0, 0, slice(0, 192, 5), problem=problem).follows)
+
+
+@pytest.mark.parametrize(("Sq", "edges"), [(200, [63.5, 127.5, 191.5]), (192, [63.5, 127.5]), (40, [])])
+def test_the_edges_of_tiles_are_drawn(Sq: int, edges: list[float], tmp_path: Path, monkeypatch) -> None:
+    """Between the last row of a tile and the first of the next, and nowhere else."""
+    axes = pytest.importorskip("matplotlib.axes")
+    drawn: list[float] = []
+    monkeypatch.setattr(axes.Axes, "axhline", lambda self, y, **style: drawn.append(y))
+    error_map.draw(spoilt(0, 0, 5, problem=Problem(1, 1, Sq, Sq, 32)), "edges", tmp_path / "map")
+    assert drawn == edges
+
+
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = spoilt(every, every, slice(192, 200), value=np.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
 from sandbox.core.place import Place
 from sandbox.cpu import compiler
+from sandbox.launch.dlpack import HOST
 from sandbox.toolchain import tools
 from sandbox.verify import compute_sanitizer, findings, sanitize
 
@@ -46,6 +48,18 @@ FAULTS = {
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
         "shared memory used while a cp.async to it by thread 0 has not been waited for", "arrive(j);",
+    ),
+    "deleted barrier": (
+        "fwd_mma", "__syncthreads();  // tile j is there", "// tile j is there", "thread",
+        "against previous write of 8 bytes at fwd_mma.cu", "request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
+    ),
+    "uninitialised, by ldmatrix": (
+        "fwd_mma", "        arrive(j);\n        attend<false>", "        attend<false>", "uninitialised",
+        "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
+    ),
+    "out of bounds, by cp.async": (
+        "fwd_mma", "Q.stride_s, m0, score.Sq);", "Q.stride_s, m0, score.Sq + 16);", "address",
+        "out of bounds, read of 16 bytes", "m0, score.Sq + 16);",
     ),
     "divergent barrier": (
         "fwd_minimal", "    float m = -INF", "    if (query_row >= score.Sq) return; float m = -INF", "thread",
@@ -83,19 +97,51 @@ def test_a_fault_is_found_on_the_cpu(fault: str, tmp_path: Path) -> None:
 
 
 @needs_sanitizers
+def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
+    """It falls on the next block's rows: what is wrong is where it goes."""
+    kernel = registry.get("fwd_minimal")
+    changed = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
+    text = kernel.source.read_text()
+    changed.source.write_text(text.replace("if (query_row >= score.Sq) return;", "if (query_row > score.Sq) return;"))
+    looked = sanitize.inspect(changed, HOST, tile=sanitize.small_tile(kernel))
+    found = {r.tool: r for r in itertools.islice(looked, len(sanitize.HOST_TOOLS))}
+    assert found["address"].clean is False
+    assert [found[tool].clean for tool in ("thread", "orders")] == [None, None]
+    assert "a store out of bounds" in found["thread"].message
+
+
+LARGE = ("query_row < score.Sq ? to_float", "query_row < score.Sq + (BLOCK_M == 64) ? to_float")
+
+
+@needs_sanitizers
+@pytest.mark.parametrize("command", ["sanitize", "watch"])
+def test_what_is_shipped_is_examined(command: str, project_copy: Path) -> None:
+    """A fault of the shipped tile alone: the smallest does not show it."""
+    assert sanitize.small_tile(registry.get("fwd_minimal")).BLOCK_M == 32
+    source = project_copy / "kernels_cu" / "fwd_minimal.cu"
+    source.write_text(source.read_text().replace(*LARGE))
+    options = ("--once",) if command == "watch" else ()
+    done = in_project(project_copy, "sandbox", command, "fwd_minimal", "--backend", "cpu", *options)
+    assert done.returncode == 1
+    (line,) = [n for n, text in enumerate(source.read_text().splitlines(), 1) if LARGE[1] in text]
+    assert f"fwd_minimal.cu:{line}" in done.stdout
+    assert "out of bounds, read of 2 bytes" in done.stdout
+
+
+@needs_sanitizers
 def test_the_command(project_copy: Path) -> None:
     source = project_copy / "kernels_cu" / "fwd_minimal.cu"
     command = ("sandbox", "sanitize", "fwd_minimal", "--backend", "cpu")
     done = in_project(project_copy, *command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("clean") == 2 * len(sanitize.HOST_TOOLS)
+    assert done.stdout.count("clean") == 3 * len(sanitize.HOST_TOOLS)  # two small problems, one shipped tile
     source.write_text(source.read_text().replace("O_smem[d * BLOCK_M + t] = 0.0f;", ";"))
     (line,) = [n for n, text in enumerate(source.read_text().splitlines(), 1) if "float o = alpha" in text]
     done = in_project(project_copy, *command)
     assert done.returncode == 1
     assert f"      fwd_minimal.cu:{line}  float o = alpha * O_smem[d * BLOCK_M + t];" in done.stdout.splitlines()
     rows = json.loads(in_project(project_copy, *command, "--json").stdout)
-    (wrong, _) = [row for row in rows if row["tool"] == "uninitialised"]
+    wrong, *_ = [row for row in rows if row["tool"] == "uninitialised"]
     assert (wrong["clean"], wrong["findings"][0]["places"][0]) == (False, {"file": str(source), "line": line})
 
 

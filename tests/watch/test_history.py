@@ -140,6 +140,17 @@ def test_restoring_never_loses_the_current_text(project: History) -> None:
     assert source.read_text().endswith("second\n")
 
 
+def test_restoring_is_byte_exact(project: History) -> None:
+    """Ends of lines, and what is not UTF-8."""
+    source = project.kernel.source
+    content = b'#include "include/own.cuh"\r\n// caf\xe9, \xff\r\nlast'
+    source.write_bytes(content)
+    number = project.append(read_texts(project.kernel) or {}).number
+    source.write_text("another\n")
+    project.restore(number)
+    assert source.read_bytes() == content
+
+
 def test_restoring_what_was_deleted(project: History) -> None:
     project.kernel.source.unlink()
     keep, _ = project.restore(1)

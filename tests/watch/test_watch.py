@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from project import in_project, new_kernel
+from project import INTERRUPTIBLE, in_project, new_kernel
 
 pytest.importorskip("watchfiles")
 
@@ -21,7 +21,18 @@ class Person:
 
     def __init__(self, project: Path, backend: str, *options: str):
         self.folder = project / "kernels_cu"
-        command = [sys.executable, "-m", "sandbox", "watch", "mine", "--backend", backend, "--json", *options]
+        command = [
+            *INTERRUPTIBLE,
+            sys.executable,
+            "-m",
+            "sandbox",
+            "watch",
+            "mine",
+            "--backend",
+            backend,
+            "--json",
+            *options,
+        ]
         self.process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def sees(self) -> dict[str, Any]:
@@ -52,13 +63,16 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
     yield start
     for each in started:
         each.process.send_signal(signal.SIGINT)
-        _, stderr = each.process.communicate(timeout=60)
+        try:
+            _, stderr = each.process.communicate(timeout=60)
+        finally:
+            each.process.kill()
         assert each.process.returncode == 0
         assert stderr == ""
 
 
 WRITTEN = "query_row < score.Sq ? to_float"
-SCALE = "dot * scale"
+SCALE = "dot * score.scale"
 BARRIER = "__syncthreads();  // the tile is whole"
 START = "float m = -INF, l = 0.0f;"
 
@@ -85,12 +99,12 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
     assert said["findings"][0]["places"][0]["line"] == line_of(me.folder, "query_row <= score.Sq")
 
     me.edits("query_row <= score.Sq", "query_row < score.Sq")
-    said = me.edits(SCALE, "dot * 2.0f * scale", "include/score.cuh")["found"]
+    said = me.edits(SCALE, "dot * 2.0f * score.scale", "include/score.cuh")["found"]
     assert said["stage"] == "wrong"
     assert "O is wrong in" in said["message"]
     assert said["results"][0]["where"]["wrong"] > 0
 
-    me.edits("dot * 2.0f * scale", SCALE, "include/score.cuh")
+    me.edits("dot * 2.0f * score.scale", SCALE, "include/score.cuh")
     said = me.edits(BARRIER, "// the tile is whole")["found"]
     assert said["stage"] == "sanitize"
     assert any(finding["what"].startswith("data race") for finding in said["findings"])

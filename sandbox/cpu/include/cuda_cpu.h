@@ -288,13 +288,23 @@ template <class... A, int... I> inline void call(void (*kernel)(A...), void** ar
 template <class... A> inline void call(void (*kernel)(A...), void** args) {
     call(kernel, args, typename MakeIndices<sizeof...(A)>::type());
 }
+template <class T> struct Kind { static constexpr unsigned value = __is_class(T) || __is_union(T) ? 3 : 1; };
+template <class T> struct Kind<T*> { static constexpr unsigned value = 0; };
+template <> struct Kind<float> { static constexpr unsigned value = 2; };
+template <> struct Kind<double> { static constexpr unsigned value = 2; };
+template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each) {  // as CpuFunction reads them
+    const unsigned found[] = {unsigned(sizeof(A)) << 2 | Kind<A>::value..., 0};
+    memcpy(each, found, sizeof...(A) * sizeof *each);
+    return sizeof...(A);
+}
 }  // namespace cpu
 
 // `extern __shared__` arrays, whatever their names, are one buffer: each name is made an alias of it for the linker.
 #define SANDBOX_DYNAMIC(name) \
     asm(".globl " #name "\n.type " #name ", %tls_object\n.set " #name ", sandbox_dynamic_smem\n");
 #define SANDBOX_ENTRY(name) \
-    extern "C" void sandbox_entry_##name(void** args) { cpu::call(&name, args); }
+    extern "C" void sandbox_entry_##name(void** args) { cpu::call(&name, args); } \
+    extern "C" unsigned sandbox_parameters_##name(unsigned* each) { return cpu::parameters(&name, each); }
 
 extern "C" {
 extern thread_local char sandbox_dynamic_smem[];

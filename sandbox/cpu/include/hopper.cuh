@@ -30,6 +30,14 @@ inline void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddre
     const int at[4] = {d, s, h, b};
     cpu::sandbox_send_box(from, &map, at, site);
 }
+inline void send_sums(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
+    cpu::sandbox_send_sums(to, from, bytes, site);
+}
+inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
+    if (reinterpret_cast<uint64_t>(to) % 16) cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
+    *reinterpret_cast<float4*>(to) = make_float4(x0, x1, x2, x3);
+    cpu::sandbox_generic_write(to, 16);
+}
 inline void send_commit() { cpu::sandbox_send_commit(); }
 inline void send_wait_read() { cpu::sandbox_send_wait_read(); }
 
@@ -63,14 +71,15 @@ constexpr bool BFLOAT16 = false;
 #endif
 }  // namespace cpu
 
-template <Order B_ORDER, int R>
+template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 inline void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate, SANDBOX_SITE) {
-    const cpu::Product mine{d, nullptr, a.bits, b.bits, 2 * R, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
+    const cpu::Product mine{d, nullptr, a.bits, b.bits, 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
+                            accumulate, cpu::BFLOAT16};
     cpu::sandbox_wgmma(&mine, site);
 }
 template <Order B_ORDER, int R>
 inline void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate, SANDBOX_SITE) {
-    const cpu::Product mine{d, a, 0, b.bits, 2 * R, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
+    const cpu::Product mine{d, a, 0, b.bits, 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
     cpu::sandbox_wgmma(&mine, site);
 }
 
@@ -98,14 +107,26 @@ inline bool named_barrier_or(unsigned id, unsigned threads, bool predicate, SAND
     return cpu::sandbox_named_barrier(id, threads, true, predicate, site);
 }
 
-inline void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
-    if (reinterpret_cast<uint64_t>(row) % 16) cpu::sandbox_trap("stmatrix to an address that is not a multiple of 16", site);
+namespace cpu {
+// Element i of this lane's pair of a matrix goes to (g; 2q + i), or transposed to (2q + i; g).
+inline void store_matrices(SmemAddress row, const unsigned (&mine)[4], bool transposed, Site site) {
+    if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("stmatrix to an address that is not a multiple of 16", site);
     uint64_t rows[32];
-    memcpy(rows, cpu::sandbox_collective(cpu::Collective::stmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site), sizeof rows);
-    const unsigned mine[4] = {r0, r1, r2, r3}, lane = cpu::sandbox_self->lane;
-    for (int matrix = 0; matrix < 4; ++matrix) {
-        char* to = reinterpret_cast<char*>(rows[8 * matrix + lane / 4]) + 4 * (lane % 4);
-        *reinterpret_cast<unsigned*>(to) = mine[matrix];
-        cpu::sandbox_generic_write(to, 4);
-    }
+    memcpy(rows, sandbox_collective(Collective::stmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site), sizeof rows);
+    const unsigned g = sandbox_self->lane / 4, q = sandbox_self->lane % 4;
+    for (unsigned matrix = 0; matrix < 4; ++matrix)
+        for (unsigned i = 0; i < 2; ++i) {
+            const unsigned r = transposed ? 2 * q + i : g, c = transposed ? g : 2 * q + i;
+            char* to = reinterpret_cast<char*>(rows[8 * matrix + r]) + 2 * c;
+            *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(mine[matrix] >> 16 * i);
+            sandbox_generic_write(to, 2);
+        }
+}
+}  // namespace cpu
+
+inline void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
+    cpu::store_matrices(row, {r0, r1, r2, r3}, false, site);
+}
+inline void stmatrix_x4_trans(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
+    cpu::store_matrices(row, {r0, r1, r2, r3}, true, site);
 }

@@ -89,13 +89,14 @@ inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the h
     return coarse - (coarse - y);
 }
 
-inline void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+// Inlined, so that the place of the copy, which is made later, is the caller's.
+__forceinline__ void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
     }
     cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
 }
-inline void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+__forceinline__ void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 4) {
         cpu::sandbox_trap("cp.async of 4 bytes between addresses that are not multiples of 4", site);
     }
@@ -106,8 +107,8 @@ template <int PENDING>
 inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
 
 inline void add_fragment(float* to, const float (&x)[4]) {
-    for (int i = 0; i < 4; ++i) atomicAdd(to + 32 * i + threadIdx.x % 32, x[i]);
+    for (int i = 0; i < 4; ++i) atomicAdd(to + 4 * (threadIdx.x % 32) + i, x[i]);  // as on Hopper
 }
 inline void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
-    for (int i = 0; i < 16; ++i) rows[i / 8][i % 8 / 4 + i % 4 * 2] = from[i / 4 * 32 + 4 * g + i % 4];
+    for (int i = 0; i < 16; ++i) rows[i / 2 % 2][i / 4 * 2 + i % 2] = from[16 * g + i];
 }

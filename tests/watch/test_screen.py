@@ -18,7 +18,7 @@ from sandbox.verify.check import Result
 from sandbox.verify.error_map import ErrorMap
 from sandbox.verify.findings import Finding
 from sandbox.watch import screen as watch_report
-from sandbox.watch.examination import Cost, Examination, figures
+from sandbox.watch.figures import Cost, Examination, figures
 from sandbox.watch.history import Version
 from sandbox.watch.session import Iteration
 

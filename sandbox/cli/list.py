@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ..core import registry
 from ..core.kernel import Arch, Kernel
-from ..core.problem import Problem
 from ..engine import choose
 from ..launch.dlpack import HOST
 from ..launch.driver import device
@@ -19,23 +18,44 @@ from ..toolchain import arch as architectures
 from ..verify.check import pick_device
 from ..verify.report import table
 from .group import cli
-from .options import causal_option, dtype_option, given_without, json_option
+from .options import (
+    SCORE_NAMES,
+    Scored,
+    causal_option,
+    dtype_option,
+    given_without,
+    json_option,
+    problem_of,
+    score_options,
+    shape_option,
+)
 from .output import print_json, screen
 
 
 @cli.command("list")
-@click.option("--problem", "shape", help="B,H,S,D or B,H,Sq,Sk,D: what would be chosen for it, and why not the others.")
+@shape_option("What would be chosen for it, and why not the others.")
+@click.option("--problem", hidden=True)  # as --shape was spelled once
 @dtype_option
 @causal_option
+@score_options
 @click.option("--arch", help="Choose as for this architecture, sm_80 and so on, or cpu; by default as on this machine.")
 @json_option
-def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, as_json: bool) -> None:
+def list_(
+    shape: str | None,
+    problem: str | None,
+    dtype: str,
+    causal: str | None,
+    scored: Scored,
+    arch: str | None,
+    as_json: bool,
+) -> None:
     """The kernels, and which of them a problem would get.
 
-    The ladder: kernel, rung, dtypes, head widths, architecture, idea. --dtype, --causal and --arch go with --problem.
+    The ladder: kernel, rung, dtypes, head widths, architecture, idea. --dtype, --causal and --arch go with --shape.
     """
+    shape = shape or problem
     if shape is None:
-        given_without("--problem", "dtype", "causal", "arch")
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES, "arch")
         kernels = registry.kernels().values()
         if as_json:
             fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default")
@@ -43,9 +63,9 @@ def list_(shape: str | None, dtype: str, causal: str | None, arch: str | None, a
         else:
             screen().print(_ladder_table(kernels))
         return
-    problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False)
+    asked = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
-    found = [offer for computes in ("forward", "backward") for offer in choose.offers(problem, computes, target)]
+    found = [offer for computes in ("forward", "backward") for offer in choose.offers(asked, computes, target)]
     if as_json:
         print_json([_row(offer) for offer in found])
     else:
@@ -75,7 +95,7 @@ def _ladder_table(kernels: Iterable[Kernel]) -> Table:
 
 
 def _offers_table(offers: Iterable[choose.Offer]) -> Table:
-    """What `list --problem` prints: what would be chosen, what else would do, and why the rest would not."""
+    """What `list --shape` prints: what would be chosen, what else would do, and why the rest would not."""
     shown = table("kernel", "computes", "", "tile, or why not")
     chosen = set()
     for offer in offers:

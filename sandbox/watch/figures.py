@@ -1,34 +1,17 @@
-"""What `watch` finds out about one version of a kernel, and on which problems."""
+"""What `watch` finds out about one version of a kernel, and its figures, which others' are compared with."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from ..core.kernel import Kernel
-from ..core.problem import Problem
-from ..core.tile import Tile
-from ..launch.dlpack import HOST, Device
 from ..toolchain.arch import Occupancy
 from ..toolchain.nvrtc import Resources
-from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
 
-_WIDTHS = (64, 128, 32, 16, 256)
 # Instructions worth a line: tensor cores and what feeds them, memory by width, barriers, exponentials, spills.
 _OPCODES = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "LDG", "STG", "BAR", "MUFU", "LDL", "STL")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to examine: `problem` instead of the quick set; `seconds` that one run may take."""
-
-    kernel: str
-    device: Device
-    problem: Problem | None = None
-    tile: Tile | None = None
-    seconds: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -64,25 +47,6 @@ class Examination:
     @property
     def ok(self) -> bool:
         return self.stage == "ok"
-
-
-def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
-    """One to time, and small ones with ragged lengths, groups, strides, large scores: two compilations in all."""
-    dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
-
-    def of(B: int, H: int, Sq: int, Sk: int, Hk: int = 0, causal: str | bool = False) -> Problem:
-        problems = [Problem(B, H, Sq, Sk, D, Hk, dtype, causal) for D in _WIDTHS]  # type: ignore[arg-type]
-        return next((p for p in problems if not kernel.refuses(p)), problems[0])
-
-    H, S = (2, 192) if device == HOST else (12, 1024)
-    M, N = kernel.tiles[0].get("BLOCK_M", 64), kernel.tiles[0].get("BLOCK_N", 64)
-    return [
-        Case("plain", of(1, H, S, S)),
-        Case("causal", of(1, H, S, S, causal="bottom-right")),
-        Case("edges", of(1, 1, M + 1, 2 * N - 1)),
-        Case("ragged", of(2, 4, 77, 97, Hk=2, causal="bottom-right"), layout="bshd"),
-        Case("large", of(1, 2, 97, 77, causal="bottom-right"), inputs="large"),
-    ]
 
 
 def figures(found: Examination) -> dict[str, float]:

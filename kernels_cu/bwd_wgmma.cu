@@ -1,0 +1,457 @@
+// Rung 4 of the backward: dQ, dK and dV on Hopper's warpgroup MMA (wgmma), fed by tensor-map copies (TMA).
+//
+// A block owns BLOCK_N keys, whose K and V stay in shared memory and whose dK and dV stay in registers, and walks the query
+// tiles that see them. One warpgroup serves, a warp for each service; two consume, and have its registers. Scores are computed
+// transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave the accumulators as A operands (bwd_mma's idea).
+//
+// clang-format off
+//   warp 0        requests K, V once; Q, dO a tile         STAGES tiles of Q and of dO, each with two mbarriers: full, empty
+//   warp 1        LSE and delta a tile, ready for use
+//   warps 2, 3    send a consumer's dQ from shared memory to be added in L2
+//   consumers     S = K Q | dP = V dO | dV += P dO | dQ = dS K | dK += dS Q       (time ->, of one query tile)
+//     tensor      dP0  dV0      dQ0  dK0  S1   dP1  dV1      dQ1  dK1  S2 ...     what a warpgroup has queued
+//     other       P0  | dS0 |   ......  dQ0 out |  P1  | dS1 |  ......            what it does meanwhile
+//
+//   BLOCK_N = 128: a consumer owns 64 keys. P^T and dS^T stay in its registers; dS also goes to shared memory for dQ, of
+//     which a consumer computes 64 rows, or, where a tile has but 64, 64 columns.
+//   BLOCK_N = 64 (HEAD_DIM > 128): consumers share the keys. Each computes P^T and dS^T for half of the queries, both go to
+//     shared memory, and each has half of the columns of dK, dV and dQ.
+//
+//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ | LSE, delta | mbarriers
+// clang-format on
+//
+// dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
+// the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold them;
+// `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
+// What was tried, with numbers: experiments/013_hopper_backward.
+#include "row_by_row.cuh"
+#include "score.cuh"
+#include "swizzle.cuh"
+
+constexpr unsigned THREADS = 384;
+
+constexpr bool SHARED_KEYS = BLOCK_N == 64;
+constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
+constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
+constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
+constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
+constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : SHARED_KEYS ? 128 : 64;  // of 64 rows of dQ, of a consumer
+constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
+constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS > 96 ? 240 : 232;
+static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && BLOCK_M == (HEAD_DIM > 64 ? 64 : 128),
+              "64 keys, or half the columns, for each of two consumers");
+static_assert(Head::LINEAR && !Head::SCATTERED && HEAD_DIM_V == HEAD_DIM, "the other options of a score are not built");
+static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
+
+using Queries = Swizzled<BLOCK_M, D_PAD>;
+using Keys = Swizzled<BLOCK_N, D_PAD>;
+using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS
+
+// Shared memory, in bytes from its beginning.
+constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
+                   dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
+                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
+                   BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
+static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
+
+// The mbarriers, 8 bytes each.
+constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
+                   FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
+                   EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
+static_assert(FULL_dS + 16 <= SMEM_BYTES, "the mbarriers have 256 bytes");
+
+__device__ __forceinline__ void init_barriers(SmemAddress base) {
+    mbarrier_init(base + FULL_K, 1);
+    mbarrier_init(base + FULL_V, 1);
+    for (unsigned stage = 0; stage < STAGES; ++stage) {
+        mbarrier_init(base + FULL_Q + 8 * stage, 2);   // the rows; LSE and delta
+        mbarrier_init(base + EMPTY_Q + 8 * stage, 8);  // a lane of each consumer warp
+        mbarrier_init(base + FULL_dO + 8 * stage, 1);
+        mbarrier_init(base + EMPTY_dO + 8 * stage, 8);
+    }
+    for (unsigned consumer = 0; consumer < 2; ++consumer) {
+        mbarrier_init(base + FULL_dQ + 8 * consumer, 4);
+        mbarrier_init(base + EMPTY_dQ + 8 * consumer, 1);
+        mbarrier_init(base + FULL_dS + 8 * consumer, 8);
+    }
+    fence_proxy_async();
+}
+
+// The stage and the parity of the i-th tile that goes through a ring of STAGES.
+__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
+__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
+
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads.
+struct Walk {
+    int begin, end, group;
+
+    __device__ __forceinline__ Walk(Range queries, int group)
+        : begin(queries.begin / BLOCK_M * BLOCK_M), end(queries.end), group(group) {}
+    __device__ __forceinline__ int tiles() const { return begin < end ? group * ((end - begin + BLOCK_M - 1) / BLOCK_M) : 0; }
+
+    // Calls f(i, head of the group, m0) with each, i counting.
+    template <class F>
+    __device__ __forceinline__ void for_each(F f) const {
+        unsigned i = 0;
+#pragma unroll 1
+        for (int head = 0; head < group; ++head)
+#pragma unroll 1
+            for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
+    }
+};
+
+template <bool B>
+struct Constant {
+    static constexpr bool value = B;
+};
+
+__device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COLS / 2; ++i) zero = fmaf(sums[i], 0.0f, zero);
+    return zero == 0.0f;
+}
+
+// P^T or dS^T of a warp (16 keys, from chunk `chunk` on, times QUERIES queries) to rows of queries in shared memory.
+__device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, const unsigned (&pairs)[QUERIES / 16][4]) {
+    const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < QUERIES / 16; ++step) {
+        const unsigned (&x)[4] = pairs[step];
+        const SmemAddress to = rows + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
+        stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
+    const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const float* LSE,                              // (B, H, Sq), contiguous
+    const float* delta,                            // (B, H, Sq), contiguous
+    float* dQ_accum,                               // (B, H, query tiles, DQ_TILE), zeros before
+    const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ TensorMap Q_tile_map,  // boxes of BLOCK_M rows
+    const __grid_constant__ TensorMap dO_tile_map,
+    const __grid_constant__ TensorMap K_map,       // boxes of BLOCK_N rows
+    const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ TensorMap dK_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap dV_map,
+    int group,                                     // H / Hk
+    const __grid_constant__ Score score) {
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddress base = smem_address(smem);
+    if (threadIdx.x == 0) init_barriers(base);
+    __syncthreads();  // the mbarriers are there before anybody uses them
+    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const int n0 = blockIdx.x * BLOCK_N, kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group;
+    const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
+    const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
+    const auto dQ_tile = [&](int head, int m0) {
+        const int tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+        return dQ_accum + ((static_cast<long long>(b) * H + kv_head * group + head) * tiles + m0 / BLOCK_M) * DQ_TILE;
+    };
+
+    if (warp < 4) {
+        registers_give_back<SERVER_REGISTERS>();
+        if (warp == 0 && elect() && walk.tiles() > 0) {
+            // A stride of 0 is a dimension of size 1 to a tensor map.
+            const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
+                Keys::request(base + tile, map, n0, tensor.stride_h ? kv_head : 0, tensor.stride_b ? b : 0, base + full);
+            };
+            walk.for_each([&](unsigned i, int head, int m0) {
+                const unsigned stage = stage_of(i);
+                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
+                                         unsigned full) {
+                    mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    Queries::request(base + tile + stage * Queries::BYTES, map, m0, tensor.stride_h ? kv_head * group + head : 0,
+                                     tensor.stride_b ? b : 0, base + full + 8 * stage);
+                };
+                if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
+                request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
+                if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
+                request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
+            });
+        } else if (warp == 1) {
+            const bool of_LSE = lane < 16;  // the other half: delta
+            const float* const column = (of_LSE ? LSE : delta) + static_cast<long long>(b) * H * score.Sq + lane % 16;
+            walk.for_each([&](unsigned i, int head, int m0) {
+                const float* const from = column + static_cast<long long>(kv_head * group + head) * score.Sq + m0;
+                const int rows = score.Sq - m0 - lane % 16;  // from the lane's first on
+                float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
+                mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
+#pragma unroll
+                for (int t = 0; t < BLOCK_M; t += 16) {
+                    const float x = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
+                    to[t] = !of_LSE || x == -INF ? x : -x * Head::LOG2E;  // of a row that sees no key P is 0
+                }
+                __syncwarp();  // written before the arrival says so
+                if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
+            });
+        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
+            const unsigned consumer = warp - 2;
+            walk.for_each([&](unsigned i, int head, int m0) {
+                mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
+                send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
+                send_commit();
+                send_wait_read();
+                mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+            });
+        }
+        return;
+    }
+
+    registers_take<CONSUMER_REGISTERS>();
+    const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer, turn = 4 + consumer, next_turn = 5 - consumer;
+    const int q = lane % 4;
+    const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
+    const float exponent = Head::unit_of(score) * Head::LOG2E;
+    float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
+    unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
+
+    const unsigned tiles = walk.tiles();
+    const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
+    const auto release = [&](unsigned empty, unsigned i) { if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i)); };
+    // S^T or dP^T: the consumer's keys times its queries.
+    const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
+        const SmemAddress smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are
+        const Descriptor A = Keys::k_major(smem_ + keys_at + own_keys * 128);
+        const Descriptor B = Queries::k_major(smem_ + queries_at + own_queries * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < (HEAD_DIM + 15) / 16; ++step)
+            wgmma<Order::K_MAJOR>(C, A + Keys::k_step(step), B + Queries::k_step(step), step > 0);
+        wgmma_commit();
+    };
+    // dV += P^T dO or dK += dS^T Q: all queries of the tile, by registers or from shared memory.
+    const auto add_rows = [&](float (&C)[COLS / 2], const unsigned (&A)[QUERIES / 16][4], unsigned A_at, unsigned queries_at,
+                              bool accumulate) {
+        const Descriptor A_smem = Pairs::mn_major(base + A_at);
+        const Descriptor B = Queries::mn_major(base + queries_at + (SHARED_KEYS ? consumer * 2 * Queries::SLAB_BYTES : 0));
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_M / 16; ++step)
+            if constexpr (SHARED_KEYS)
+                wgmma<Order::MN_MAJOR, Order::MN_MAJOR>(C, A_smem + Pairs::mn_step(step), B + Queries::mn_step(step),
+                                                       accumulate || step > 0);
+            else
+                wgmma<Order::MN_MAJOR>(C, A[step], B + Queries::mn_step(step), accumulate || step > 0);
+        wgmma_commit();
+    };
+    // 64 rows of dQ = dS K.
+    const auto multiply_dQ = [&](float (&dQ)[DQ_COLS / 2], unsigned dS_at) {
+        const Descriptor A = Pairs::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * 8192 : 0));
+        const Descriptor B = Keys::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * (DQ_COLS / 64) * Keys::SLAB_BYTES));
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; ++step)
+            wgmma<Order::MN_MAJOR>(dQ, A + Pairs::k_step(step), B + Keys::mn_step(step), step > 0);
+        wgmma_commit();
+    };
+    const auto pairs_at = [&](SmemAddress tile) {
+        return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
+    };
+
+    if (tiles == 0) {
+#pragma unroll
+        for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
+    } else {
+        mbarrier_wait(base + FULL_K, 0);
+        mbarrier_wait(base + FULL_V, 0);
+        int m0 = walk.begin, head = 0;
+        unsigned i = 0;
+        if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+        // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
+        const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
+            if (SHARED_KEYS) {
+                float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
+#pragma unroll
+                for (int k = 0; k < DQ_COLS / 2; k += 4) {
+                    const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
+                    add_fragment(to + k * 128, sums);
+                }
+            } else {
+                mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
+                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + thread_index_x() % 128 * 16;
+#pragma unroll
+                for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+            }
+        };
+        const auto publish = [&](bool dQ, unsigned dS_barrier) {
+            if (SHARED_KEYS) return;
+            fence_proxy_async();
+            __syncwarp();  // all lanes have written
+            if (lane == 0 && dQ) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+            if (lane == 0) mbarrier_arrive(base + dS_barrier);
+        };
+        const auto await_dS = [&](unsigned i) { mbarrier_wait(base + FULL_dS + 8 * (i % 2), i / 2 % 2); };
+        const auto step = [&](auto first) {
+            constexpr bool FIRST = first.value;
+            const bool begun = LATE_DQ ? !FIRST : i > 0;  // a tile went before
+            const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
+            const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
+            const unsigned dS_before = dS_AT + (i % 2 ^ 1) * Pairs::BYTES;
+            const float* const stats =  // of the lane's first queries
+                reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + 2 * q;
+            float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
+            await(FULL_Q, i);
+            multiply_rows(S, K_AT, Q_at);
+            wgmma_wait<1>();  // for dK of the tile before
+            if (begun) release(EMPTY_Q, i - 1);
+            await(FULL_dO, i);
+            multiply_rows(dP, V_AT, dO_at);
+            if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
+
+            wgmma_wait<1>();  // for S^T
+            wgmma_settled(S);
+            if (LATE_DQ) named_barrier_sync(turn, 256);
+            const int first_query = m0 + own_queries;
+            const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
+            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // rows from Sq on among them: 0 * inf is NaN
+                const unsigned thread = thread_index_x() % 128;
+                const int query_row = first_query + thread % 4 * 2, key_col = n0 + own_keys + thread / 32 * 16 + thread / 4 % 8;
+#pragma unroll
+                for (int k = 0; k < QUERIES / 2; ++k)
+                    if (!head0.counts(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
+            }
+#pragma unroll
+            for (int k = 0; k < QUERIES / 2; k += 2) {
+                const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+                P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
+            }
+            if (LATE_DQ) named_barrier_arrive(next_turn, 256);
+            if (SHARED_KEYS) {
+                store_pairs(pairs_at(base + P_at), warp % 4 * 2, P);
+                fence_proxy_async();
+                named_barrier_sync(both, 256);  // P is whole before it is multiplied
+            }
+            add_rows(dV_rmem, P, P_at, dO_at, begun);
+            if (LATE_DQ && !FIRST) {
+                await_dS(i - 1);
+                multiply_dQ(dQ, dS_before);
+            }
+
+            wgmma_wait<1 + (LATE_DQ && !FIRST)>();  // for dP^T
+            wgmma_settled(dP);
+#pragma unroll
+            for (int k = 0; k < QUERIES / 2; k += 2) {
+                const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
+                const float2 p = unpack(P[k / 8][k / 2 % 4]);
+                dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - row_delta.x), p.y * (dP[k + 1] - row_delta.y));
+            }
+            store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
+            if (!LATE_DQ) {
+                fence_proxy_async();
+                named_barrier_sync(both, 256);  // dS is whole before it is multiplied
+                multiply_dQ(dQ, dS_at);
+            }
+            add_rows(dK_rmem, dS, dS_at, Q_at, begun);
+
+            wgmma_wait<1>();  // for dV and dQ
+            release(EMPTY_dO, i);
+            if (!LATE_DQ || !FIRST) {
+                wgmma_settled(dQ);
+                store_dQ(dQ, i - LATE_DQ, head, m0);
+            }
+            m0 += BLOCK_M;
+            if (m0 >= walk.end) ++head, m0 = walk.begin;
+            ++i;
+        };
+        if (LATE_DQ) {
+            step(Constant<true>{});
+            wgmma_wait<0>();  // or the compiler would lose its way
+            wgmma_settled(dK_rmem);
+            wgmma_settled(dV_rmem);
+        }
+#pragma unroll 1
+        while (i < tiles) step(Constant<false>{});
+        publish(i > 1, FULL_dS + 8 * ((tiles - 1) % 2));
+        if (LATE_DQ) {
+            float dQ[DQ_COLS / 2];
+            await_dS(tiles - 1);
+            multiply_dQ(dQ, dS_AT + (tiles - 1) % 2 * Pairs::BYTES);
+            wgmma_wait<0>();
+            wgmma_settled(dQ);
+            store_dQ(dQ, tiles - 1, 0, 0);
+            fence_proxy_async();
+            __syncwarp();  // all lanes have written
+            if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+        }
+        wgmma_wait<0>();
+        wgmma_settled(dK_rmem);
+        wgmma_settled(dV_rmem);
+    }
+
+    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
+    const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
+    if (Head::HIDES && spoilt)
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0, warp - 4);
+    const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
+#pragma unroll
+        for (int k = 0; k < COLS / 2; k += 8) {
+            unsigned pair[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) pair[e] = pack(sums[k + 2 * e] * factor, sums[k + 2 * e + 1] * factor);
+            const unsigned column = k / 4 + lane / 16 + (SHARED_KEYS ? consumer * COLS / 8 : 0);
+            stmatrix_x4(base + tile + Keys::chunk(own_keys + warp % 4 * 16 + lane % 16, column), pair[0], pair[1], pair[2], pair[3]);
+        }
+    };
+    store_rows(V_AT, dV_rmem, 1.0f);
+    store_rows(K_AT, dK_rmem, score.scale);
+    fence_proxy_async();
+    named_barrier_sync(own_barrier, 128);  // the consumer's part is whole before it is sent
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
+            const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
+            const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
+            send_box(dV_map, at * 64, n0 + own_keys, kv_head, b, base + V_AT + from);
+            send_box(dK_map, at * 64, n0 + own_keys, kv_head, b, base + K_AT + from);
+        }
+        send_commit();
+        send_wait_read();  // shared memory lives as long as the block
+    }
+}
+
+// dQ = scale * dQ_accum: every warp puts into order what the consumers' warps of its index have added.
+extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
+    const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const float* LSE,                              // (B, H, Sq), contiguous
+    const float* delta,                            // (B, H, Sq), contiguous
+    const float* dQ_accum,                         // as bwd_wgmma has left it
+    const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
+    int group,                                     // H / Hk
+    const __grid_constant__ Score score) {
+    const int h = blockIdx.y, b = blockIdx.z, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int row0 = blockIdx.x * BLOCK_M + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
+    const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
+    const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
+    const float* from = dQ_accum + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
+        const int chunk = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8), col = col0 + 8 * chunk;
+        float sums[2][8];
+        fetch_rows(sums, from + chunk * 512, g);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unsigned packed[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
+                zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
+                packed[pair] = pack(x * score.scale, y * score.scale);
+            }
+            const int row = row0 + 8 * half + g;
+            if (row < score.Sq && col < HEAD_DIM)
+                *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+    if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+        query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
+}

@@ -1,0 +1,83 @@
+"""Spec of `bwd_wgmma.cu`."""
+
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
+
+SMEM = 232448  # bytes that a block may have
+
+
+def columns(p: Problem, t: Tile) -> int:
+    """D_PAD."""
+    return 256 if t.BLOCK_N == 64 else cdiv(p.D, 16) * 16
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """K, V; stages of Q, dO, LSE and delta; dS, P where consumers share keys, else dQ; the mbarriers."""
+    row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
+    dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64)
+    pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
+    fed = 2 * t.BLOCK_N * row + t.STAGES * t.BLOCK_M * (2 * row + 8)
+    return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
+    if arch is not None and arch[0] != 9:
+        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+    if p.softcap or p.alibi or p.bias or p.mask or p.score or p.Dv != p.D:
+        return "softcap, alibi, bias, mask, score and another width of v are not built (bwd_mma takes them)"
+    if p.D % 8:
+        return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
+    if p.alignment < 16:
+        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
+    if not p.mappable:
+        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
+    if not 1e-20 < p.scale < 1e6:
+        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
+    return None
+
+
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """What two consumer warpgroups' registers and an SM's shared memory ask of a tile."""
+    smem = smem_bytes(p, t)
+    fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else 128, 128)
+    rules = (
+        (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
+        (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
+    )
+    return next((sentence for kept, sentence in rules if not kept), None)
+
+
+kernel = Kernel(
+    name="bwd_wgmma",
+    computes="backward",
+    rung=4,
+    default=True,
+    summary="Hopper's warpgroup MMA, fed by TMA; dQ leaves by bulk reductions that L2 carries out",
+    dtypes=("float16", "bfloat16"),
+    min_arch=(9, 0),
+    arch_suffix="a",
+    deterministic=False,
+    tiles=(
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
+        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
+    ),
+    grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
+    block=lambda t: (384, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    check_tile=check_tile,
+    args=(
+        *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
+        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "group", "score"),
+    ),
+    then=(
+        Entry(
+            name="bwd_wgmma_dq",
+            grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+            block=lambda t: (256, 1, 1),
+            smem_bytes=lambda p, t: 0,
+            args=("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "group", "score"),
+        ),
+    ),
+)

@@ -1,0 +1,86 @@
+"""A problem's score as flex_attention takes it: two functions of places, which Inductor compiles to Triton."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core.errors import UnsupportedProblem
+from ..core.problem import Problem
+
+Mod = Callable[..., Any]
+
+
+def flex_modifications(problem: Problem, given: Mapping[str, Any]) -> tuple[Mod | None, Mod | None]:
+    """(score_mod, mask_mod), None where there is nothing to do. Raises UnsupportedProblem for what it has no word for.
+
+    A user's own expressions are CUDA: the file that they come from says the same in Python as `flex(problem, given)`.
+    """
+    p = problem
+    if p.sink:
+        raise UnsupportedProblem("flex: it knows no sink")
+    if p.key_lengths and p.causal == "bottom-right" and p.Sq != p.Sk:
+        raise UnsupportedProblem("flex: a diagonal that moves with key_lengths is not written for it")
+    scores, masks = _of_file(p, given) if p.score else ([], [])
+    return _in_turn([*_scores(p, given), *scores]), _all_of([*_masks(p, given), *masks])
+
+
+def _of_file(p: Problem, given: Mapping[str, Any]) -> tuple[list[Mod], list[Mod]]:
+    assert p.score is not None
+    said = runpy.run_path(p.score.file).get("flex") if p.score.file else None
+    if said is None:
+        raise UnsupportedProblem("flex: the file of --score defines no flex(problem, given), its expressions in Python")
+    score, mask = said(p, given)
+    return [score] if score else [], [mask] if mask else []
+
+
+def _scores(p: Problem, given: Mapping[str, Any]) -> list[Mod]:
+    import torch
+
+    found: list[Mod] = []
+    if p.softcap:
+        cap = p.softcap
+        found.append(lambda x, b, h, i, j: cap * torch.tanh(x / cap))
+    if p.alibi:
+        slopes, shift = given["slopes"].expand(p.B, p.H), p.diagonal
+        found.append(lambda x, b, h, i, j: x - slopes[b, h] * (i + shift - j).abs())
+    if p.bias:
+        bias = given["bias"].expand(p.B, p.H, p.Sq, p.Sk)
+        found.append(lambda x, b, h, i, j: x + bias[b, h, i, j])
+    return found
+
+
+def _masks(p: Problem, given: Mapping[str, Any]) -> list[Mod]:
+    found: list[Mod] = []
+    (left, right), shift = p.bounds, p.diagonal
+    if left is not None:
+        found.append(lambda b, h, i, j: j >= i + shift - left)
+    if right is not None:
+        found.append(lambda b, h, i, j: j <= i + shift + right)
+    if p.mask:
+        mask = given["mask"].expand(p.B, p.H, p.Sq, p.Sk)
+        found.append(lambda b, h, i, j: mask[b, h, i, j])
+    if p.key_lengths:
+        lengths = given["key_lengths"]
+        found.append(lambda b, h, i, j: j < lengths[b])
+    return found
+
+
+def _in_turn(mods: list[Mod]) -> Mod | None:
+    def score_mod(x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for mod in mods:
+            x = mod(x, b, h, i, j)
+        return x
+
+    return score_mod if mods else None
+
+
+def _all_of(mods: list[Mod]) -> Mod | None:
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = mods[0](b, h, i, j)
+        for mod in mods[1:]:
+            seen = seen & mod(b, h, i, j)
+        return seen
+
+    return mask_mod if mods else None

@@ -1,0 +1,39 @@
+"""What a problem's score reads in a run, and the same as each contender is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..core.problem import Problem
+from ..verify.scores import score_inputs
+
+Given = Mapping[str, Any]  # PyTorch tensors, by the names that kernels know them by
+
+
+def given_to(problem: Problem, like: Any) -> dict[str, Any]:
+    """The tensors that the problem's score reads, on the device of `like`, a PyTorch tensor."""
+    import torch
+
+    found = {}
+    for name, x in score_inputs(problem).items():
+        narrow = x.dtype.name == "bfloat16"  # which torch.from_numpy does not know
+        tensor = torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if narrow else x)).to(like.device)
+        found[name] = tensor.view(torch.bfloat16) if narrow else tensor
+    return found
+
+
+def asked_of(problem: Problem, given: Given) -> dict[str, Any]:
+    """The options of `sandbox.attention` that pose the problem."""
+    p = problem
+    options: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
+    names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
+    options |= {option: given[name] for option, name in names.items() if name in given}
+    if p.window == (None, None):
+        del options["window"]
+    if p.score is not None:
+        tensors = {name: given[f"score.{name}"] for name in p.score.tensors}
+        options["score"] = type(p.score)(p.score.score, p.score.mask, tensors, p.score.file)
+    return options

@@ -1,0 +1,43 @@
+"""What `watch` is to examine, and on which problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..launch.dlpack import HOST, Device
+from ..verify.cases import Case
+
+_WIDTHS = (64, 128, 32, 16, 256)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to examine: `problem` instead of the quick set; `seconds` that one run may take."""
+
+    kernel: str
+    device: Device
+    problem: Problem | None = None
+    tile: Tile | None = None
+    seconds: float = 10.0
+
+
+def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
+    """One to time, and small ones with ragged lengths, groups, strides, large scores: two compilations in all."""
+    dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
+
+    def of(B: int, H: int, Sq: int, Sk: int, Hk: int = 0, causal: str | bool = False) -> Problem:
+        problems = [Problem(B, H, Sq, Sk, D, Hk, dtype, causal) for D in _WIDTHS]  # type: ignore[arg-type]
+        return next((p for p in problems if not kernel.refuses(p)), problems[0])
+
+    H, S = (2, 192) if device == HOST else (12, 1024)
+    M, N = kernel.tiles[0].get("BLOCK_M", 64), kernel.tiles[0].get("BLOCK_N", 64)
+    return [
+        Case("plain", of(1, H, S, S)),
+        Case("causal", of(1, H, S, S, causal="bottom-right")),
+        Case("edges", of(1, 1, M + 1, 2 * N - 1)),
+        Case("ragged", of(2, 4, 77, 97, Hk=2, causal="bottom-right"), layout="bshd"),
+        Case("large", of(1, 2, 97, 77, causal="bottom-right"), inputs="large"),
+    ]

@@ -1,0 +1,209 @@
+"""Every option of a score through the public door: NumPy and PyTorch, differentiated, compiled, refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sandbox
+from sandbox import Score, SpecError, UnsupportedProblem, reference
+from sandbox.api import passes
+from sandbox.launch.dlpack import Device
+
+B, H, HK, SQ, SK, D = 2, 4, 2, 19, 33, 16
+
+
+def options() -> dict[str, dict[str, Any]]:
+    """One call's options after the other, as NumPy arrays."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    doc = (np.arange(SK) // 9).astype(np.int32)
+    snippet = Score("x + 0.1 * x * x * gain(h)", mask="doc(j) == doc(i)", tensors={"gain": draw(H), "doc": doc})
+    return {
+        "window": {"window": (9, 2)}, "softcap": {"softcap": 1.5}, "alibi": {"alibi": abs(draw(H))},
+        "bias": {"bias": draw(1, H, SQ, SK)}, "bias of two dimensions": {"bias": draw(SQ, SK)},
+        "bias along keys": {"bias": draw(B, 1, 1, SK)}, "bias along queries": {"bias": draw(H, SQ, 1)},
+        "mask": {"mask": rng.random((B, 1, SQ, SK)) < 0.5}, "padding": {"mask": rng.random((B, 1, 1, SK)) < 0.7},
+        "sink": {"sink": draw(H)}, "key_lengths": {"key_lengths": np.array([20, 0], np.int32)},
+        "score": {"score": snippet},
+        "many": {"window": (15, None), "softcap": 2.0, "bias": draw(1, H, SQ, SK), "sink": draw(H), "score": snippet,
+                 "alibi": abs(draw(B, H)), "key_lengths": np.array([30, 33], np.int32)},
+    }  # fmt: skip
+
+
+NAMES = tuple(options())
+
+
+def inputs(Dv: int = D) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(1)
+    shapes = (B, H, SQ, D), (B, HK, SK, D), (B, HK, SK, Dv), (B, H, SQ, Dv)
+    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+
+def as_torch(given: dict[str, Any], device: Device) -> dict[str, Any]:
+    """The options as tensors; those that have gradients are leaves."""
+    put = lambda x: torch.from_numpy(x).to(device[0]) if isinstance(x, np.ndarray) else x  # noqa: E731
+    found = {name: put(x) for name, x in given.items()}
+    if "score" in found:
+        tensors = {name: put(x) for name, x in found["score"].tensors.items()}
+        found["score"] = Score(found["score"].score, found["score"].mask, tensors)
+    for name in ("bias", "sink"):
+        if name in found:
+            found[name].requires_grad_()
+    return found
+
+
+def leaves(device: Device, Dv: int = D) -> list[torch.Tensor]:
+    return [torch.from_numpy(x).to(device[0]).requires_grad_() for x in inputs(Dv)[:3]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numpy(name: str) -> None:
+    q, k, v, dout = inputs()
+    given = options()[name]
+    out, lse = sandbox.attention_forward(q, k, v, causal=True, **given)
+    true, true_lse = reference.attention(q, k, v, causal=True, **given)
+    assert abs(out - true).max() < 2e-5
+    np.testing.assert_allclose(lse, true_lse, atol=2e-5)
+    found = sandbox.attention_backward(dout, q, k, v, out, lse, causal=True, **given)
+    wanted = reference.attention_backward(dout, q, k, v, causal=True, **given)
+    assert len(found) == 3
+    for x, y in zip(found, wanted, strict=True):
+        assert abs(x - y).max() < 2e-4
+
+
+def gradients(call: Any, device: Device, name: str, Dv: int = D) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Of a loss of out and lse, (by PyTorch, by the reference), of everything that has one."""
+    given = options()[name]
+    tensors, qkv = as_torch(given, device), leaves(device, Dv)
+    dout = torch.from_numpy(inputs(Dv)[3]).to(device[0])
+    out, lse = call(*qkv, causal="top-left", return_lse=True, **tensors)
+    counted = lse > -torch.inf
+    dlse = torch.where(counted, torch.linspace(-1, 1, SQ, device=device[0]), 0)
+    of = dict(zip(("dQ", "dK", "dV"), qkv, strict=True))
+    of |= {f"d{n}": tensors[n] for n in ("bias", "sink") if n in tensors}
+    loss = (out * dout).sum() + (torch.where(counted, lse, 0) * dlse).sum()
+    found = dict(zip(of, torch.autograd.grad(loss, list(of.values())), strict=True))
+    wanted = reference.attention_backward(
+        inputs(Dv)[3], *inputs(Dv)[:3], causal="top-left", dlse=dlse.cpu().numpy(), **given
+    )
+    return found, wanted.named()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_everything(name: str, device: Device) -> None:
+    found, wanted = gradients(sandbox.attention, device, name)
+    assert found.keys() == wanted.keys()
+    for which, x in found.items():
+        assert x.shape == wanted[which].shape
+        assert abs(x.cpu().numpy() - wanted[which]).max() < 3e-4, which
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_compile(name: str, device: Device) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
+    found, wanted = gradients(call, device, name, Dv=24)
+    for which, x in found.items():
+        assert abs(x.cpu().numpy() - wanted[which]).max() < 3e-4, which
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str, device: Device) -> None:
+    from sandbox.api import torch_scored
+    from sandbox.api.asked import asked
+
+    given = as_torch(options()[name], device)
+    every = {"window": None, "softcap": 0.0, "score": None}
+    every |= dict.fromkeys(("alibi", "bias", "mask", "sink", "key_lengths"))
+    what, arrays = asked(**{**every, **given})
+    arguments = torch_scored._spread(what, arrays)
+    qkv = leaves(device)
+    how = "top-left", None, None, "", None
+    torch.library.opcheck(torch.ops.sandbox.scored_attention_forward.default, (*qkv, *arguments, *how))
+    out, lse = torch.ops.sandbox.scored_attention_forward(*qkv, *arguments, *how)
+    still = [x.detach() if isinstance(x, torch.Tensor) else x for x in (*qkv, out, lse, *arguments)]
+    wanted = " ".join(f"d{n}" for n in ("bias", "sink") if n in given)
+    backward = (torch.randn_like(out), *still[:5], None, *still[5:], *how, False, wanted)
+    torch.library.opcheck(torch.ops.sandbox.scored_attention_backward.default, backward)
+
+
+def test_one_plan_for_other_numbers() -> None:
+    q, k, v, _ = inputs()
+    bias = options()["bias"]["bias"]
+    sandbox.reload()
+    first = sandbox.attention(q, k, v, bias=bias)
+    plans = len(passes._plans)
+    bias += 1.0 * np.arange(SK, dtype=np.float32)
+    second = sandbox.attention(q, k, v, bias=bias)
+    assert len(passes._plans) == plans == 1
+    assert abs(second - first).max() > 0.1
+    assert abs(second - reference.attention(q, k, v, bias=bias)[0]).max() < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "reversed", "one for all keys, expanded"])
+def test_a_bias_lies_as_it_likes(kind: str, device: Device) -> None:
+    q, k, v = leaves(device)
+    whole = torch.randn(SK, SQ, generator=torch.Generator().manual_seed(0)).to(device[0])
+    bias = {
+        "expanded": lambda: whole.mT.contiguous().expand(B, H, SQ, SK),
+        "transposed": lambda: whole.mT,
+        "reversed": lambda: whole.mT.contiguous()[None, :, :].flip(0),
+        "one for all keys, expanded": lambda: whole[0, :, None].expand(SQ, SK),
+    }[kind]().detach().requires_grad_()  # fmt: skip
+    out = sandbox.attention(q, k, v, bias=bias)
+    true, _ = reference.attention(*inputs()[:3], bias=bias.detach().cpu().numpy())
+    assert abs(out.detach().cpu().numpy() - true).max() < 2e-5
+    (found,) = torch.autograd.grad(out.sum(), bias)
+    wanted = reference.attention_backward(np.ones_like(true), *inputs()[:3], bias=bias.detach().cpu().numpy())
+    assert found.shape == bias.shape
+    assert abs(found.cpu().numpy() - wanted.dbias).max() < 3e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bias": np.zeros((3, SK), np.float32)}, "bias has shape (3, 33): it must broadcast to (B, H, Sq, Sk) = "),
+        ({"bias": np.zeros((SQ, SK), np.float16)}, "bias is float16: it must be float32 or as q, float32"),
+        ({"mask": np.zeros((SQ, SK), np.float32)}, "mask is float32: it must be bool"),
+        ({"mask": np.zeros((1, 1, 1, 1, SK), bool)}, "mask has shape (1, 1, 1, 1, 33): it must broadcast to"),
+        ({"alibi": np.zeros(3, np.float32)}, "alibi has shape (3,): it must be (4,) or (2, 4)"),
+        ({"alibi": np.zeros(4, np.float16)}, "alibi is float16: it must be float32"),
+        ({"sink": np.zeros((2, 4), np.float32)}, "sink has shape (2, 4): it must be (4,)"),
+        ({"key_lengths": np.zeros(2, np.int64)}, "key_lengths must be int32: dtype int64 (NumPy) is not supported"),
+        ({"key_lengths": np.zeros(3, np.int32)}, "key_lengths has shape (3,): it must be (2,)"),
+        ({"window": 3}, "window=3 must be (left, right)"),
+        ({"softcap": -1.0}, "softcap=-1.0 must be positive"),
+        ({"score": "x + 1"}, "score='x + 1' must be a sandbox.Score"),
+        ({"sink": torch.zeros(4)}, "q is a NumPy array and sink a PyTorch array: pass arrays of one library"),
+        ({"score": Score("x + t(h)", tensors={"t": torch.zeros(4)})}, "and score.t a PyTorch array"),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(given: dict[str, Any], message: str) -> None:
+    q, k, v, _ = inputs()
+    with pytest.raises((UnsupportedProblem, SpecError)) as caught:
+        sandbox.attention(q, k, v, **given)
+    assert message in str(caught.value)
+
+
+def test_vmap_says_what_to_do_instead() -> None:
+    q, k, v = (torch.from_numpy(x) for x in inputs()[:3])
+    with pytest.raises(UnsupportedProblem, match="make the mapped dimension part of B"):
+        torch.func.vmap(lambda q: sandbox.attention(q, k, v, softcap=2.0))(q[None])
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_numbers() -> None:
+    q, k, v = (x.detach() for x in leaves(("cuda", 0)))
+    bias = torch.from_numpy(options()["bias"]["bias"]).cuda()
+    sandbox.attention(q, k, v, bias=bias)  # compiles, which a capture may not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sandbox.attention(q, k, v, bias=bias)
+    bias.normal_()
+    graph.replay()
+    true, _ = reference.attention(*inputs()[:3], bias=bias.cpu().numpy())
+    assert abs(out.cpu().numpy() - true).max() < 2e-5

@@ -1,0 +1,109 @@
+"""Every kernel on single cases, each made for one fault: what the sweep tries in hundreds, found in a second."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sandbox.core import registry
+from sandbox.engine import choose
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.spec import Kernel, Problem
+from sandbox.verify import check, trial
+from sandbox.verify.cases import Array, Case, inputs_of, pointed_cases
+
+KERNELS = list(registry.kernels().values())
+by_name = lambda kernel: kernel.name  # noqa: E731
+
+
+def right(kernel: Kernel, case: Case, device: Device) -> None:
+    result = check.verify(kernel, case, device)
+    assert result.ok, f"{result.case}: {result.message or (result.tensor, result.error, result.bound, result.where)}"
+
+
+def pointed() -> Iterator[object]:
+    for kernel in KERNELS:
+        for case in pointed_cases(kernel, "float16"):
+            p = case.problem
+            yield pytest.param(kernel, case, id=f"{kernel.name}-{case.inputs}-{p.Sq}x{p.Sk}-{p.causal or 'all'}")
+
+
+@pytest.mark.parametrize(("kernel", "case"), list(pointed()))
+def test_pointed(kernel: Kernel, case: Case, device: Device) -> None:
+    """In float16, which has the least room for what is too large."""
+    right(kernel, case, device)
+
+
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"], ids=["all", "bottom-right", "top-left"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_groups(kernel: Kernel, causal, device: Device) -> None:
+    """h // group, h % Hk and h are three different things."""
+    right(kernel, Case("groups", Problem(2, 4, 40, 33, 40, Hk=2, dtype="float16", causal=causal)), device)
+
+
+LYING = [("bhsd", 64), ("bshd", 128), ("offset", 64), ("offset", 40), ("broadcast", 64), ("unaligned", 40), ("bhsd", 7)]
+
+
+@pytest.mark.parametrize(("layout", "D"), LYING)
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
+    """Wherever the inputs' rows lie; where they have gaps, the outputs' have others."""
+    case = Case(layout, Problem(2, 4, 70, 45, D, Hk=2, dtype="float16"), layout=layout)
+    if kernel.refuses(dataclasses.replace(case.problem, alignment=2 if layout == "unaligned" else 16)):
+        assert check.verify(kernel, case, device).ok is None
+    else:
+        right(kernel, case, device)
+
+
+BESIDE = {
+    "a row before": "if (query_row == 0) O.row(b, h, -1)[0] = dtype(0.0f);",
+    "a row after": "if (query_row + 1 == score.Sq) O.row(b, h, score.Sq)[0] = dtype(0.0f);",
+    "a column after": "O.row(b, h, query_row)[HEAD_DIM] = dtype(0.0f);",
+    "a number before": "if (query_row == 0 && b == 0 && h == 0) LSE[-1] = 0.0f;",
+    "a number after": "LSE[gridDim.z * gridDim.y * score.Sq] = 0.0f;",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_is_written_beside_an_output_is_noticed(beside: str, tmp_path: Path) -> None:
+    """A kernel whose outputs are right, and who writes something else as well."""
+    kernel = registry.get("fwd_minimal")
+    text, store = kernel.source.read_text(), "= m + logf(l);"
+    assert text.count(store) == 1
+    (tmp_path / "fwd_minimal.cu").write_text(text.replace(store, f"{store}\n    {BESIDE[beside]}"))
+    trespasser = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
+    case = Case("offset", Problem(1, 2, 5, 5, 8), layout="offset")
+    assert check.verify(kernel, case, HOST).message == ""
+    result = check.verify(trespasser, case, HOST)
+    assert result.ok is False
+    assert result.message == f"memory beside {'LSE' if 'number' in beside else 'O'} was written"
+    assert result.error <= result.bound
+
+
+def far_apart(x: Array, axis: int, file: Path) -> Array:
+    """A copy whose batch entries or heads are more than 2^31 elements apart, or as many of its rows as a thread block
+    loads at a time; in a file that has only the pages that somebody wrote to."""
+    strides = [x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3], 1]
+    strides[axis] = 2**31 + 4096 if axis < 2 else 2**28 + 4096
+    extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
+    memory = np.memmap(file, np.uint8, "w+", shape=(extent * x.itemsize,))
+    view = np.ndarray(x.shape, x.dtype, memory.data, strides=[s * x.itemsize for s in strides])
+    view[...] = x
+    return view
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_offsets_beyond_32_bits(kernel: Kernel, axis: int, tmp_path: Path) -> None:
+    """More than 2^31 elements between what is near in a small problem, in all inputs. Needs no GPU."""
+    case = Case("far", Problem(2, 2, 70, 70, 8, dtype="float16"))
+    near = inputs_of(kernel.computes, case)
+    far = {name: far_apart(x, axis, tmp_path / name) if x.ndim == 4 else x for name, x in near.items()}
+    tile = choose.choose_tile(kernel, case.problem, None)
+    expected = trial.launch(kernel, tile, case.problem, near, HOST).outputs
+    for name, output in trial.launch(kernel, tile, case.problem, far, HOST).outputs.items():
+        assert output.tobytes() == expected[name].tobytes(), name

@@ -1,0 +1,148 @@
+"""Every option of a score, in every kernel: compiled without spills, and right, drawn by lot where there are many."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sandbox.core import options, registry
+from sandbox.core.errors import CompileError, UnsupportedProblem
+from sandbox.core.score import Score, TensorLike
+from sandbox.core.snippet import header, single
+from sandbox.engine import choose, pipeline
+from sandbox.launch.arguments import score_argument
+from sandbox.launch.array_view import ArrayView
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.spec import Kernel, Problem, Tile
+from sandbox.toolchain import arch
+from sandbox.verify import check, trial
+from sandbox.verify.cases import Case, inputs_of
+from sandbox.verify.scores import OPTIONS
+
+KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes != "delta"]
+SEED = int(os.environ.get("SANDBOX_LOT", "0")) or random.randrange(1, 1 << 30)
+by_name = lambda kernel: kernel.name  # noqa: E731
+
+
+def asked(names: tuple[str, ...], problem: Problem) -> Problem:
+    for name in names:
+        problem = dataclasses.replace(problem, **OPTIONS[name](problem))
+    return problem
+
+
+def lot(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
+    """Options by lot, alone or two together, with lengths, head widths, dtypes and masks: (what, problem, inputs)."""
+    draw = random.Random(f"{SEED} {kernel.name}")
+    names = list(OPTIONS)
+    for _ in range(count):
+        chosen = tuple(draw.sample(names, draw.choice((1, 2))))
+        Sq, Sk = draw.choice(((1, 70), (70, 33), (97, 150), (150, 97), (64, 64), (129, 200)))
+        causal = draw.choice((False, "bottom-right", "top-left"))
+        problem = Problem(2, 4, Sq, Sk, draw.choice((32, 64, 40)), Hk=draw.choice((1, 2, 4)),
+                          dtype=draw.choice(kernel.dtypes), causal=causal)  # fmt: skip
+        yield " + ".join(chosen), asked(chosen, problem), draw.choice(("normal", "hidden"))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_options_by_lot(kernel: Kernel, device: Device) -> None:
+    """SANDBOX_LOT=N draws the lot of an earlier run again."""
+    for what, problem, inputs in lot(kernel, 4 if device == HOST else 40):
+        result = check.verify(kernel, Case(what, problem, inputs), device)
+        assert result.ok, f"SANDBOX_LOT={SEED}: {problem} {inputs}: {result}"
+
+
+@pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
+    """At the tile that is chosen, for long and for short problems."""
+    target, draw = arch.parse(arch_name), random.Random(f"{SEED} {kernel.name} {arch_name}")
+    if target < kernel.min_arch:
+        pytest.skip(f"{kernel.name} is not for {arch_name}")
+    for name in draw.sample([name for name in OPTIONS if name != "score"], 3):
+        plain = Problem(2, 4, 8192, 8192, draw.choice((64, 128, 256)), dtype=draw.choice(kernel.dtypes),
+                        causal=draw.choice((False, "bottom-right")))  # fmt: skip
+        problem = asked((name,), plain)
+        tile = choose.choose_tile(kernel, problem, target)
+        for compiled in pipeline.compile_problem(kernel, problem, tile, arch_name):
+            found = compiled.resources
+            said = f"SANDBOX_LOT={SEED}: {compiled.entry} {found}: {problem} {tile}"
+            assert found.spill_stores == 0, said
+            assert not found.warnings, said
+
+
+FEW_BLOCKS = [Tile(BLOCK_M=192, BLOCK_N=32, STAGES=2, BLOCKS=3), Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=2)]
+
+
+@pytest.mark.parametrize("tile", FEW_BLOCKS, ids=str)
+@pytest.mark.parametrize("names", ["left window", "window", "alibi", "alibi + left window", "Dv"])
+def test_warpgroups_walk_what_others_see(names: str, tile: Tile) -> None:
+    """Of a piece's tiles some come before a warpgroup's first, and some after its last: turns are passed on."""
+    kernel = registry.kernels()["fwd_wgmma"]
+    problem = asked(tuple(names.split(" + ")), Problem(1, 2, 450, 520, 32, dtype="float16", causal="bottom-right"))
+    assert check.verify(kernel, Case(names, problem), HOST, tile).ok
+
+
+SHAPES = [(2, 4, 40, 70), (1, 4, 40, 70), (2, 1, 1, 70), (1, 1, 40, 1), (1, 4, 1, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, ...], device: Device) -> None:
+    """In any shape, the same bits each time."""
+    kernel = registry.kernels()["bwd_minimal"]
+    problem = Problem(2, 4, 40, 70, 24, Hk=2, causal="bottom-right", bias=shape, softcap=3.0)
+    case = Case("bias", problem)
+    assert check.verify(kernel, case, device).ok
+    tile, given = choose.choose_tile(kernel, problem, None), inputs_of("backward", case)
+    first, again = (trial.launch(kernel, tile, problem, given, device).outputs["dbias"] for _ in range(2))
+    assert first.shape == shape
+    assert first.tobytes() == again.tobytes()
+
+
+def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
+    """Its O is 0 and its LSE the sink."""
+    kernel = registry.kernels()["fwd_minimal"]
+    problem = Problem(1, 2, 5, 7, 8, mask=(1, 1, 5, 7), sink=True)
+    case = Case("sink", problem)
+    given = inputs_of("forward", case)
+    given["mask"][:, :, 2] = False
+    done = trial.launch(kernel, choose.choose_tile(kernel, problem, None), problem, given, device)
+    assert not done.outputs["O"][:, :, 2].any()
+    np.testing.assert_allclose(done.outputs["LSE"][0, :, 2], given["sink"], rtol=1e-6)
+
+
+def test_nothing_is_compiled_in_that_is_not_asked_for() -> None:
+    plain = Problem(1, 1, 9, 9, 64, dtype="float16", causal="bottom-right")
+    assert options.macros(plain) == {}
+    assert options.macros(dataclasses.replace(plain, window=(None, 5))) == {}  # causal says the same
+    assert options.macros(dataclasses.replace(plain, window=(5, 5)))["WINDOW"] == 1
+
+
+def test_a_bias_with_strides_between_keys_is_refused() -> None:
+    problem = Problem(1, 1, 4, 6, 8, bias=(1, 1, 4, 6))
+    bias = np.zeros((4, 12), np.float32)[:, ::2]
+    view = ArrayView(bias.ctypes.data, bias.shape, (12, 2), "float32", HOST, bias)
+    with pytest.raises(UnsupportedProblem, match="bias has stride 2 in its last dimension"):
+        score_argument(problem, {"bias": view})
+
+
+def test_a_mistake_in_an_expression_shows_where(own_cache: object) -> None:
+    """The expression is shown, with a mark below the column, by whichever compiler."""
+    kernel = registry.kernels()["fwd_minimal"]
+    problem = Problem(1, 1, 4, 4, 8, score=Score("x + slop(h)", tensors={"slope": TensorLike((1,), "float32")}))
+    tile = choose.choose_tile(kernel, problem, None)
+    with pytest.raises(CompileError, match=r"score(\(1\)|:1:\d+): error.*slop") as host:
+        pipeline.load(kernel, tile, problem, HOST)
+    with pytest.raises(CompileError, match=r"score\(1\): error.*slop") as device:
+        pipeline.compile_problem(kernel, problem, tile, "sm_90a")
+    assert "x + slop(h)" in str(host.value)
+    assert "x + slop(h)" in str(device.value)
+
+
+def test_literals_are_of_single_precision() -> None:
+    assert single("x * 0.5 + 1e-3 * .25 - 2. + 3 * 1.5f + a1.5") == "x * 0.5f + 1e-3f * .25f - 2.f + 3 * 1.5f + a1.5"
+    assert header(Score("x - 0.5")) != header(Score("x - 0.25"))

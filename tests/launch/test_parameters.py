@@ -1,0 +1,108 @@
+"""A spec's `args` against the parameters of its `.cu`: what disagrees is named before anything is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from project import in_project, new_kernel
+
+from sandbox.core import registry
+from sandbox.core.errors import SpecError
+from sandbox.core.kernel import Kernel
+from sandbox.engine import pipeline
+from sandbox.launch import parameters
+from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem
+from sandbox.toolchain import nvrtc
+from sandbox.toolchain.nvrtc import Parameter
+
+MINIMAL = registry.get("fwd_minimal")
+ARGS = MINIMAL.args
+
+
+def found_on_the_cpu(kernel: Kernel) -> list[tuple[Parameter, ...]]:
+    problem = problem_of(kernel)
+    return [f.parameters for f in pipeline.load(kernel, kernel.tiles[0], problem, HOST).functions]  # type: ignore[union-attr]
+
+
+def found_in_ptx(kernel: Kernel) -> list[tuple[Parameter, ...]]:
+    p = problem_of(kernel)
+    compiled = pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, "sm_90a", kernel.tiles[0])
+    return [nvrtc.parameters(made.ptx, made.entry) for made in compiled]
+
+
+def problem_of(kernel: Kernel) -> Problem:
+    return Problem(1, 1, 64, 64, 64, dtype="float16" if "float16" in kernel.dtypes else kernel.dtypes[0])
+
+
+@pytest.mark.parametrize("find", [found_on_the_cpu, found_in_ptx])
+@pytest.mark.parametrize("name", registry.kernels())
+def test_shipped_kernels_agree_with_their_specs(name: str, find) -> None:
+    kernel = registry.get(name)
+    for entry, found in zip(kernel.entries, find(kernel), strict=True):
+        assert len(found) == len(entry.args)
+        parameters.hold(entry, found, kernel.source)
+
+
+def swapped(one: str, other: str) -> tuple[str, ...]:
+    change = {one: other, other: one}
+    return tuple(change.get(name, name) for name in ARGS)
+
+
+@pytest.mark.parametrize("find", [found_on_the_cpu, found_in_ptx])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (ARGS[:-1], r"args name 6, fwd_minimal.cu has 7 parameters: struct of \d+ bytes, number 7, has no name"),
+        ((*ARGS, "H"), "args name 8, fwd_minimal.cu has 7 parameters: H, number 8, is none of them"),
+        (ARGS[1:], "number 1 of its spec's args is K, but parameter 1 in fwd_minimal.cu is called Q"),
+        (swapped("LSE", "group"), "number 5 of its spec's args is group, integer of 4 bytes, but parameter 5 .* LSE,"),
+        (swapped("group", "score"), r"number 6 of its spec's args is score, struct of .* bytes, but parameter 6 .* gr"),
+        (swapped("K", "V"), "number 2 of its spec's args is V, but parameter 2 in fwd_minimal.cu is called K"),
+        (swapped("V", "O"), "number 3 of its spec's args is O, but parameter 3 in fwd_minimal.cu is called V"),
+    ],
+)  # fmt: skip
+def test_the_first_that_differs_is_named(args: tuple[str, ...], message: str, find) -> None:
+    (found,) = find(MINIMAL)
+    entry = dataclasses.replace(MINIMAL.entries[0], args=tuple(ARGS))  # a spec checks its own names
+    object.__setattr__(entry, "args", args)
+    with pytest.raises(SpecError, match=f"^fwd_minimal: {message}|^fwd_minimal: its spec's {message}"):
+        parameters.hold(entry, found, MINIMAL.source)
+
+
+def test_parameters_without_names_of_ours(tmp_path: Path) -> None:
+    """A `.cu` may call them as it likes; only another argument's name in an argument's place is a mistake."""
+    source = tmp_path / "fwd_minimal.cu"
+    text = MINIMAL.source.read_text().replace("Q.row", "queries.row")
+    source.write_text(text.replace("dtype> Q,", "dtype> /* Q, */ queries,"))
+    (found,) = found_on_the_cpu(dataclasses.replace(MINIMAL, source=source))
+    parameters.hold(MINIMAL, found, source)
+
+
+def test_kinds_in_ptx() -> None:
+    ptx = """.visible .entry k(
+\t.param .u64 .ptr .global .align 1 k_param_0,
+\t.param .f32 k_param_1,
+\t.param .align 64 .b8 k_param_2[128],
+\t.param .b32 k_param_3
+)"""
+    assert nvrtc.parameters(ptx, "k") == (
+        Parameter(("integer", "pointer"), 8),
+        Parameter(("float",), 4),
+        Parameter(("struct",), 128),
+        Parameter(("integer", "pointer"), 4),
+    )
+
+
+def test_run_says_so_for_that_kernel_alone(project_copy: Path) -> None:
+    new_kernel(project_copy, "fwd_swapped", **{'"LSE", "group"': '"group", "LSE"'})
+    done = in_project(
+        project_copy, "sandbox", "run", "fwd_minimal", "fwd_swapped", "--shape", "1,1,7,16", "--backend", "cpu"
+    )
+    assert done.returncode == 1
+    assert "FAIL fwd_swapped on --shape [cpu]: number 5 of its spec's args is group, integer of" in done.stdout
+    done = in_project(project_copy, "sandbox", "sanitize", "fwd_swapped", "--backend", "cpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("sandbox: fwd_swapped: number 5 of its spec's args is group")

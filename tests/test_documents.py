@@ -1,0 +1,150 @@
+"""What is written for people: links lead somewhere, commands exist, tables are as their programs write them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from project import ROOT
+from test_imports import ORDER
+
+from sandbox.cli import cli
+
+MOST_LINES = 150  # of the README: what a head holds
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/**/README.md")])
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
+
+
+def anchors(text: str) -> set[str]:
+    """What `#…` may name: headings, as they become part of an address."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_fits_a_head() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), f"{name} links to {target}"
+        assert not anchor or anchor in anchors(file.read_text()), f"{name} links to {target}"
+
+
+def test_every_page_can_be_reached() -> None:
+    """From the README, link by link."""
+    seen, left = set(), {ROOT / "README.md"}
+    while left:
+        page = left.pop()
+        seen.add(page)
+        found = {
+            (page.parent / target.partition("#")[0]) for target in re.findall(r"\]\(([^)\s:]+)\)", page.read_text())
+        }
+        files = {(path / "README.md" if path.is_dir() else path).resolve() for path in found}
+        left |= {file for file in files if file.suffix == ".md" and file.exists()} - seen
+    assert {page.resolve() for page in PAGES} <= seen
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """(command, its options) of every `python -m sandbox …` in a page; of "sass|ptx" both."""
+    found = []
+    for line in re.findall(r"python -m sandbox ([a-z][^\n`#]*)", text):
+        names, _, rest = line.partition("   ")[0].replace("[", " ").replace("]", " ").partition(" ")
+        options = re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", rest)
+        found += [(name, options) for name in names.split("|")]
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if commands(TEXTS[name])])
+def test_commands_exist(name: str) -> None:
+    for command, options in commands(TEXTS[name]):
+        assert command in cli.commands, f"{name}: {command}"
+        known = {option for p in cli.commands[command].params if not getattr(p, "hidden", False) for option in p.opts}
+        assert {*options} <= known, f"{name}: {command} {options}"
+
+
+def test_the_readme_names_every_command() -> None:
+    assert {command for command, _ in commands(TEXTS["README.md"])} >= {*cli.commands}
+
+
+def test_every_command_on_a_problem_is_told_it_by_shape() -> None:
+    for name, command in cli.commands.items():
+        spelled = {option for p in command.params if not getattr(p, "hidden", False) for option in p.opts}
+        assert ("--shape" in spelled) == ("--causal" in spelled) == ("--dtype" in spelled), name
+
+
+def test_the_map_of_the_folders() -> None:
+    """A line each, lowest first, as imports go."""
+    listed = re.findall(r"^\| `(\w+)/` \|", TEXTS["CONTRIBUTING.md"], re.MULTILINE)
+    assert listed == [*ORDER]
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "VOCABULARY.md"])
+def test_files_that_are_named_exist(name: str) -> None:
+    for path in re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|cuh|cu|md))`", TEXTS[name]):
+        if "NAME" not in path and "NNN" not in path:
+            found = [base / path for base in (ROOT, ROOT / "sandbox", ROOT / "kernels_cu")]
+            assert any(file.exists() for file in found), f"{name} names {path}"
+
+
+# ---- tables
+
+
+def scripts() -> dict[str, set[str]]:
+    """{the program that writes a table: the pages that have one}."""
+    found: dict[str, set[str]] = {}
+    for name, text in TEXTS.items():
+        for script in re.findall(r"<!-- .*: written by (\S+) table -->", text):
+            found.setdefault(script, set()).add(name)
+    return found
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_a_table_is_what_its_program_writes(script: str, tmp_path: Path) -> None:
+    """From the rows that are kept; nobody mended a number by hand."""
+    pytest.importorskip("matplotlib")
+    for name, text in TEXTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        emptied = re.sub(
+            rf"(: written by {re.escape(script)} table -->\n).*?(<!-- end of)", r"\1\2", text, flags=re.DOTALL
+        )
+        assert (emptied != text) == (name in scripts()[script])
+        (tmp_path / name).write_text(emptied)
+    others = shutil.ignore_patterns("*.md", "*.png", "*.svg")
+    shutil.copytree((ROOT / script).parent, tmp_path / Path(script).parent, ignore=others, dirs_exist_ok=True)
+    subprocess.run([sys.executable, script, "table"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                   timeout=120, check=True)  # fmt: skip
+    for name, text in TEXTS.items():
+        assert (tmp_path / name).read_text() == text, name
+
+
+# ---- Python
+
+
+def test_the_python_example_runs() -> None:
+    torch = pytest.importorskip("torch")
+    make = np.random.default_rng(0).standard_normal
+    q, k, v, dout = (torch.tensor(make((1, 2, 70, 128)), dtype=torch.float16) for _ in range(4))
+    q.requires_grad_()
+    found = re.search(r"```python\n(.*?)```", TEXTS["README.md"], re.DOTALL)
+    assert found
+    lines, reference = found[1].strip().rsplit("\n", 1)
+    there = {"q": q, "k": k, "v": v, "dout": dout}
+    exec(lines, there)
+    assert q.grad.shape == there["dq"].shape == q.shape
+    there |= {name: x.detach().numpy() for name, x in (("q", q), ("k", k), ("v", v))}
+    exec(reference, there)
+    full, _ = there["sandbox"].attention_forward(there["q"], there["k"], there["v"], causal=True)
+    assert np.abs(full - there["ref"]).max() < 1e-2
