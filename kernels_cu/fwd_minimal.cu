@@ -33,7 +33,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     head.to_queries(Q, O), head.to_keys(K, V);
 
     for (int d = 0; d < HEAD_DIM; ++d)
-        Q_smem[d * BLOCK_M + t] = query_row < score.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
+        Q_smem[d * BLOCK_M + t] = query_row < head.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
     for (int d = 0; d < HEAD_DIM_V; ++d) O_smem[d * BLOCK_M + t] = 0.0f;
     float m = -INF, l = 0.0f;
 
