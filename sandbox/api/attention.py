@@ -112,7 +112,7 @@ def attention_varlen(
     what, arrays = ragged(what, arrays, offsets, (max_seqlen_q, max_seqlen_k))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
-            raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D), three dimensions")
+            raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
     heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
     out, lse = attend((*heads_first, *arrays), what, causal, scale, kernel, tile, backend)
     out = out[0].swapaxes(0, 1)

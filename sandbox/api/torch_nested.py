@@ -33,6 +33,6 @@ def _packed(name: str, x: Tensor) -> Tensor:
     packed = x.transpose(1, 2)
     if packed._ragged_idx != 1 or packed.lengths() is not None:
         raise UnsupportedProblem(
-            f"{name} is nested in another dimension than its third, or has gaps: pass a transpose(1, 2) of (B, j, heads, D)"
+            f"{name} has gaps, or is ragged elsewhere: pass the transpose(1, 2) of a nested (B, j, heads, D)"
         )
     return packed

@@ -1,8 +1,8 @@
 """Attention whose scores are more than scale and causal, as PyTorch knows operations.
 
 "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option that is a
-tensor, a list for those of a user's own score and a ragged batch's cu_seqlens, and a text for the rest. Otherwise they are as those of `torch_op`, but
-for torch.func.vmap, which they refuse.
+tensor, a list for those of a user's own score and a ragged batch's cu_seqlens, and a text for the rest. Otherwise they
+are as those of `torch_op`, but for torch.func.vmap, which they refuse.
 """
 
 from __future__ import annotations

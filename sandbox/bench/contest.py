@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..api.passes import attention_forward
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import COMPUTATIONS, Kernel
 from ..core.problem import Problem
@@ -27,8 +26,9 @@ from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
 from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
-from . import environment
-from .given import Given, asked_of, given_to
+from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
+from . import environment, ragged
+from .given import Given, forward_of, given_to
 from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
@@ -73,7 +73,7 @@ def _scores(dtype: str) -> list[Problem]:
 
 
 GRIDS: dict[str, Callable[[str], list[Problem]]] = {
-    "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores
+    "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores, "ragged": ragged.problems
 }  # fmt: skip
 DOCUMENTS = Path(__file__).with_name("documents.py")
 
@@ -121,7 +121,7 @@ def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem
 
     if kernel.computes == "forward":
         return {"O": q.new_empty((*q.shape[:3], problem.Dv)), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
-    out, lse = attention_forward(q, k, v, **asked_of(problem, given))
+    out, lse = forward_of(problem, q, k, v, given)
     gradients = (x.new_empty(x.shape) for x in (q, k, v))
     return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
 
@@ -208,7 +208,7 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     import torch
 
     p, generator = problem, torch.Generator(device).manual_seed(seed)
-    queries, keys = (p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D)
+    queries, keys = (p.batches, p.H, p.rows[0], p.D), (p.batches, p.Hk, p.rows[1], p.D)
     values, results = (*keys[:3], p.Dv), (*queries[:3], p.Dv)
     shapes = (queries, keys, values, *([results] if computes == "backward" else []))
     dtype = getattr(torch, p.dtype)
@@ -217,8 +217,10 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
 
 def expectation(
     problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None
-) -> Expected | ExpectedGradients:
+) -> Expected | ExpectedGradients | ExpectedSequences:
     """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
+    if problem.ragged:
+        return expect_sequences(problem, inputs, computes, given or {})
     if computes == "backward":
         q, k, v, dout = inputs
         return expect_gradients(problem, q, k, v, dout, given=given)
@@ -283,10 +285,12 @@ def _enter(
     problem: Problem,
     inputs: tuple[Any, ...],
     given: Given,
-    expected: Expected | ExpectedGradients,
+    expected: Expected | ExpectedGradients | ExpectedSequences,
     stopwatch: Stopwatch,
 ) -> _Entry:
     try:
+        if problem.ragged and not (contender.kernel or contender.ragged):
+            raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
         ready = contender.prepare(problem, *inputs, **({} if problem.plain else {"given": given}))
         verdict = expected.check(ready.poison, ready.launch)
         if verdict.message:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from .errors import SpecError
 from .integers import cdiv, integer
+from .normalise import Window, lengths_of, normalise_window, number, sizes_of
 from .score import Score
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
 Causal = Literal[False, "bottom-right", "top-left"]
-Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
 
 
 def normalise_causal(causal: bool | str) -> Causal:
@@ -44,7 +44,7 @@ class Problem:
 
     A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
     (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
-    knows, unless `lengths`, a pair (queries, keys) for each sequence, says it, from which B, Sq, Sk and `ragged` follow.
+    knows, unless `lengths` says it, a pair (queries, keys) for each, from which B, Sq, Sk and `ragged` follow.
     """
 
     B: int
@@ -85,9 +85,9 @@ class Problem:
         set_(self, "causal", normalise_causal(self.causal))
         if self.Dv == 0:
             set_(self, "Dv", self.D)
-        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else _number("scale", self.scale))
-        set_(self, "window", _window(self.window))
-        set_(self, "softcap", _number("softcap", self.softcap or 0.0))
+        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else number("scale", self.scale))
+        set_(self, "window", normalise_window(self.window))
+        set_(self, "softcap", number("softcap", self.softcap or 0.0))
         if self.softcap < 0:
             raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
         self._check_tensors()
@@ -141,6 +141,7 @@ class Problem:
     def from_shape(cls, shape: str, **semantics: Any) -> Problem:
         """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, D also as D/Dv, and the other fields by name.
 
+        `lengths` makes it a ragged batch, B and S then being those of its sequences: pairs, or text as "64,128x256".
         `alibi` may also be True, one slope a head; `bias` and `mask` also text of four numbers, or of the names of
         what they are, such as "1,H,Sq,Sk".
         """
@@ -160,11 +161,15 @@ class Problem:
         if len(widths) == 2 and not Dv:
             raise SpecError(f"shape {shape!r}: Dv=0: v must be at least 1 wide")
         sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}
+        if isinstance(semantics.get("lengths"), str):
+            semantics["lengths"] = lengths_of(semantics["lengths"])
+        if pairs := semantics.get("lengths"):
+            sizes |= {"B": len(pairs), "Sq": max(q for q, _ in pairs), "Sk": max(k for _, k in pairs)}
         if semantics.get("alibi") is True:
             semantics["alibi"] = (sizes["H"],)
         for name in ("bias", "mask"):
             if isinstance(semantics.get(name), str):
-                semantics[name] = _sizes(name, semantics[name], {**sizes, "S": sizes["Sk"]})
+                semantics[name] = sizes_of(name, semantics[name], {**sizes, "S": sizes["Sk"]})
         return cls(**sizes, Hk=Hk, Dv=Dv, **semantics)  # type: ignore[arg-type]
 
     def as_json(self) -> dict[str, Any]:
@@ -307,34 +312,3 @@ class Problem:
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise SpecError(f"{name}={value!r} must be a number") from None
-    if not math.isfinite(number):
-        raise SpecError(f"{name}={number!r} must be finite")
-    return number
-
-
-def _window(window: Any) -> Window:
-    """`window=` as people write it. Raises SpecError."""
-    if window is None:
-        return None, None
-    try:
-        left, right = window
-        return tuple(None if n is None else integer("window", n, 0) for n in (left, right))  # type: ignore[return-value]
-    except (TypeError, ValueError):  # SpecError among them
-        raise SpecError(
-            f"window={window!r} must be (left, right): keys to either side, each an integer >= 0, or None for no bound"
-        ) from None
-
-
-def _sizes(name: str, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
-    """Numbers, or names of what they are, with commas between."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() or part in known for part in parts):
-        raise SpecError(f"{name} {text!r} must be four numbers with commas between, or names: 1,H,Sq,Sk")
-    return tuple(int(part) if part.isdecimal() else known[part] for part in parts)

@@ -57,7 +57,7 @@ def encode_for_host(address: int, box: Box, dtype: str) -> None:
 
 
 class MapSlot:
-    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there, which begins
+    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there. It begins
     `before` bytes before the tensor."""
 
     def __init__(self, address: int, box: Box, before: int, dtype: str, encode: Encode):
@@ -93,7 +93,7 @@ def new_map() -> TensorMap:
 def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> tuple[Box, int]:
     """The map of a tensor of the problem, with boxes of so many rows, and how many bytes before the tensor it begins.
 
-    Of a ragged batch it has room for one sequence of the greatest length, and begins that many rows before the tensor. A
+    Of a ragged batch it has room for a sequence of the greatest length, and begins that many rows before the tensor. A
     box at row greatest - length + i of batch entry first + length then lies at row first + i of the tensor, and what of
     it is beyond `length` rows is outside of the map: the hardware keeps sequences apart. Nothing before the tensor is
     ever touched.

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..launch.dlpack import numpy_dtype
 from .scores import hide_nan, option_cases, score_inputs
-from .sequences import by_sequence, forward, offsets_of
+from .sequences import by_sequence, forward, offsets_of, ragged_problems
 
 Array = NDArray[Any]
 Inputs = tuple[Array, Array, Array]
@@ -85,29 +84,9 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
 
 
 def ragged_cases(kernel: Kernel) -> Iterator[Case]:
-    """Sequences of no row, of one, of more queries than keys and of fewer, by themselves and with every option."""
-    M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
-    layouts, heads, widths = itertools.cycle(("bshd", "bhsd", "offset")), itertools.cycle(_HEADS), (64, 32, 128)
-    lengths = itertools.cycle(
-        (
-            ((0, 5), (77, 97), (1, 1), (M + 5, N + 13), (5, 0), (33, 1)),
-            ((N, N), (0, 0), (2 * M, 17), (M - 1, N - 1)),
-            ((130, 130), (1, 200)),
-        )
-    )
-
-    def problem_of(small: bool = False, **fields: Any) -> Problem:
-        own = ((9, 20), (0, 3), (40, 17), (1, 1)) if small else next(lengths)
-        H, Hk = (4, 2) if small else next(heads)
-        return Problem(0, H, 0, 0, fields.pop("D", 32), Hk=Hk, lengths=own, **fields)
-
-    for n, (dtype, causal) in enumerate(itertools.product(kernel.dtypes, (False, "bottom-right", "top-left"))):
-        problem, layout = problem_of(D=widths[n % 3], dtype=dtype, causal=causal), next(layouts)
-        if kernel.refuses(problem) is None:
-            yield Case(f"{problem} {layout}", problem, layout=layout)
-    for name, problem in option_cases(kernel, partial(problem_of, small=True)):
-        if kernel.refuses(problem) is None:
-            yield Case(f"{name}: {problem}", problem)
+    """Ragged batches, plain and with every option."""
+    for name, problem, layout in ragged_problems(kernel):
+        yield Case(name, problem, layout=layout)
 
 
 def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:

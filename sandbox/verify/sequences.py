@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import SpecError
+from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..reference import Part, attention
-from .scores import reference_options
+from .scores import option_cases, reference_options
 
 Array = NDArray[Any]
 Compute = Callable[[Mapping[str, Array], Mapping[str, Any]], Mapping[str, Array]]
@@ -62,8 +64,8 @@ def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, A
 
 
 def by_sequence(p: Problem, given: Mapping[str, Array], compute: Compute) -> dict[str, Array]:
-    """What `compute` makes of `given` and of what the reference is told of it: of a ragged batch of each sequence alone,
-    put together as kernels do, the gradients of bias and sink summed up."""
+    """What `compute` makes of `given` and of what the reference is told of it. Of a ragged batch: of each sequence
+    alone, put together as kernels do, the gradients of bias and sink summed up."""
     if not p.ragged:
         return dict(compute(given, reference_options(p, given)))
     shapes = {"dbias": p.bias, "dsink": (p.H,)}
@@ -77,3 +79,31 @@ def by_sequence(p: Problem, given: Mapping[str, Array], compute: Compute) -> dic
             whole = found.setdefault(name, np.zeros(shape, x.dtype))
             whole[sequence.place(name, whole)] += x
     return found
+
+
+def ragged_problems(kernel: Kernel) -> Iterator[tuple[str, Problem, str]]:
+    """(name, problem, layout) of what `kernel` takes: sequences of no row, of one, of more queries than keys and of
+    fewer, by themselves and with every option."""
+    M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
+    layouts, heads = itertools.cycle(("bshd", "bhsd", "offset")), itertools.cycle(((2, 2), (4, 2), (6, 1)))
+    widths = (64, 32, 128)
+    lengths = itertools.cycle(
+        (
+            ((0, 5), (77, 97), (1, 1), (M + 5, N + 13), (5, 0), (33, 1)),
+            ((N, N), (0, 0), (2 * M, 17), (M - 1, N - 1)),
+            ((130, 130), (1, 200)),
+        )
+    )
+
+    def problem_of(small: bool = False, **fields: Any) -> Problem:
+        own = ((9, 20), (0, 3), (40, 17), (1, 1)) if small else next(lengths)
+        H, Hk = (4, 2) if small else next(heads)
+        return Problem(0, H, 0, 0, fields.pop("D", 32), Hk=Hk, lengths=own, **fields)
+
+    for n, (dtype, causal) in enumerate(itertools.product(kernel.dtypes, (False, "bottom-right", "top-left"))):
+        problem, layout = problem_of(D=widths[n % 3], dtype=dtype, causal=causal), next(layouts)
+        if kernel.refuses(problem) is None:
+            yield f"{problem} {layout}", problem, layout
+    for name, problem in option_cases(kernel, partial(problem_of, small=True)):
+        if kernel.refuses(problem) is None:
+            yield f"{name}: {problem}", problem, "bhsd"
