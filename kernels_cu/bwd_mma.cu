@@ -32,7 +32,8 @@ __device__ constexpr int padded(int columns, int width) { return columns >= widt
 constexpr int D_PAD = padded(LEAST_COLUMNS, HEAD_DIM);  // a power of two; the columns from HEAD_DIM on are zeros
 constexpr int DV_PAD = padded(LEAST_COLUMNS, HEAD_DIM_V);
 constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, V_COLS = DV_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
-constexpr int SUB_M = QUERIES < 32 || Head::STEEP || Head::LOOKS_UP ? 16 : 32;  // queries at a time
+constexpr bool SPARE = !Head::LINEAR || Head::SCATTERED || WINDOW || KEY_LENGTHS;  // with more, options spill
+constexpr int SUB_M = QUERIES < 32 || SPARE ? 16 : 32;                             // queries at a time
 using Tile = Swizzled<D_PAD>;                       // rows of Q, K
 using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
 using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T

@@ -254,17 +254,17 @@ __device__ __forceinline__ void add_shared_values(Rows& rows, const unsigned (&P
 // One K/V tile. MASKED: some row of the block may not see all of it; where that is seldom (TWO_LOOPS), in small steps, as
 // soon as no row of the warp sees more it ends.
 template <bool MASKED>
-__device__ __forceinline__ void attend(Rows& rows, const Score& score, int first_row, int n0, const char* Q_smem,
+__device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_row, int n0, const char* Q_smem,
                                        char* stage, const Places& places) {
     constexpr bool SMALL = MASKED && TWO_LOOPS == ON;
     constexpr int KEYS = SPLIT_Q == OFF ? BLOCK_N / WARPS : SMALL ? 16 : SUB_N;
     constexpr int STRIDE = SPLIT_Q == OFF ? BLOCK_N : KEYS;
-    const float exponent = FOLDED_SCALE == ON ? score.scale * 1.4426950408889634f : 1.0f;  // log2(e)
+    const float exponent = FOLDED_SCALE == ON ? head.unit * Head::LOG2E : 1.0f;
     const float margin = MARGIN / exponent;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll (SMALL ? 1 : BLOCK_N / STRIDE)
     for (int n = SPLIT_Q == OFF ? warp_index() * KEYS : 0; n < BLOCK_N; n += STRIDE) {
-        if (SMALL && n0 + n >= score.key_end(first_row + 16 * M_TILES)) break;
+        if (SMALL && n0 + n >= head.keys(first_row, first_row + 16 * M_TILES).end) break;
         float S[M_TILES][KEYS / 8][4] = {};
         dot_products<KEYS>(S, rows, Q_smem, stage, n, places);
 
@@ -279,8 +279,8 @@ __device__ __forceinline__ void attend(Rows& rows, const Score& score, int first
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
                     const int query_row = first_row + 16 * mt + 8 * half + g, key_col = n0 + n + i / 2 * 8 + 2 * q + i % 2;
-                    if (FOLDED_SCALE == OFF) s *= score.scale;
-                    if (MASKED && !score.sees(query_row, key_col)) s = -INF;
+                    if (FOLDED_SCALE == OFF) s *= head.unit;
+                    if (MASKED && !head.sees(query_row, key_col)) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }
                 exceeds |= top[mt][half] > rows.m[mt][half] + margin;
@@ -312,8 +312,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_ladder(
     const int own_row = SPLIT_Q == ON ? warp * 16 * M_TILES : 0, own_chunk = SPLIT_Q == ON ? 0 : warp * COLUMNS / 8;
     const dtype* const K_head = K.row(b, h / group, 0);
     const dtype* const V_head = V.row(b, h / group, 0);
-    const int tiles = (max(score.key_end(m0 + BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
-    const int whole = TWO_LOOPS == ON ? max(score.key_all(m0), 0) / BLOCK_N : 0;  // of them, seen whole by every row
+    const Head head(score, b, h);
+    const int tiles = (max(head.keys(m0, m0 + BLOCK_M).end, 0) + BLOCK_N - 1) / BLOCK_N;
+    // The first of them, every row sees whole.
+    const int whole = TWO_LOOPS == ON ? max(head.keys_seen_by_all(m0, m0 + BLOCK_M).end, 0) / BLOCK_N : 0;
     const auto fill_stage = [&](int j) {
         char* const stage = stages + j % STAGES * STAGE;
         copy_tile<BLOCK_N>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
@@ -342,12 +344,12 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_ladder(
 #pragma unroll 1
     for (; j < whole; ++j) {
         arrive(j);
-        attend<false>(rows, score, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, places);
+        attend<false>(rows, head, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, places);
     }
 #pragma unroll 1
     for (; j < tiles; ++j) {
         arrive(j);
-        attend<true>(rows, score, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, places);
+        attend<true>(rows, head, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, places);
     }
 
 #pragma unroll

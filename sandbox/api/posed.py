@@ -27,7 +27,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
         if view.shape[0] != q.shape[0]:
             raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
     if k.shape[3] != q.shape[3]:
-        raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: B and D must be the same")
+        raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: D must be the same")
     if v.shape[:3] != k.shape[:3]:
         raise UnsupportedProblem(f"k has shape {k.shape} and v {v.shape}: they must be the same, but for v's width")
     B, H, Sq, D = q.shape

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sandbox.spec import Problem, Score
+from sandbox.core.problem import Problem
+from sandbox.core.score import Score
 
 
 def score(problem: Problem) -> Score:

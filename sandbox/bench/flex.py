@@ -36,12 +36,10 @@ def _of_file(p: Problem, given: Mapping[str, Any]) -> tuple[list[Mod], list[Mod]
 
 
 def _scores(p: Problem, given: Mapping[str, Any]) -> list[Mod]:
-    import torch
-
     found: list[Mod] = []
     if p.softcap:
         cap = p.softcap
-        found.append(lambda x, b, h, i, j: cap * torch.tanh(x / cap))
+        found.append(lambda x, b, h, i, j: cap * (x / cap).tanh())
     if p.alibi:
         slopes, shift = given["slopes"].expand(p.B, p.H), p.diagonal
         found.append(lambda x, b, h, i, j: x - slopes[b, h] * (i + shift - j).abs())

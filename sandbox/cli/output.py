@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..core.problem import Problem
+
 T = TypeVar("T")
 
 
@@ -47,7 +49,7 @@ def print_json_rows(rows: Iterable[T]) -> Iterator[T]:
 def plain(value: object) -> object:
     """As JSON has it: a NaN or an infinity, which it cannot write, becomes null; what a dataclass keeps out of its repr
     is for this process alone."""
-    if hasattr(value, "as_json"):  # a problem, a score: they know what of them is worth writing
+    if isinstance(value, Problem):  # which options are absent it knows itself
         return plain(value.as_json())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}

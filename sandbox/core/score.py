@@ -45,8 +45,9 @@ class Score:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
     blocks: Any = None
-    structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False)  # all that two equal ones share
-    described: Score = field(init=False)  # the same without the tensors' numbers: keeps no array alive
+    # All that two equal ones share; and the same without the tensors' numbers, which keeps no array alive.
+    structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
+    described: Score = field(init=False, repr=False)
     on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
 
     def __post_init__(self) -> None:

@@ -74,7 +74,7 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
 
     def problem_of(**fields: Any) -> Problem:
-        return Problem(2, 4, *next(sizes), 64, Hk=2, **fields)
+        return Problem(2, 4, *next(sizes), 64 if kernel.max_D >= 64 else kernel.max_D, Hk=2, **fields)
 
     for name, problem in option_cases(kernel, problem_of):
         layout, inputs = next(places)

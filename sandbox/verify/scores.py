@@ -64,7 +64,8 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
         p = problem(dtype=kernel.dtypes[n % len(kernel.dtypes)], causal=masks[n % 3 if n % 2 else 0])
         for name in names:
             p = dataclasses.replace(p, **OPTIONS[name](p))
-        yield " + ".join(names), p
+        if kernel.refuses(p) is None:
+            yield " + ".join(names), p
 
 
 def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:

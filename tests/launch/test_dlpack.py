@@ -99,7 +99,7 @@ REFUSED = [
     (lambda: None, "NoneType is not an array"),
     (lambda: np.float32(1.0), "float32 is not an array"),
     (lambda: np.zeros(3, np.float64), "dtype float64 (NumPy) is not supported"),
-    (lambda: np.zeros(3, np.int32), "dtype int32 (NumPy)"),
+    (lambda: np.zeros(3, np.int16), "dtype int16 (NumPy)"),
     (lambda: np.zeros(3, ">f4"), "dtype >f4 is not in this machine's byte order"),
     (lambda: torch.zeros(3, dtype=torch.complex64).conj().imag, "a lazily negated tensor is not supported"),
     (lambda: torch.zeros(3, dtype=torch.float64), "dtype float64 (PyTorch)"),

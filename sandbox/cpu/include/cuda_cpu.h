@@ -304,7 +304,7 @@ template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each)
     asm(".globl " #name "\n.type " #name ", %tls_object\n.set " #name ", sandbox_dynamic_smem\n");
 #define SANDBOX_ENTRY(name) \
     extern "C" void sandbox_entry_##name(void** args) { cpu::call(&name, args); } \
-    extern "C" unsigned sandbox_parameters_##name(unsigned* each) { return cpu::parameters(&name, each); }
+    extern "C" unsigned sandbox_parameters_##name(unsigned* sandbox_each) { return cpu::parameters(&name, sandbox_each); }
 
 extern "C" {
 extern thread_local char sandbox_dynamic_smem[];
