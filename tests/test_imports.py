@@ -160,6 +160,7 @@ def test_one_seam_to_array_libraries() -> None:
             "bench.contest",
             "bench.given",
             "bench.peers",
+            "bench.ragged",
             "bench.timing",
             "api.torch_op",
             "api.torch_nested",

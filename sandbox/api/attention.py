@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
-from .asked import Asked, asked, ragged
+from .asked import CU_SEQLENS, Asked, asked, ragged
 from .passes import run_forward
 
 if TYPE_CHECKING:
@@ -113,6 +113,9 @@ def attention_varlen(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
+    for name, x in zip(CU_SEQLENS, offsets, strict=True):
+        if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
+            raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
     heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
     out, lse = attend((*heads_first, *arrays), what, causal, scale, kernel, tile, backend)
     out = out[0].swapaxes(0, 1)

@@ -51,8 +51,6 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
     """How many sequences there are, and how many queries and keys one has at most."""
     queries, keys = (views[name] for name in CU_SEQLENS)
     for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
-        if view.dtype != "int32":
-            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be int32")
         if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
             raise UnsupportedProblem(
                 f"{name} has shape {view.shape}: it must be (B + 1,), the same for queries and keys"

@@ -361,7 +361,9 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("q has shape (4, 9, 16): it must be (B, heads, S, D)", q[0], k, v)
     refused("q has shape (2, 4, 9, 16) and k (1, 4, 9, 16): B must be the same", q, k[:1], v[:1])
     refused("q has shape (2, 4, 9, 16) and k (2, 4, 9, 8): D must be the same", q, k[..., :8], v)
-    refused("k has shape (2, 4, 9, 16) and v (2, 4, 8, 16): they must be the same, but for v's width", q, k, v[:, :, :8])
+    refused(
+        "k has shape (2, 4, 9, 16) and v (2, 4, 8, 16): they must be the same, but for v's width", q, k, v[:, :, :8]
+    )
     refused("q has H=4 heads and k has 3: H must be a multiple", q, k[:, :3], v[:, :3])
     refused("q has stride 2 in D: it must be 1", q[..., ::2], k[..., ::2], v[..., ::2])
     refused("q has shape (2, 4, 9, 0): its width must be at least 1", q[..., :0], k[..., :0], v[..., :0])
