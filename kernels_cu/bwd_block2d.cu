@@ -172,8 +172,10 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                     const int query_row = BY_KEY ? walked : owned, key_col = BY_KEY ? owned : walked;
                     const bool pair = head.counts(query_row, key_col);
                     const Dual p = head.P(P[i][j], pair ? LSE[row + query_row] : 0.0f, query_row, key_col);
-                    P[i][j] = pair ? p.value : 0.0f;
-                    dS[i][j] = pair ? p.value * (dS[i][j] - delta[row + query_row]) * p.derivative : 0.0f;
+                    const bool kept = head.keeps(query_row, key_col);
+                    P[i][j] = pair ? head.thinned(p.value, kept) : 0.0f;
+                    const float dP = head.thinned(dS[i][j], kept);
+                    dS[i][j] = pair ? p.value * (dP - delta[row + query_row]) * p.derivative : 0.0f;
                 }
 
             const int m0 = BY_KEY ? walked0 : owned0, n0 = BY_KEY ? owned0 : walked0;

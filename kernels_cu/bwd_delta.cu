@@ -143,7 +143,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_delta_bias(
                             if (!head.counts(query_row, key_col)) continue;
                             const long long row = first + query_row;
                             const Dual P = head.P<true>(S[r][c], LSE[row], query_row, key_col);
-                            sums[r][c] += P.value * (dP[r][c] - delta[row]) * P.derivative;
+                            const float left = head.thinned(dP[r][c], head.keeps(query_row, key_col));
+                            sums[r][c] += P.value * (left - delta[row]) * P.derivative;
                         }
                 }
             }

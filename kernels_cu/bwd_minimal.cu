@@ -73,8 +73,10 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
             for (int i = 0; i < BLOCK_M; ++i) {
                 const bool counts = counting(i);
                 const Dual P = head.P(P_rmem[i], counts ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
-                P_rmem[i] = counts ? P.value : 0.0f;
-                dS_rmem[i] = counts ? P.value * (dS_rmem[i] - delta[first + m0 + i]) * P.derivative : 0.0f;
+                const bool kept = head.keeps(m0 + i, key_col);
+                P_rmem[i] = counts ? head.thinned(P.value, kept) : 0.0f;
+                const float dP = head.thinned(dS_rmem[i], kept);
+                dS_rmem[i] = counts ? P.value * (dP - delta[first + m0 + i]) * P.derivative : 0.0f;
             }
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM_V; ++d) {
@@ -139,7 +141,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
         const unsigned long long seen = head.look_up<BLOCK_N>(query_row, n0, true);
         for (int j = 0; j < BLOCK_N; ++j) {
             const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
-            dS_rmem[j] = P.value * (dS_rmem[j] - own_delta) * P.derivative;
+            const float dP = head.thinned(dS_rmem[j], head.keeps(query_row, n0 + j));
+            dS_rmem[j] = P.value * (dP - own_delta) * P.derivative;
         }
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM; ++d) {

@@ -32,8 +32,9 @@ __device__ constexpr int padded(int columns, int width) { return columns >= widt
 constexpr int D_PAD = padded(LEAST_COLUMNS, HEAD_DIM);  // a power of two; the columns from HEAD_DIM on are zeros
 constexpr int DV_PAD = padded(LEAST_COLUMNS, HEAD_DIM_V);
 constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, V_COLS = DV_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
-constexpr bool SPARE = !Head::LINEAR || Head::SCATTERED || WINDOW || KEY_LENGTHS;  // with more, options spill
-constexpr int SUB_M = QUERIES < 32 || SPARE ? 16 : 32;                             // queries at a time
+constexpr bool SPARE = !Head::LINEAR || Head::SCATTERED || WINDOW || KEY_LENGTHS ||
+                       (DROPOUT && SHARE == 1);  // with more, options spill
+constexpr int SUB_M = QUERIES < 32 || SPARE ? 16 : 32;    // queries at a time
 using Tile = Swizzled<D_PAD>;                       // rows of Q, K
 using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
 using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
@@ -166,8 +167,20 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
                 P[nt / 2][i / 2][nt % 2 * 2 + i % 2] = pack(ex2(fmaf(s0, exponent, shift0)), ex2(fmaf(s1, exponent, shift1)));
             }
         }
+        unsigned kept = 0;  // a bit for each element, those of a register 16 bits apart
 #pragma unroll
-        for (int step = 0; step < SUB_M / 16; ++step) add_step(dV, P[step], dO_tile + first * V_ROW, 16 * step, V_columns);
+        for (int step = 0; step < SUB_M / 16; ++step) {
+            unsigned left[2][4];
+            Head::Kept blocks[2];
+            head.keep_along_keys(blocks, m0 + first + 16 * step, n0 + warp.keys);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const unsigned mask = blocks[i / 4].mask(i % 4);
+                left[i / 4][i % 4] = P[step][i / 4][i % 4] & mask;
+                kept |= mask & 0x10001u << (8 * step + i);
+            }
+            add_step(dV, left, dO_tile + first * V_ROW, 16 * step, V_columns);
+        }
 
         float dP[2][SUB_M / 8][4] = {};
         dot_products(dP, K_tile + K_BYTES + warp.keys * V_ROW, dO_tile + first * V_ROW, V_rows, dO_rows);
@@ -180,7 +193,9 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
                 const int mt = i / 2, half = i % 2;
                 const unsigned packed = P[nt / 2][mt][nt % 2 * 2 + half];
                 const float2 p = unpack(packed);
-                float ds0 = p.x * (dP[mt][nt][2 * half] - delta.x), ds1 = p.y * (dP[mt][nt][2 * half + 1] - delta.y);
+                const unsigned pair = kept >> (nt / 2 * 8 + 4 * mt + nt % 2 * 2 + half) & 0x10001u;
+                float ds0 = p.x * (head.thinned(dP[mt][nt][2 * half], pair & 1) - delta.x);
+                float ds1 = p.y * (head.thinned(dP[mt][nt][2 * half + 1], pair >> 16) - delta.y);
                 if (Head::STEEP) {
                     const float2 dx = unpack(derivative[Head::STEEP ? nt / 2 : 0][mt][nt % 2 * 2 + half]);
                     ds0 *= dx.x, ds1 *= dx.y;
@@ -189,7 +204,7 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
                 dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
                 char* to = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
                 *reinterpret_cast<unsigned*>(to) = ds;
-                if (SHARE > 1) *reinterpret_cast<unsigned*>(to + P_BYTES) = packed;
+                if (SHARE > 1) *reinterpret_cast<unsigned*>(to + P_BYTES) = DROPOUT ? packed & pair * 0xffffu : packed;
             }
         }
 #pragma unroll
@@ -352,7 +367,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 
     __syncthreads();  // everybody has used K and V before dK and dV take their place
     stage_rows<COLS>(smem, dK_rmem, score.scale);
-    stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, 1.0f);
+    stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, Head::dropout_factor(score));
     __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
     store_rows<D_PAD, HEAD_DIM>(dK, sequence, kv_head, n0(), smem);
     store_rows<DV_PAD, HEAD_DIM_V>(dV, sequence, kv_head, n0(), smem + K_BYTES);

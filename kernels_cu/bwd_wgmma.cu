@@ -32,6 +32,8 @@ constexpr unsigned THREADS = 384;
 
 constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
+// dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
+constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -213,7 +215,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     const unsigned tiles = walk.tiles();
     const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
-    const auto release = [&](unsigned empty, unsigned i) { if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i)); };
+    const auto release = [&](unsigned empty, unsigned i) {
+        __syncwarp();  // all lanes have read LSE and delta
+        if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
+    };
     // S^T or dP^T: the consumer's keys times its queries.
     const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
         const SmemAddress smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are
@@ -322,24 +327,52 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
             if (LATE_DQ) named_barrier_arrive(next_turn, 256);
+            unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
+            const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
+            const Head bound(score, b, kv_head * group + head);
+#pragma unroll
+            for (int begin = 0; begin < (DROPOUT ? QUERIES : 0); begin += 64) {
+#pragma unroll 1  // side by side they would spill
+                for (int step = 0; step < (QUERIES < 64 ? QUERIES : 64) / 16; ++step) {
+                    Head::Kept block[1];
+                    bound.keep_along_keys(block, first_query + begin + 16 * step, n0 + own_keys + warp % 4 * 16);
+                    unsigned bits = 0;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) bits |= block[0].mask(k) & 0x10001u << k;
+                    kept[begin / 64] |= bits << 4 * step;
+                }
+            }
+            const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
+#pragma unroll
+                for (int k = 0; k < QUERIES / 4; ++k)
+                    left[k / 4][k % 4] = DROPOUT ? P[k / 4][k % 4] & pair_kept(k / 4, k % 4) * 0xffffu : P[k / 4][k % 4];
+            };
             if (SHARED_KEYS) {
-                store_pairs(pairs_at(base + P_at), warp % 4 * 2, P);
+                unsigned left[QUERIES / 16][4];
+                drop(left);
+                store_pairs(pairs_at(base + P_at), warp % 4 * 2, left);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
-            add_rows(dV_rmem, P, P_at, dO_at, begun);
+            if (!DROP_IN_PLACE) add_rows(dV_rmem, P, P_at, dO_at, begun);
             if (LATE_DQ && !FIRST) {
                 await_dS(i - 1);
                 multiply_dQ(dQ, dS_before);
             }
 
-            wgmma_wait<1 + (LATE_DQ && !FIRST)>();  // for dP^T
+            wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !FIRST)>();  // for dP^T
             wgmma_settled(dP);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
-                dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - row_delta.x), p.y * (dP[k + 1] - row_delta.y));
+                const unsigned pair = pair_kept(k / 8, k / 2 % 4);
+                const float dP0 = bound.thinned(dP[k], pair & 1), dP1 = bound.thinned(dP[k + 1], pair >> 16);
+                dS[k / 8][k / 2 % 4] = pack(p.x * (dP0 - row_delta.x), p.y * (dP1 - row_delta.y));
+            }
+            if (DROP_IN_PLACE) {
+                drop(P);
+                add_rows(dV_rmem, P, P_at, dO_at, begun);
             }
             store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
             if (!LATE_DQ) {
@@ -398,7 +431,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             stmatrix_x4(base + tile + Keys::chunk(own_keys + warp % 4 * 16 + lane % 16, column), pair[0], pair[1], pair[2], pair[3]);
         }
     };
-    store_rows(V_AT, dV_rmem, 1.0f);
+    store_rows(V_AT, dV_rmem, Head::dropout_factor(score));
     store_rows(K_AT, dK_rmem, score.scale);
     fence_proxy_async();
     named_barrier_sync(own_barrier, 128);  // the consumer's part is whole before it is sent

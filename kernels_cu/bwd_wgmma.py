@@ -25,6 +25,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
     if p.softcap or p.alibi or p.bias or p.mask or p.score or p.Dv != p.D:
         return "softcap, alibi, bias, mask, score and another width of v are not built (bwd_mma takes them)"
+    if p.dropout and p.D <= 64:
+        return f"D={p.D} with dropout is not built: it spills (bwd_mma takes it)"
     if p.D % 8:
         return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
     if p.alignment < 16:
@@ -51,7 +53,6 @@ kernel = Kernel(
     name="bwd_wgmma",
     computes="backward",
     rung=4,
-    default=True,
     summary="Hopper's warpgroup MMA, fed by TMA; dQ leaves by bulk reductions that L2 carries out",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),

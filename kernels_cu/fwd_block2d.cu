@@ -146,7 +146,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             for (int j = 0; j < COLS; ++j) {
                 const float p = exp2f(LOG2E * (S_rmem[i][j] - shift));
                 l[i] += p;
-                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = p;
+                const bool kept = head.keeps(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X);
+                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = kept ? p : 0.0f;
             }
 #pragma unroll
             for (int c = 0; c < O_COLS; ++c) O_rmem[i][c] *= alpha;

@@ -60,6 +60,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
         for (int j = 0; j < BLOCK_N; ++j) {
             S_rmem[j] = expf(S_rmem[j] - shift);  // P
             row_sum += S_rmem[j];
+            if (!head.keeps(query_row, n0 + j)) S_rmem[j] = 0.0f;
         }
         l = alpha * l + row_sum;
         m = m_new;

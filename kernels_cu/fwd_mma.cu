@@ -183,6 +183,10 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                     P[mt][nt / 2][nt % 2 * 2 + half] = pack(p0, p1);
                 }
             }
+            Head::Kept kept[KEYS / 16];
+            head.keep_along_queries(kept, first_row + 16 * mt, n0 + n);
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; ++i) P[mt][i / 4][i % 4] = kept[i / 4].left(i % 4, P[mt][i / 4][i % 4]);
         }
 
 #pragma unroll

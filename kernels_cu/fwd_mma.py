@@ -24,6 +24,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What an MMA step, the register file and an SM's shared memory ask of a tile."""
     rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
+    most = 6144 if p.dropout else 8192
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
@@ -33,11 +34,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             rows == 16 or not (p.bias or p.mask or p.score),
             f"{rows} rows a warp spill with a bias, a mask or a score of one's own: 16 do not",
         ),
+        (rows == 16 or not p.dropout or columns <= 64, f"{rows} rows a warp spill with dropout at D={p.D}: 16 do not"),
         (not arch or arch < (10, 0) or t.SUB_N != 48, "SUB_N=48 spills on compute capability 10.0 and later"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
-            t.BLOCK_N * columns <= 8192,
-            f"BLOCK_N={t.BLOCK_N} rows of K at D={p.D} spill: at most 8192 elements do not",
+            t.BLOCK_N * columns <= most,
+            f"BLOCK_N={t.BLOCK_N} rows of K at D={p.D} spill: at most {most} elements do not",
         ),
         (accumulators <= 176, f"{rows} rows a warp need {accumulators} registers for S and O at D={p.D}: at most 176"),
         (

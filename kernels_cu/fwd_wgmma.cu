@@ -316,6 +316,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
             }
         };
+        const auto drop = [&](int j) {  // what dropout drops of tile j's P
+            Head::Kept kept[BLOCK_N / 16];
+            bound.keep_along_queries(kept, first_row, piece.keys_at(j));
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
+        };
         const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn
             if (CONSUMERS > 1 && j > 0) {
                 named_barrier_sync(turn, 256);
@@ -342,6 +348,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             finish_scores(lead);
             rows.raise_maximum(S, exponent);
             rows.exponentiate(P, S, exponent, rows.l);
+            drop(lead);
             if (tiles > 1) await_K(lead + 1);
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
@@ -358,6 +365,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];
                 rows.l[1] += sum[1];
+                drop(j);
                 if (j < last) await_K(j + 1);
             }
             multiply_PV(last);

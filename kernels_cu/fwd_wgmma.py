@@ -59,6 +59,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
+        (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
         (
             t.BLOCK_M < 192 or not (p.ragged and p.causal),
             "BLOCK_M=192 of a causal ragged batch spills: take 128 rows",

@@ -24,9 +24,9 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(head.query(Q, h, i)[d]) * to_float(head.key(K, h / group, j)[d]);
             const float s = head.masked(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
-            const float alpha = expf(m - shift), p = expf(s - shift);
+            const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keeps(i, j) ? p : 0.0f;
             for (int d = 0; d < OWNED_COLS_V; ++d)
-                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + p * to_float(head.key(V, h / group, j)[lane + 32 * d]);
+                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);
             l = alpha * l + p;
             m = m_new;
         }
@@ -37,7 +37,7 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
     }
 }
 
-// P and dS of query row `i` and key `j`, by all lanes of a warp.
+// P, as dO meets it, and dS of query row `i` and key `j`, by all lanes of a warp.
 struct Pair {
     float p, ds;
     __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
@@ -46,8 +46,10 @@ struct Pair {
         for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
         for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
         const Dual P = head.P(row_sum<32>(s), lse, i, j);
-        p = lse == -INF ? 0.0f : P.value;
-        ds = p * (row_sum<32>(dp) - delta) * P.derivative;
+        const bool kept = head.keeps(i, j);
+        const float before = lse == -INF ? 0.0f : P.value;  // dropout
+        p = head.thinned(before, kept);
+        ds = before * (head.thinned(row_sum<32>(dp), kept) - delta) * P.derivative;
     }
 };
 

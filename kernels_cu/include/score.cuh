@@ -10,6 +10,7 @@
 // Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
 // plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
 #pragma once
+#include "dropout.cuh"
 #include "number.cuh"
 
 // Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
@@ -40,6 +41,9 @@
 #endif
 #ifndef SCORE_SNIPPET
 #define SCORE_SNIPPET 0
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
 #endif
 #ifndef BLOCK_MAP
 #define BLOCK_MAP 0
@@ -100,6 +104,10 @@ struct Score {
 #if SOFTCAP
     float softcap;
 #endif
+#if DROPOUT
+    unsigned dropout_least;  // what an element's 16 bits, shifted up by 16, must reach to be kept
+    float dropout_factor;    // of what is kept: 1 / (1 - p), or 0 where nothing is
+#endif
 #if KEY_LENGTHS || RAGGED
     int bottom_right;  // whether `diagonal` moves with the numbers of queries and keys
 #endif
@@ -128,6 +136,9 @@ struct Score {
 #if SINK
     const float* sink;  // (H,)
     long long sink_stride;
+#endif
+#if DROPOUT
+    const unsigned long long* seed;  // of one element
 #endif
 #if BLOCK_MAP
     Broadcast<unsigned char> block_map;  // of tiles, MAP_M queries by MAP_N keys: Seen
@@ -186,6 +197,9 @@ struct Head : Sequence {
 #if SINK
     float sink;
 #endif
+#if DROPOUT
+    Dropout dropout;
+#endif
 #if BLOCK_MAP
     const unsigned char* block_map;
 #endif
@@ -217,6 +231,9 @@ struct Head : Sequence {
 #endif
 #if SINK
         sink = score.sink[h * score.sink_stride];
+#endif
+#if DROPOUT
+        dropout = {score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
 #endif
 #if BLOCK_MAP
         block_map = score.block_map.head(b, h);
@@ -354,7 +371,52 @@ struct Head : Sequence {
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
         if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
 #endif
+        row.inverse *= dropout_factor(score);
         return row;
+    }
+
+    // ---- dropout, after the softmax: LSE and l know nothing of it
+
+    static __device__ __forceinline__ float dropout_factor(const Score& score) {
+#if DROPOUT
+        return score.dropout_factor;
+#else
+        return 1.0f;
+#endif
+    }
+
+    // Whether P of a pair is kept.
+    __device__ __forceinline__ bool keeps(int query_row, int key_col) const {
+#if DROPOUT
+        return dropout.keeps(query_row, key_col);
+#else
+        return true;
+#endif
+    }
+
+    // What becomes of a pair's P, or in the backward of its dP.
+    __device__ __forceinline__ float thinned(float x, bool kept) const {
+        return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
+    }
+
+    // Which of a lane's elements of N blocks of 16 x 16 side by side, the first at (i, j), are kept: in an A operand with
+    // queries along rows (P), or with keys along rows (P^T; all lanes of a warp together).
+#if DROPOUT
+    using Kept = SomeKept;
+#else
+    using Kept = AllKept;
+#endif
+    template <int N>
+    __device__ __forceinline__ void keep_along_queries(Kept (&kept)[N], int i, int j) const {
+#if DROPOUT
+        dropout.along_queries(kept, i, j);
+#endif
+    }
+    template <int N>
+    __device__ __forceinline__ void keep_along_keys(Kept (&kept)[N], int i, int j) const {
+#if DROPOUT
+        dropout.along_keys(kept, i, j);
+#endif
     }
 
   private:

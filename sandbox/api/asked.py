@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 from ..core.errors import SpecError
 from ..core.score import Score
+from ..launch.dlpack import library_of
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
-ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths")  # options that are arrays, by the caller's words
+ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # options that are arrays, by the caller's words
 
 
 class Asked(NamedTuple):
@@ -21,6 +23,7 @@ class Asked(NamedTuple):
     window: Any = None
     softcap: float = 0.0
     score: Score | None = None
+    dropout: float = 0.0
     longest: tuple[int | None, int | None] | None = None
     results: tuple[str, ...] = ()
 
@@ -29,23 +32,40 @@ NOTHING = Asked()
 
 
 def asked(
-    window: Any, softcap: float, alibi: Any, bias: Any, mask: Any, sink: Any, key_lengths: Any, score: Score | None
-) -> tuple[Asked, tuple[Any, ...]]:
-    """(what is asked for, the arrays of its `names`); NOTHING where every option is absent."""
+    q: Any, window: Any, softcap: float, alibi: Any, bias: Any, mask: Any, sink: Any, key_lengths: Any,
+    score: Score | None, dropout: float, seed: Any,
+) -> tuple[Asked, tuple[Any, ...]]:  # fmt: skip
+    """(what is asked for, the arrays of its `names`); NOTHING where every option is absent.
+
+    A seed that is not an array becomes one of q's library, on its device; one that is None is drawn there.
+    """
     if (
         bias is None and mask is None and window is None and not softcap and alibi is None and sink is None
-        and key_lengths is None and score is None
+        and key_lengths is None and score is None and not dropout
     ):  # fmt: skip
         return NOTHING, ()
     if score is not None and not isinstance(score, Score):
         raise SpecError(f"score={score!r} must be a sandbox.Score")
     if window is not None:
         window = tuple(window) if isinstance(window, Sequence) else window  # Problem says what is wrong with it
-    given = zip(ARRAYS, (bias, mask, alibi, sink, key_lengths), strict=True)
+    if not dropout:
+        seed = None
+    elif not hasattr(seed, "__dlpack__"):
+        seed = library_of(q).seed(q, None if seed is None else _within_64_bits(seed))
+    given = zip(ARRAYS, (bias, mask, alibi, sink, key_lengths, seed), strict=True)
     arrays = {name: array for name, array in given if array is not None}
     if score is not None:
         arrays |= {f"score.{name}": tensor for name, tensor in score.tensors.items()}
-    return Asked(tuple(arrays), window, softcap, score and score.described), tuple(arrays.values())
+    return Asked(tuple(arrays), window, softcap, score and score.described, dropout), tuple(arrays.values())
+
+
+def _within_64_bits(seed: Any) -> int:
+    """The same 64 bits as a signed number. Raises SpecError for what is no integer."""
+    try:
+        seed = index(seed)
+    except TypeError:
+        raise SpecError(f"seed={seed!r} must be an integer, or an int64 array of one element") from None
+    return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
 
 
 def ragged(

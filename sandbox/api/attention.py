@@ -31,6 +31,8 @@ def attention(
     sink: Any = None,
     key_lengths: Any = None,
     score: Score | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -45,7 +47,7 @@ def attention(
     PyTorch's jagged nested tensors, (B, H, j, D) with a length of its own for each batch entry, are a ragged batch, as
     `attention_varlen` has it; out and lse are nested then too.
     """
-    what, arrays = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     if getattr(q, "is_nested", False):
         from . import torch_nested
 
@@ -86,6 +88,8 @@ def attention_varlen(
     sink: Any = None,
     key_lengths: Any = None,
     score: Score | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -107,7 +111,7 @@ def attention_varlen(
     `attention` is. cu_seqlens that make no sense are an error on the CPU backend; on a GPU results are then undefined,
     but nothing outside of the arrays is touched. Raises what `attention_forward` does.
     """
-    what, arrays = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     what, arrays = ragged(what, arrays, offsets, (max_seqlen_q, max_seqlen_k))
     for name, x in (("q", q), ("k", k), ("v", v)):

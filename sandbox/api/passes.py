@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import SpecError
+from ..core.errors import SpecError, UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
 from .asked import asked
@@ -42,6 +42,8 @@ def attention_forward(
     sink: Any = None,
     key_lengths: Any = None,
     score: Score | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -59,6 +61,9 @@ def attention_forward(
     score: a `sandbox.Score`, the user's own expressions. window: (left, right), so many keys to either side of
     i + shift, both ends included, None for no bound. mask: bool, broadcastable to (B, H, Sq, Sk): False hides. sink:
     (H,) float32: exp(sink[h]) is added to a row's sum. key_lengths: (B,) int32: so many of the Sk keys count.
+    dropout: the probability with which each element of softmax's result is dropped, the others divided by
+    1 - dropout, honoured to 2^-16. seed: which ones, as `sandbox.reference.dropout_keep` says: an int, or an int64
+    array of one element, read when the kernel runs; None draws one from the library's own generator.
 
     kernel: a name, by default the highest
     rung that takes the problem. tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by
@@ -72,7 +77,7 @@ def attention_forward(
     Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
     ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    what, arrays = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     if library_of(q).intercepts(q, k, v, *arrays):
         from . import torch_op
 
@@ -98,6 +103,8 @@ def attention_backward(
     sink: Any = None,
     key_lengths: Any = None,
     score: Score | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -116,7 +123,11 @@ def attention_backward(
 
     Raises what `attention_forward` does.
     """
-    what, more = asked(window, softcap, alibi, bias, mask, sink, key_lengths, score)
+    if dropout and seed is None:
+        raise UnsupportedProblem(
+            f"attention_backward: dropout={dropout} needs the seed that the forward was given: seed="
+        )
+    what, more = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     arrays, options = (dout, q, k, v, out, lse, *more), (causal, scale, kernel, tile, backend, deterministic, what)
     if library_of(dout).intercepts(*arrays):
         from . import torch_op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
             raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its width must be at least 1")
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
-    options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score}
+    options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score, "dropout": asked.dropout}
     if asked.longest:
         options["ragged"] = Sq, Sk
         B, Sq, Sk = _batch(views, asked.longest)
@@ -73,7 +74,7 @@ def _check_tensor(name: str, view: ArrayView) -> None:
         )
 
 
-DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool"}
+DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool", "seed": "int64"}
 
 
 def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool) -> dict[str, Any]:
@@ -108,6 +109,8 @@ def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int], wh
                     f"{name} has shape {views[name].shape}: it must be {' or '.join(map(str, shapes))}"
                 )
             found[name] = views[name].shape if name == "alibi" else True
+    if (seed := views.get("seed")) and math.prod(seed.shape) != 1:
+        raise UnsupportedProblem(f"seed has shape {seed.shape}: it must be one element")
     return found
 
 

@@ -52,12 +52,13 @@ def backward(
 def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name not in ARRAYS]
-    return *(given.get(name) for name in ARRAYS), tensors, _text(what.window, what.softcap, what.score, what.longest)
+    said = _text(what.window, what.softcap, what.dropout, what.score, what.longest)
+    return *(given.get(name) for name in ARRAYS), tensors, said
 
 
 @torch.compiler.assume_constant_result
-def _text(window: Any, softcap: float, score: Score | None, longest: Any) -> str:
-    said: dict[str, Any] = {"window": window, "softcap": softcap, "longest": longest}
+def _text(window: Any, softcap: float, dropout: float, score: Score | None, longest: Any) -> str:
+    said: dict[str, Any] = {"window": window, "softcap": softcap, "dropout": dropout, "longest": longest}
     if score is not None:
         said["score"] = [score.score, score.mask, list(score.tensors)]
     return json.dumps(said)
@@ -80,7 +81,7 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
     window, longest = (x if x is None else tuple(x) for x in (said["window"], said["longest"]))
     if longest:
         names = (*names, *CU_SEQLENS)
-    return Asked(names, window, said["softcap"], score, longest)
+    return Asked(names, window, said["softcap"], score, said["dropout"], longest)
 
 
 # ---- the operators
@@ -89,10 +90,10 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
 @torch.library.custom_op("sandbox::scored_attention_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi: Tensor | None,
-    sink: Tensor | None, key_lengths: Tensor | None, tensors: list[Tensor], asked: str, causal: str,
-    scale: float | None, kernel: str | None, tile: str, backend: str | None,
+    sink: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, tensors: list[Tensor], asked: str,
+    causal: str, scale: float | None, kernel: str | None, tile: str, backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    what, more = _gathered((bias, mask, alibi, sink, key_lengths), tensors, asked)
+    what, more = _gathered((bias, mask, alibi, sink, key_lengths, seed), tensors, asked)
     options = causal or False, scale, chosen_kernel(kernel), tile or None, backend, False, what
     return run_forward((q, k, v, *more), options)
 
@@ -103,12 +104,12 @@ _forward.register_fake(results_like)
 @torch.library.custom_op("sandbox::scored_attention_backward", mutates_args=())
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, bias: Tensor | None,
-    mask: Tensor | None, alibi: Tensor | None, sink: Tensor | None, key_lengths: Tensor | None,
+    mask: Tensor | None, alibi: Tensor | None, sink: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
     tensors: list[Tensor], asked: str, causal: str, scale: float | None, kernel: str | None, tile: str,
     backend: str | None, deterministic: bool, wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dbias, dsink: of the last two those that `wanted` names; the others are empty."""
-    what, more = _gathered((bias, mask, alibi, sink, key_lengths), tensors, asked)
+    what, more = _gathered((bias, mask, alibi, sink, key_lengths, seed), tensors, asked)
     options = causal or False, scale, chosen_kernel(kernel), tile or None, backend, deterministic
     results = tuple(wanted.split())
     dq, dk, dv, *others = gradients((dout, q, k, v, out, lse), dlse, what, more, options, results)
@@ -146,20 +147,20 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, *options, out, lse = ctx.saved_tensors[:10]
-    tensors, needed = list(ctx.saved_tensors[10:]), ctx.needs_input_grad
+    q, k, v, *options, out, lse = ctx.saved_tensors[:11]
+    tensors, needed = list(ctx.saved_tensors[11:]), ctx.needs_input_grad
     wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[6])) if need)
     how = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
     inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, *options, tensors, ctx.asked, *how
     dq, dk, dv, dbias, dsink = watched(_backward, _WatchedBackward, *inputs)
-    of = zip((dq, dk, dv, dbias, None, None, dsink, None), needed, strict=False)
+    of = zip((dq, dk, dv, dbias, None, None, dsink, None, None), needed, strict=False)
     return *(gradient if need else None for gradient, need in of), *(None,) * 7
 
 
 def _gradients_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """As the operator has them: one for each tensor of its list."""
     found = list(_gradients(ctx, *gradients))
-    found[8] = [None] * (len(ctx.saved_tensors) - 10)
+    found[9] = [None] * (len(ctx.saved_tensors) - 11)
     return tuple(found)
 
 

@@ -5,19 +5,16 @@ Rows come one problem at a time, so that an interrupted run keeps what it has me
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import COMPUTATIONS, Kernel
 from ..core.problem import Problem
-from ..core.score import Score
 from ..core.tile import Tile
 from ..engine.choose import choose_tile
 from ..engine.pipeline import prepare as prepare_kernel
@@ -27,58 +24,15 @@ from ..launch.dlpack import library_of, view
 from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
-from . import environment, ragged
+from . import environment
 from .given import Given, forward_of, given_to
+from .grids import GRIDS as GRIDS  # for those who name a problem
 from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
 
+Right = Expected | ExpectedGradients | ExpectedSequences
 MODES = {"events": Events, "graph": Graphs}
-_MASKS = (False, "bottom-right")
-
-
-def _paper(dtype: str) -> list[Problem]:
-    """The grid of the FlashAttention-2 and -3 papers: 16k tokens, hidden size 2048."""
-    return [
-        Problem(16384 // S, 2048 // D, S, S, D, dtype=dtype, causal=causal)  # type: ignore[arg-type]
-        for D, causal, S in itertools.product((64, 128, 256), _MASKS, (512, 1024, 2048, 4096, 8192, 16384))
-    ]
-
-
-def _gpt2(dtype: str) -> list[Problem]:
-    """GPT-2 small in training: 12 heads of 64, causal, 8 sequences up to its full context."""
-    return [Problem(8, 12, S, S, 64, dtype=dtype, causal="bottom-right") for S in (128, 256, 512, 1024)]
-
-
-def _tutorial(dtype: str) -> list[Problem]:
-    """What Triton's fused-attention tutorial times."""
-    return [
-        Problem(4, 32, S, S, 64, dtype=dtype, causal=causal)  # type: ignore[arg-type]
-        for causal, S in itertools.product(_MASKS, (1024, 2048, 4096, 8192, 16384))
-    ]
-
-
-def _scores(dtype: str) -> list[Problem]:
-    """What a score may be, an option at a time, on one problem: B2 H16 S8192 D128."""
-    plain = Problem(2, 16, 8192, 8192, 128, dtype=dtype)
-    S = plain.Sk
-    options: tuple[dict[str, Any], ...] = (
-        {}, {"causal": "bottom-right"}, {"window": (1024, 0), "causal": "bottom-right"},
-        {"softcap": 50.0, "causal": "bottom-right"}, {"alibi": (16,), "causal": "bottom-right"},
-        {"bias": (1, 1, S, S)}, {"bias": (1, 16, S, S)}, {"mask": (1, 1, S, S)}, {"mask": (2, 1, 1, S)},
-        {"sink": True, "causal": "bottom-right"}, {"key_lengths": True}, {"Dv": 64},
-    )  # fmt: skip
-    found = [replace(plain, **fields) for fields in options]
-    return [*found, replace(plain, score=Score.from_file(DOCUMENTS, plain))]
-
-
-GRIDS: dict[str, Callable[[str], list[Problem]]] = {
-    "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores, "ragged": ragged.problems
-}  # fmt: skip
-DOCUMENTS = Path(__file__).with_name("documents.py")
-
-
-# ---- measuring
 
 
 def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
@@ -217,7 +171,7 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
 
 def expectation(
     problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None
-) -> Expected | ExpectedGradients | ExpectedSequences:
+) -> Right:
     """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
     if problem.ragged:
         return expect_sequences(problem, inputs, computes, given or {})
@@ -237,7 +191,10 @@ def compete(
     setting: Mapping[str, Any],
     computes: str = "forward",
 ) -> list[Row]:
-    """Everybody on one problem: checked, those that are right timed in turns, checked again."""
+    """Everybody on one problem: checked, those that are right timed in turns, checked again.
+
+    A peer's dropout drops elements of its own choice: what is checked of it is the same call without.
+    """
     if not problem.flops:
         return [
             Row(c.name, c.kernel, problem, None, f"{problem} asks for no work to time", computes=computes,
@@ -245,8 +202,8 @@ def compete(
             for c in contenders
         ]  # fmt: skip
     given = given_to(problem, inputs[0])
-    expected = expectation(problem, inputs, computes, given)
-    entries = [_enter(c, problem, inputs, given, expected, stopwatch) for c in contenders]
+    expected, of_peers = _expectations(problem, contenders, inputs, computes, given)
+    entries = [_enter(c, problem, inputs, given, expected if c.kernel else of_peers, stopwatch) for c in contenders]
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
     samples = measure({i: entry.timed for i, entry in right.items() if entry.timed}, stopwatch, limits)
     timings = {i: Timing.of(values) for i, values in samples.items()}
@@ -257,7 +214,7 @@ def compete(
     for i, (contender, entry) in enumerate(zip(contenders, entries, strict=True)):
         ok, message, verdict, timing = entry.ok, entry.message, entry.verdict, timings.get(i)
         if timing and entry.ready:
-            again = expected.check(entry.ready.poison, entry.ready.launch)
+            again = _check(expected if contender.kernel else of_peers, entry.ready)
             if again.message:
                 ok, message, verdict, timing = False, f"right at first, after timing: {again.message}", again, None
         row = Row(
@@ -280,19 +237,40 @@ class _Entry:
     timed: Timed | None = None
 
 
+def _prepared(contender: Contender, problem: Problem, inputs: tuple[Any, ...], given: Given) -> Ready:
+    return contender.prepare(problem, *inputs, **({} if problem.plain else {"given": given}))
+
+
+def _expectations(
+    problem: Problem, contenders: Sequence[Contender], inputs: tuple[Any, ...], computes: str, given: Given
+) -> tuple[Right, Right]:
+    """Of our kernels, and of peers: these drop other elements than ours, and are checked where they drop none."""
+    expected = expectation(problem, inputs, computes, given)
+    if not problem.dropout or all(contender.kernel for contender in contenders):
+        return expected, expected
+    return expected, expectation(replace(problem, dropout=0.0), inputs, computes, given)
+
+
+def _check(expected: Right, ready: Ready) -> Verdict:
+    return expected.check(ready.poison, ready.checked or ready.launch)
+
+
 def _enter(
     contender: Contender,
     problem: Problem,
     inputs: tuple[Any, ...],
     given: Given,
-    expected: Expected | ExpectedGradients | ExpectedSequences,
+    expected: Right,
     stopwatch: Stopwatch,
 ) -> _Entry:
     try:
         if problem.ragged and not (contender.kernel or contender.ragged):
             raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
-        ready = contender.prepare(problem, *inputs, **({} if problem.plain else {"given": given}))
-        verdict = expected.check(ready.poison, ready.launch)
+        ready = _prepared(contender, problem, inputs, given)
+        if problem.dropout and not contender.kernel:
+            without = _prepared(contender, replace(problem, dropout=0.0), inputs, given)
+            ready = replace(ready, checked=without.launch)
+        verdict = _check(expected, ready)
         if verdict.message:
             return _Entry(False, verdict.message, ready, verdict)
         return _Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))

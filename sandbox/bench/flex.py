@@ -18,8 +18,9 @@ def flex_modifications(problem: Problem, given: Mapping[str, Any]) -> tuple[Mod 
     A user's own expressions are CUDA: the file that they come from says the same in Python as `flex(problem, given)`.
     """
     p = problem
-    if p.sink:
-        raise UnsupportedProblem("flex: it knows no sink")
+    for option, there in (("sink", p.sink), ("dropout", p.dropout)):
+        if there:
+            raise UnsupportedProblem(f"flex: it knows no {option}")
     if p.key_lengths and p.causal == "bottom-right" and p.Sq != p.Sk:
         raise UnsupportedProblem("flex: a diagonal that moves with key_lengths is not written for it")
     scores, masks = _of_file(p, given) if p.score else ([], [])

@@ -46,6 +46,8 @@ def asked_of(problem: Problem, given: Given) -> dict[str, Any]:
     options: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
     options |= {option: given[name] for option, name in names.items() if name in given}
+    if p.dropout:
+        options |= {"dropout": p.dropout, "seed": given["seed"]}
     if p.window == (None, None):
         del options["window"]
     if p.score is not None:

@@ -34,6 +34,7 @@ class Ready:
     tile: str = ""
     arch: str = ""
     held: tuple[Any, ...] = ()  # tensors that the launch uses by their addresses alone
+    checked: Callable[[], tuple[Any, ...]] | None = None  # of a peer that drops elements of its own choice: without
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _sdpa(name: str, backend: str) -> Contender:
             _check_memory(name, problem, 16, q)  # S, S with its mask, P, each fp32, and one to spare
         options: dict[str, Any] = {"is_causal": bool(problem.causal), "scale": problem.scale}
         if not problem.plain:
-            options |= _attn_mask(name, problem, given)
+            options |= {"dropout_p": problem.dropout, **_attn_mask(name, problem, given)}
         if problem.Hk != problem.H and backend == "EFFICIENT_ATTENTION":  # it knows no groups: not timed, but read
             k, v = (x.repeat_interleave(problem.H // problem.Hk, dim=1) for x in (k, v))
         elif problem.Hk != problem.H:

@@ -38,6 +38,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "BIAS": (2 if problem.bias_dtype else 1) | _same_for_every_key(problem.bias) if problem.bias else 0,
         "MASK": 1 | _same_for_every_key(problem.mask) if problem.mask else 0,
         "SINK": int(problem.sink),
+        "DROPOUT": int(problem.dropout > 0),
         "KEY_LENGTHS": int(problem.key_lengths),
         "RAGGED": int(bool(problem.ragged)),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
@@ -66,6 +67,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("bias", problem.bias, "bhi"),
         ("mask", problem.mask, "bhi"),
         ("sink", every[1:2] if problem.sink else (), "h"),
+        ("seed", (1,) if problem.dropout else (), ""),
     ):
         if shape:
             yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))
@@ -82,6 +84,8 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
         fields += [("left", _INT), ("right", _INT)]
     if problem.softcap:
         fields += [("softcap", ctypes.c_float)]
+    if problem.dropout:
+        fields += [("dropout_least", ctypes.c_uint32), ("dropout_factor", ctypes.c_float)]
     if problem.key_lengths or problem.ragged:
         fields += [("bottom_right", _INT)]
     if problem.ragged:

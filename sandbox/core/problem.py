@@ -40,7 +40,8 @@ class Problem:
     What a score is beyond scale and causal, absent by default: `window`, `softcap`; the shapes of `alibi`'s slopes,
     (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
-    `score`. A bias has q's dtype, or `bias_dtype`. Raises SpecError naming the value that makes no sense.
+    `score`; and the probability `dropout` that an element of P is dropped. A bias has q's dtype, or `bias_dtype`.
+    Raises SpecError naming the value that makes no sense.
 
     A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
     (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
@@ -68,6 +69,7 @@ class Problem:
     sink: bool = False
     key_lengths: bool = False
     score: Score | None = None
+    dropout: float = 0.0  # the probability that an element of P is dropped; a number, not compiled in
     ragged: tuple[int, ...] = ()
     lengths: tuple[tuple[int, int], ...] = ()
 
@@ -90,10 +92,13 @@ class Problem:
         set_(self, "softcap", number("softcap", self.softcap or 0.0))
         if self.softcap < 0:
             raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
+        set_(self, "dropout", number("dropout", self.dropout or 0.0))
+        if not 0 <= self.dropout <= 1:
+            raise SpecError(f"dropout={self.dropout!r} must be a probability, 0 <= dropout <= 1")
         self._check_tensors()
 
     def _check_ragged(self) -> None:
-        """The sequences of a ragged batch, and what follows from their lengths."""
+        """A ragged batch, and what follows from `lengths`."""
         set_ = object.__setattr__
         for name in ("ragged", "lengths"):
             set_(self, name, tuple(getattr(self, name) or ()))
@@ -216,8 +221,7 @@ class Problem:
 
     @property
     def sequences(self) -> tuple[Problem, ...]:
-        """Those of a ragged batch whose lengths are known, each as a problem of its own: a bias or mask and slopes are
-        cut to it."""
+        """Those whose lengths are known, each as a problem of its own: bias, mask and slopes are cut to it."""
 
         def part(Sq: int, Sk: int) -> Problem:
             cut = {
@@ -309,6 +313,8 @@ class Problem:
             yield f"ragged={self.ragged[0]},{self.ragged[1]}"
         if self.score:
             yield f"score=({self.score})"
+        if self.dropout:
+            yield f"dropout={self.dropout:g}"
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}

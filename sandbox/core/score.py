@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from .errors import SpecError
 
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "bool": 1}  # bytes an element of what kernels read
-DTYPES = tuple(SIZES)  # of the tensors that an expression may read
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
+DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
 MOST_DIMENSIONS = 4

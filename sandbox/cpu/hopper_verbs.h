@@ -130,6 +130,7 @@ bool Block::nothing_left_behind() {
 
 // The last sums first: their order is nobody's to rely on.
 void Block::add_departed() {
+    acquire(&ended);  // whoever sent them
     List<Departed>& sums = hopper.departed;
     for (unsigned i = sums.count; i-- > 0;)
         for (unsigned n = 0; n < sums.items[i].count; ++n) atomic_add(sums.items[i].to + n, sums.items[i].numbers[n]);

@@ -172,10 +172,13 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
     """`Score` of include/score.cuh, and where in it the addresses of tensors lie, by their names."""
     value = score_structure(problem)()
     left, right = problem.bounds
+    threshold = round(problem.dropout * 65536)
+    factor = 0.0 if threshold > 0xFFFF else 1 / (1 - problem.dropout)  # 0: nothing is kept
     numbers = {
         "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale, "left": left or 0,
         "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
         "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
+        "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
     }  # fmt: skip
     for field in value._fields_:
         if field[0] in numbers:

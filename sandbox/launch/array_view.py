@@ -13,6 +13,7 @@ from ..core.score import SIZES
 
 Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
 HOST: Device = ("cpu", 0)
+SEEDS = (0, 2**63 - 1)  # that are drawn: from, up to
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,16 @@ def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -
         strides[i] = step
         step *= max(shape[i], 1)
     return tuple(strides)
+
+
+def element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes -> in elements. Raises UnsupportedProblem where they are not whole."""
+    if any(stride % itemsize for stride in strides):
+        raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
+    return tuple(stride // itemsize for stride in strides)
+
+
+def permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
+    order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
+    return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))

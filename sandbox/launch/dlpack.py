@@ -18,7 +18,7 @@ import numpy as np
 from ..core.errors import UnsupportedProblem
 from ..core.problem import ITEMSIZE
 from ..core.score import SIZES
-from .array_view import HOST, ArrayView, Device, dense_strides, layout
+from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, permuted
 from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
 
 __all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
@@ -68,6 +68,10 @@ class Library:
         """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
         raise NotImplementedError
 
+    def seed(self, like: Any, seed: int | None) -> Any:
+        """An int64 array of one element on `like`'s device: `seed`, or drawn from the library's own generator."""
+        raise NotImplementedError
+
     def records(self, *arrays: Any) -> bool:
         """Whether the library has to see the operation, or wants a gradient of it."""
         return False
@@ -92,16 +96,19 @@ class _NumPy(Library):
         if not array.dtype.isnative:
             raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, SIZES[dtype])
+        strides = element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        lying, axes = _permuted(shape, strides)
+        lying, axes = permuted(shape, strides)
         kind = numpy_dtype(dtype)
         return lambda: np.empty(lying, kind).transpose(axes)
 
     def contiguous(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
+
+    def seed(self, like: Any, seed: int | None) -> np.ndarray:
+        return np.random.randint(*SEEDS, size=1, dtype=np.int64) if seed is None else np.full(1, seed, np.int64)
 
 
 class _CuPy(Library):
@@ -115,13 +122,13 @@ class _CuPy(Library):
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(array.dtype.name, self.name)
-        strides = _element_strides(array.strides, SIZES[dtype])
+        strides = element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.data.ptr, array.shape, strides, dtype, ("cuda", array.device.id), array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         import cupy
 
-        lying, axes = _permuted(shape, strides)
+        lying, axes = permuted(shape, strides)
         device, kind = like.device, numpy_dtype(dtype)
 
         def allocate() -> Any:
@@ -135,6 +142,12 @@ class _CuPy(Library):
 
         with array.device:
             return cupy.ascontiguousarray(array)
+
+    def seed(self, like: Any, seed: int | None) -> Any:
+        import cupy
+
+        with like.device:
+            return cupy.random.randint(*SEEDS, size=1, dtype="int64") if seed is None else cupy.full(1, seed, "int64")
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         import cupy
@@ -168,6 +181,11 @@ class _PyTorch(Library):
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
+
+    def seed(self, like: Any, seed: int | None) -> Any:
+        torch = sys.modules["torch"]  # whose operations a CUDA graph captures: a replay draws anew
+        how = {"dtype": torch.int64, "device": like.device}
+        return torch.randint(*SEEDS, (1,), **how) if seed is None else torch.full((1,), seed, **how)
 
     def stream(self, ordinal: int) -> Callable[[], int]:
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
@@ -251,6 +269,9 @@ class _Capsule(Library):
 
         return hand
 
+    def seed(self, like: Any, seed: int | None) -> ArrayView:
+        return self.view(_KNOWN["numpy"].view(_KNOWN["numpy"].seed(like, seed)))
+
     def contiguous(self, array: ArrayView) -> Any:
         raise UnsupportedProblem(
             f"a {type(array.owner[0]).__name__} of these strides cannot be copied: pass a contiguous array"
@@ -261,7 +282,8 @@ _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
 _DTYPES = {  # (DLDataTypeCode, bits)
-    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (6, 8): "bool"
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
+    (6, 8): "bool",
 }  # fmt: skip
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
@@ -296,15 +318,3 @@ def numpy_dtype(name: str) -> np.dtype:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
-
-
-def _element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    if any(stride % itemsize for stride in strides):
-        raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
-    return tuple(stride // itemsize for stride in strides)
-
-
-def _permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
-    order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
-    return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))

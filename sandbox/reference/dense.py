@@ -32,9 +32,9 @@ def attention(
 
     q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides, Hk dividing H. `scale` defaults
     to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". What a score is beyond that: `window`,
-    `softcap`, `alibi`, `bias`, `mask`, `sink`, `key_lengths` and `score`, as `reference.score` has them. Returns out
-    (B, H, Sq, Dv) and lse (B, H, Sq), the natural-log log-sum-exp of the scores, the sink's among them. Raises
-    ValueError for shapes that do not fit and for an unknown `causal`.
+    `softcap`, `alibi`, `bias`, `mask`, `sink`, `key_lengths` and `score`, as `reference.score` has them; and `dropout`
+    with its `seed`. Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural-log log-sum-exp of the scores, the
+    sink's among them. Raises ValueError for shapes that do not fit and for an unknown `causal`.
 
     Source: FlashAttention-2 (Dao 2023), section 2.2: S, P and O.
     """
@@ -152,7 +152,8 @@ def backward_magnitudes(
             delta = (dO * abs(out[b, h, rows])).sum(axis=1)
             if dlse is not None:
                 delta += abs(np.asarray(dlse, np.float64)[b, h, rows])
-            dx = np.where(S.seen, P * (dO @ V.T + delta[:, None]), 0)
+            dx = np.where(S.seen, P * (head.dropped(dO @ V.T, rows.start) + delta[:, None]), 0)
+            P = head.dropped(P, rows.start)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
             dS, dbias = (np.where(S.seen, abs(s) * dx, 0) for s in (S.steep, S.steep_bias))  # NaN where none is seen
             sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
@@ -197,7 +198,8 @@ def _forward(
         for rows in _chunks(shape.Sq, shape.Sk):
             S = head.scores(q[b, h, rows].astype(dtype), K, rows.start)
             P, lse[b, h, rows] = _softmax(rounded(S.x), S.seen, head.sink)
-            out[b, h, rows] = rounded(dot_seen(rounded(P), V, S.seen))
+            P = rounded(head.dropped(rounded(P), rows.start))
+            out[b, h, rows] = rounded(dot_seen(P, V, S.seen))
     return out, lse
 
 
@@ -218,7 +220,7 @@ def _backward(
         for rows in _chunks(shape.Sq, shape.Sk):
             Q, dO = q[b, h, rows].astype(dtype), dout[b, h, rows].astype(dtype)
             S = head.scores(Q, K, rows.start)
-            dP = rounded(dO @ V.T)
+            dP = rounded(head.dropped(rounded(dO @ V.T), rows.start))
             if out is None or lse is None:
                 P, LSE = _softmax(rounded(S.x), S.seen, head.sink)
                 P = rounded(P)
@@ -231,6 +233,7 @@ def _backward(
                 delta = delta - dlse[b, h, rows].astype(dtype)
             dx = rounded(np.where(S.seen, P * (dP - delta[:, None]), 0))
             dS, dbias = (dx if isinstance(s, float) else rounded(np.where(S.seen, dx * s, 0)) for s in S[2:4])
+            P = rounded(head.dropped(P, rows.start))
             sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += head.dsink(LSE, delta).sum()
     return sums.gradients(rounded)

@@ -51,15 +51,21 @@ def dropout_keep(seed: int, B: int, H: int, Sq: int, Sk: int, p: float) -> NDArr
 
     seed: 64 bits, of either sign. Raises ValueError unless 0 <= p <= 1.
     """
-    threshold = dropout_threshold(p)
-    b, h, i, j = np.ogrid[:B, :H, :Sq, :Sk]
-    b, h, i, j = (x.astype(np.uint64) for x in (b, h, i, j))
-    eight, sixteen = np.uint64(8), np.uint64(16)
-    lane = np.uint64(4) * (i % eight) + j % eight // np.uint64(2)
-    counter = np.broadcast_arrays(i // sixteen * np.uint64(32) + lane, j // sixteen, h, b)
-    words = np.stack(philox((counter[0], counter[1], counter[2], counter[3]), seed))
-    element = np.uint64(4) * (j // eight % np.uint64(2)) + np.uint64(2) * (i // eight % np.uint64(2)) + j % np.uint64(2)
-    element = np.broadcast_to(element, words.shape[1:])
-    word = np.take_along_axis(words, (element // np.uint64(2)).astype(np.intp)[None], axis=0)[0]
-    bits = word >> np.uint64(16) * (element % np.uint64(2)) & np.uint64(0xFFFF)
-    return bits >= np.uint64(threshold)
+    kept = np.empty((B, H, Sq, Sk), np.bool_)
+    for b, h in np.ndindex(B, H):
+        kept[b, h] = keep_tile(seed, b, h, 0, Sq, 0, Sk, p)
+    return kept
+
+
+def keep_tile(seed: int, b: int, h: int, m0: int, rows: int, n0: int, cols: int, p: float) -> NDArray[np.bool_]:
+    """The part (rows, cols) of head h of batch entry b of `dropout_keep` that begins at query row m0 and key n0."""
+    M, N = -(-(m0 + rows) // 16) - m0 // 16, -(-(n0 + cols) // 16) - n0 // 16  # of whole blocks
+    place = np.ogrid[m0 // 16 : m0 // 16 + M, :8, n0 // 16 : n0 // 16 + N, :4]
+    block_row, g, block_col, q = (x.astype(np.uint64) for x in place)
+    counter = (block_row * np.uint64(32) + np.uint64(4) * g + q, block_col, np.uint64(h), np.uint64(b))
+    counters = np.broadcast_arrays(*counter)
+    words = np.stack(philox((counters[0], counters[1], counters[2], counters[3]), seed))
+    halves = np.stack((words & np.uint64(0xFFFF), words >> np.uint64(16)), axis=-1)  # of elements of even j, odd j
+    halves = halves.reshape(2, 2, M, 8, N, 4, 2)  # (j // 8 % 2, i // 8 % 2, i // 16, i % 8, j // 16, j % 8 // 2, j % 2)
+    kept = halves.transpose(2, 1, 3, 4, 0, 5, 6).reshape(16 * M, 16 * N) >= np.uint64(dropout_threshold(p))
+    return kept[m0 % 16 : m0 % 16 + rows, n0 % 16 : n0 % 16 + cols]

@@ -47,7 +47,8 @@ def flash1(
     (B, H, Sq) = m + ln l in `dtype`. No tile is skipped under causal, as printed in the paper. Raises ValueError for
     shapes that do not fit, an unknown `causal` or a tile side below 1.
 
-    Source: FlashAttention (Dao et al. 2022), Algorithm 1, whose line numbers stand at the right; mask: Algorithm 2.
+    Source: FlashAttention (Dao et al. 2022), Algorithm 2, which has mask and dropout; its line numbers stand at the
+    right. What its line 1 keeps for the backward, a generator's state, is `seed` here.
     """
     return _forward(_flash1_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, options, dtype)
 
@@ -76,24 +77,25 @@ def flash2(
 def _flash1_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: int, BLOCK_N: int, head: Head) -> None:
     Sq, Sk, dtype = len(Q), len(K), O.dtype
     l, m = np.empty(Sq, dtype), np.empty(Sq, dtype)  # in global memory, unlike FlashAttention-2's
-    store(O, 0, np.zeros(O.shape, dtype))  # line 2
+    store(O, 0, np.zeros(O.shape, dtype))  # line 3
     store(l, 0, np.full(Sq, head.sink > -np.inf, dtype))  # a sink counts as a key of no value, seen by every row
     store(m, 0, np.full(Sq, head.sink, dtype))
-    for n0 in range(0, Sk, BLOCK_N):  # line 5
-        K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 6
-        for m0 in range(0, Sq, BLOCK_M):  # line 7
-            Q_smem, O_rmem = load(Q, m0, BLOCK_M, dtype), load(O, m0, BLOCK_M, dtype)  # line 8
+    for n0 in range(0, Sk, BLOCK_N):  # line 6
+        K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 7
+        for m0 in range(0, Sq, BLOCK_M):  # line 8
+            Q_smem, O_rmem = load(Q, m0, BLOCK_M, dtype), load(O, m0, BLOCK_M, dtype)  # line 9
             l_old, m_old = load(l, m0, BLOCK_M, dtype), load(m, m0, BLOCK_M, dtype)
-            S, seen, *_ = head.scores(Q_smem, K_smem, m0, n0)  # line 9
-            m_tile = S.max(axis=1)  # line 10
+            S, seen, *_ = head.scores(Q_smem, K_smem, m0, n0)  # lines 10 and 11
+            m_tile = S.max(axis=1)  # line 12
             P = np.exp(S - or_zero(m_tile)[:, None])
             l_tile = P.sum(axis=1)
-            m_new = np.maximum(m_old, m_tile)  # line 11
+            m_new = np.maximum(m_old, m_tile)  # line 13
             alpha, beta = np.exp(m_old - or_zero(m_new)), np.exp(m_tile - or_zero(m_new))
             l_new = alpha * l_old + beta * l_tile
-            O_rmem = (alpha * l_old)[:, None] * O_rmem + beta[:, None] * dot_seen(P, V_smem, seen)  # line 12
+            P = head.dropped(P, m0, n0)  # line 14
+            O_rmem = (alpha * l_old)[:, None] * O_rmem + beta[:, None] * dot_seen(P, V_smem, seen)  # line 15
             store(O, m0, O_rmem / or_one(l_new)[:, None])
-            store(l, m0, l_new)  # line 13
+            store(l, m0, l_new)  # line 16
             store(m, m0, m_new)
     LSE[:] = m + np.log(l)  # for the caller: the algorithm itself leaves l and m
 
@@ -112,6 +114,7 @@ def _flash2_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
             P = np.exp(S - or_zero(m_new)[:, None])
             alpha = np.exp(m - or_zero(m_new))
             l = alpha * l + P.sum(axis=1)
+            P = head.dropped(P, m0, n0)  # not in the paper, which leaves it to FlashAttention-1
             O_rmem = alpha[:, None] * O_rmem + dot_seen(P, V_smem, seen)  # line 10
             m = m_new
         store(O, m0, O_rmem / or_one(l)[:, None])  # lines 12 and 14

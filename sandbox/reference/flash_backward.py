@@ -88,8 +88,8 @@ def _backward_head(
             LSE_rmem, delta_rmem = load(LSE, m0, BLOCK_M, dtype), load(delta, m0, BLOCK_M, dtype)
             S, seen, steep, steep_bias, _ = head.scores(Q_smem, K_smem, m0, n0)  # line 10
             P = np.where(seen, np.exp(S - or_zero(LSE_rmem)[:, None]), 0)  # line 11
-            dV_rmem += dot_seen(P.T, dO_smem, seen.T)  # line 12
-            dP = dO_smem @ V_smem.T  # line 13
+            dV_rmem += dot_seen(head.dropped(P, m0, n0).T, dO_smem, seen.T)  # line 12
+            dP = head.dropped(dO_smem @ V_smem.T, m0, n0)  # line 13
             dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: of the score
             if dbias is not None:
                 dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = np.where(seen, dx * steep_bias, 0)

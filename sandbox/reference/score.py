@@ -11,6 +11,7 @@ keys that count, each step where it is asked for:
     x = score(x, b, h, i, j)
     seen  iff  j < Sk, causal, i + shift − left ≤ j ≤ i + shift + right, mask[b, h, i, j], and the score's own condition
     P = softmax over the keys seen; sink[h] adds exp(sink[h]) to the sum and no value
+    P = P ∘ keep / (1 − p)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
+from .dropout import dropout_threshold, keep_tile
 from .semantics import Array, Causal, Mask, Shape, causal_bounds, or_zero, softmax_scale
 
 
@@ -53,6 +55,8 @@ class Options(TypedDict, total=False):
     sink: Array | None  # (H,)
     key_lengths: Array | None  # (B,): so many keys of each batch entry count
     score: Expressions | None
+    dropout: float  # p, 0 <= p <= 1
+    seed: int | None  # of dropout: 64 bits
     part: Part | None  # what all others but `score` have of it is this part alone
 
 
@@ -74,7 +78,7 @@ class Meaning:
         self, shape: Shape, causal: Causal, scale: float | None, *, window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0, alibi: Array | None = None, bias: Array | None = None, mask: Array | None = None,
         sink: Array | None = None, key_lengths: Array | None = None, score: Expressions | None = None,
-        part: Part | None = None,
+        dropout: float = 0.0, seed: int | None = None, part: Part | None = None,
     ):  # fmt: skip
         full = (shape.B, shape.H, shape.Sq, shape.Sk)
         self.shape, self.scale, self.softcap, self.user = shape, softmax_scale(scale, shape.D), float(softcap), score
@@ -87,6 +91,10 @@ class Meaning:
         self.slopes = _broadcast("alibi", alibi, full[:2])
         self.sink = _broadcast("sink", sink, full[1:2], exact=True)
         self.lengths = _broadcast("key_lengths", key_lengths, full[:1], exact=True)
+        if dropout and seed is None:
+            raise ValueError(f"dropout={dropout} needs a seed: pass the one that the kernels were given")
+        dropout_threshold(dropout)
+        self.dropout, self.seed = float(dropout), seed
 
     def head(self, b: int, h: int) -> Head:
         """What head h of batch entry b has to ask."""
@@ -153,6 +161,15 @@ class Head:
             x, steep, seen = value.astype(dtype), steep * own, seen & condition
             size = abs(own) * size + abs(x)
         return Scores(np.where(seen, x, -np.inf), seen, steep, own, size)
+
+    def dropped(self, x: Array, m0: int = 0, n0: int = 0) -> Array:
+        """What dropout makes of P, or of dP, (M, N) from query row m0 and key n0 on: x / (1 − p), or 0."""
+        of = self._meaning
+        if not of.dropout or of.seed is None:
+            return x
+        b, h, row, _ = of.part
+        kept = keep_tile(of.seed, b + self._b, h + self._h, row + m0, x.shape[0], n0, x.shape[1], of.dropout)
+        return np.where(kept, x / x.dtype.type(1 - of.dropout), 0) if of.dropout < 1 else np.zeros_like(x)
 
     def keys(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
         """[begin, end) of the keys that some row of the query tile [m0, m0 + BLOCK_M) may see by its place."""

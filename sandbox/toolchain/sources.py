@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-_GAP = rb"(?:[ \t\v\f]|/\*.*?\*/)*"  # a comment is white space to the preprocessor
+# A comment is white space to the preprocessor. Possessive, or CUDA's own headers, full of comments, take for ever.
+_GAP = rb"(?>[ \t\v\f]++|/\*(?>[^*]++|\*(?!/))*+\*/)*+"
 _INCLUDE = rb"(?:#|%:)" + _GAP + rb"include(?:_next)?\b"
 _NAMED = re.compile(
     rb"(?:" + _INCLUDE + rb"|__has_include(?:_next)?" + _GAP + rb"\()" + _GAP + rb'(?:"([^"\n]+)"|<([^>\n]+)>)',

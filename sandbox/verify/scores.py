@@ -31,6 +31,8 @@ OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the oth
     "key_lengths": lambda p: {"key_lengths": True},
     "score": lambda p: {"score": documents(p)},
     "Dv": lambda p: {"Dv": max(8, p.D // 2)},
+    "dropout": lambda p: {"dropout": 0.3},
+    "all dropped": lambda p: {"dropout": 1.0},
 }
 TOGETHER = (
     ("left window", "softcap"),
@@ -39,7 +41,8 @@ TOGETHER = (
     ("sink", "window"),
     ("score", "bias", "softcap"),
     ("padding", "Dv", "sink"),
-    ("window", "row bias", "alibi", "sink", "key_lengths", "score"),
+    ("dropout", "softcap", "left window"),
+    ("window", "row bias", "alibi", "sink", "key_lengths", "score", "dropout"),
 )
 
 
@@ -90,6 +93,8 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
         found["mask"] = ~(hidden[0] | hidden[1] | hidden[2])
     if p.sink:
         found["sink"] = rng.standard_normal(p.H).astype(np.float32)
+    if p.dropout:
+        found["seed"] = rng.integers(-(2**63), 2**63, 1)
     if p.key_lengths:
         lengths = rng.integers(0, p.Sk + 1, p.B).astype(np.int32)
         lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
@@ -117,8 +122,10 @@ def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
 def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     """What `sandbox.reference` is told of a problem whose score reads `given`."""
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
-    tensors = {option: given[name] for option, name in names.items() if name in given}
+    tensors: dict[str, Any] = {option: given[name] for option, name in names.items() if name in given}
     score = p.score and dataclasses.replace(p.score, tensors={name: given[f"score.{name}"] for name in p.score.tensors})
+    if "seed" in given:
+        tensors |= {"dropout": p.dropout, "seed": int(given["seed"][0])}
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
@@ -139,7 +146,7 @@ def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: in
     for name, i in (("sink", h), ("key_lengths", b)):
         if name in given:
             part[name] = host_array(given[name])[i : i + 1]
-    part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.")}
+    part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.") or name == "seed"}
     return {**reference_options(p, part), "part": Part(b, h, start, p.Sq)}
 
 

@@ -22,9 +22,10 @@ import pytest
 from click.testing import CliRunner
 from project import ROOT
 
-from sandbox import cli
+from sandbox import attention_forward, cli
 from sandbox.bench import contest, environment, peers, plot, rows
 from sandbox.bench import report as bench_report
+from sandbox.bench.given import asked_of
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, measure
 from sandbox.core import jsonl, registry
@@ -350,6 +351,30 @@ def test_refusals_and_failures_are_rows() -> None:
     assert (ours.ok, ours.message) == (False, "refusing: broken")
     with pytest.raises(KeyError):  # a mistake of this package is no result
         compete(refusing(KeyError("oops"), kernel="k"))
+
+
+def dropping(name: str, **changed: Any) -> peers.Contender:
+    """Our own attention on the CPU backend, as a kernel of ours; `changed`: of the options it is asked for."""
+
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> peers.Ready:
+        options = {**asked_of(problem, given), **changed}
+        return peers.Ready(lambda: attention_forward(q, k, v, **options), lambda: None)
+
+    return peers.Contender(name, prepare, name)
+
+
+def test_our_dropout_is_compared_and_a_peers_call_without_it() -> None:
+    problem = dataclasses.replace(SMALL, dropout=0.4)
+    kernels = dropping("right"), dropping("forgetful", dropout=0.0), dropping("other", seed=1)
+    found, _ = compete(*kernels, peers.PEERS["sdpa-math"], peers.PEERS["eager"], problem=problem)
+    assert [row.ok for row in found] == [True, False, False, True, None]
+
+
+def test_a_peer_drops_while_it_is_timed() -> None:
+    problem = dataclasses.replace(SMALL, dropout=0.4)
+    inputs = tensors(problem)
+    ready = peers.PEERS["sdpa-math"].prepare(problem, *inputs, given={})
+    assert (ready.launch()[0] != ready.launch()[0]).any()
 
 
 def test_an_empty_problem_is_refused() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sandbox.reference import dropout_keep
-from sandbox.reference.dropout import dropout_threshold, philox
+from sandbox.reference.dropout import dropout_threshold, keep_tile, philox
 
 
 def words(*values: int) -> tuple[np.ndarray, ...]:
@@ -48,6 +48,25 @@ def test_a_mask_is_a_function_of_seed_and_place_alone() -> None:
     assert (whole[:1, :2, :33, :41] == dropout_keep(11, 1, 2, 33, 41, 0.3)).all()
     for other in (12, 11 + 2**32, -11):
         assert (whole != dropout_keep(other, 2, 3, 70, 90, 0.3)).any()
+
+
+def test_a_tile_of_a_mask_is_its_part_of_the_whole() -> None:
+    whole = dropout_keep(5, 2, 3, 70, 90, 0.3)
+    for m0, n0, rows, cols in ((0, 0, 70, 90), (16, 32, 16, 16), (3, 17, 40, 1), (69, 89, 1, 1), (7, 8, 0, 5)):
+        tile = keep_tile(5, 1, 2, m0, rows, n0, cols, 0.3)
+        np.testing.assert_array_equal(tile, whole[1, 2, m0 : m0 + rows, n0 : n0 + cols])
+
+
+def test_an_element_is_where_the_definition_says() -> None:
+    """Element by element, from the words of its own call."""
+    seed, p = 2**40 + 9, 0.37
+    kept = dropout_keep(seed, 2, 2, 35, 21, p)
+    for b, h, i, j in np.ndindex(kept.shape):
+        lane = 4 * (i % 8) + j % 8 // 2
+        call = [int(word[0]) for word in philox(words(i // 16 * 32 + lane, j // 16, h, b), seed)]
+        element = 4 * (j // 8 % 2) + 2 * (i // 8 % 2) + j % 2
+        bits = call[element // 2] >> 16 * (element % 2) & 0xFFFF
+        assert kept[b, h, i, j] == (bits >= dropout_threshold(p))
 
 
 def test_the_ends() -> None:

@@ -22,7 +22,7 @@ class Cubic:
         return x + 0.05 * x**3 - 0.1 * j / max(Sk, 1), 1 + 0.15 * x**2, np.broadcast_to((i + j) % 3 != 0, x.shape)
 
 
-OPTIONS = ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "score")
+OPTIONS = ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "score", "dropout")
 
 
 def draw(name: str, rng: np.random.Generator, lengths: tuple[int, int]) -> Any:
@@ -39,6 +39,7 @@ def draw(name: str, rng: np.random.Generator, lengths: tuple[int, int]) -> Any:
         "sink": lambda: rng.standard_normal(H),
         "key_lengths": lambda: np.array([rng.integers(0, Sk + 1), Sk]),
         "score": Cubic,
+        "dropout": lambda: float(rng.uniform(0.1, 0.9)),
     }[name]()
 
 
@@ -76,6 +77,8 @@ def plain(q, k, v, causal, scale, o):
     some = (x > -torch.inf).any(3, keepdim=True)
     x = torch.where(some, x, 0.0)  # a row without anything, whose softmax would be NaN
     P = torch.where(some, torch.softmax(x, 3), 0.0)[..., : k.shape[2]]
+    if o.get("dropout"):
+        P = P * torch.from_numpy(reference.dropout_keep(o["seed"], *P.shape, o["dropout"])) / (1 - o["dropout"])
     return P @ v, torch.where(some[..., 0], torch.logsumexp(x, 3), -torch.inf)
 
 
@@ -87,7 +90,10 @@ def problem(seed: int, names: tuple[str, ...]):
     shapes = ((B, H, lengths[0], D), (B, HK, lengths[1], D), (B, HK, lengths[1], DV), (B, H, lengths[0], DV))
     q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
     dlse = rng.standard_normal((B, H, lengths[0]))
-    return q, k, v, dout, dlse, {"causal": causal, "scale": 0.7}, {n: draw(n, rng, lengths) for n in names}
+    options = {n: draw(n, rng, lengths) for n in names}
+    if "dropout" in options:
+        options["seed"] = seed
+    return q, k, v, dout, dlse, {"causal": causal, "scale": 0.7}, options
 
 
 def expected(q, k, v, dout, dlse, call, options):
@@ -143,7 +149,9 @@ def test_an_option_makes_a_difference(name: str) -> None:
     assert abs(reference.attention(q, k, v, **call, **options)[0] - out).max() > 1e-3
 
 
-@pytest.mark.parametrize("names", [("window",), ("softcap",), ("alibi",), ("bias",), ("sink",), ("score",), OPTIONS])
+@pytest.mark.parametrize(
+    "names", [("window",), ("softcap",), ("alibi",), ("bias",), ("sink",), ("score",), ("dropout",), OPTIONS]
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_yardstick_is_near_the_truth_and_within_its_own_bound(names: tuple[str, ...], dtype: str) -> None:
     q, k, v, dout, dlse, call, options = problem(1, names)

@@ -175,3 +175,11 @@ def test_shipped_kernels_can_be_cached() -> None:
         assert sources.fingerprint(kernel.source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs())) is not None
     files, _ = sources.included_files(registry.get("fwd_minimal").source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs()))
     assert {"common.cuh", "score.cuh", "cuda_fp16.h", "cuda_bf16.h"} <= {path.name for path in files}
+
+
+def test_headers_full_of_comments_are_read_at_once(tree: Path) -> None:
+    """As CUDA's own are: a pattern that backtracks over them would not come to an end."""
+    comments = "/* one */ /* two **/\n/**\n * three\n */\n" * 2000
+    (tree / "src/main.cu").write_text(f'{comments}/* four */ #include "a.h"\n{comments}')
+    (tree / "first/a.h").write_text("")
+    assert scan(tree) == ["first/a.h", "src/main.cu"]

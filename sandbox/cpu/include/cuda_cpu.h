@@ -221,6 +221,15 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {  // bytes of high:low, one for each nibble
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned nibble = selector >> 4 * i, byte = (nibble & 4 ? high : low) >> 8 * (nibble & 3) & 0xff;
+        found |= (nibble & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;  // the fourth bit: its sign, in every bit
+    }
+    return found;
+}
+
 namespace cpu {
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float quotient(float x, float y) { return x / y; }

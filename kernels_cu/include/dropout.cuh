@@ -1,0 +1,119 @@
+// Which elements of P dropout keeps: a pure function of the seed and of (b, h, i, j), the same in every kernel and tile. The
+// definition, in NumPy: sandbox/reference/dropout.py.
+//
+// One call of Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") serves the eight elements of
+// a 16 x 16 block of (query, key) space that one lane holds in the accumulators of two neighbouring m16n8 products. Packed to
+// 16 bits these are the four registers of an A operand, two neighbours each, and its four words belong to them one to one:
+//
+// clang-format off
+//   queries along rows (forward)              keys along rows (backward: S^T)
+//     word 0: row g,     keys 2q, 2q+1          element (g, 2q) of S^T belongs to lane 4 (2q) + g / 2, its right neighbour to
+//     word 1: row g + 8, keys 2q, 2q+1          the lane of 2q + 1; half-word g % 2. So lanes g and g ^ 1 need the same two
+//     word 2: row g,     keys 2q+8, 2q+9        calls, the one all low, the other all high half-words: each makes one call,
+//     word 3: row g + 8, keys 2q+8, 2q+9        and they exchange halves.
+// clang-format on
+#pragma once
+#include <ptx.cuh>  // along the include path: on the CPU backend its twin
+
+// N counters of four words, in place, under one key: round by round, so that a round's key serves all of them. A round takes
+// two wide multiplications and two exclusive ors of three.
+template <int N>
+__device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long long seed) {
+    unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            unsigned(&c)[4] = counters[n];
+            const unsigned long long product0 = 0xD2511F53ull * c[0], product1 = 0xCD9E8D57ull * c[2];
+            c[0] = static_cast<unsigned>(product1 >> 32) ^ c[1] ^ k0;
+            c[1] = static_cast<unsigned>(product1);
+            c[2] = static_cast<unsigned>(product0 >> 32) ^ c[3] ^ k1;
+            c[3] = static_cast<unsigned>(product0);
+        }
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+}
+
+// Which of a lane's elements of a 16 x 16 block are kept: two in each register of the A operand.
+struct SomeKept {
+    unsigned word[4], least;
+
+    // What is left of register i, two elements packed to 16 bits. Two predicated instructions; with `mask` it takes three.
+    __device__ __forceinline__ unsigned left(int i, unsigned packed) const {
+        if (!keeps_low(i)) packed &= 0xffff0000u;
+        if (!keeps_high(i)) packed &= 0x0000ffffu;
+        return packed;
+    }
+    // All ones in the halves of register i whose elements are kept.
+    __device__ __forceinline__ unsigned mask(int i) const {
+        return (keeps_low(i) ? 0x0000ffffu : 0) | (keeps_high(i) ? 0xffff0000u : 0);
+    }
+
+  private:
+    __device__ __forceinline__ bool keeps_low(int i) const { return word[i] << 16 >= least; }
+    __device__ __forceinline__ bool keeps_high(int i) const { return word[i] >= least; }
+};
+
+// Where nothing is dropped.
+struct AllKept {
+    __device__ __forceinline__ unsigned left(int, unsigned packed) const { return packed; }
+    __device__ __forceinline__ unsigned mask(int) const { return ~0u; }
+};
+
+// Dropout in head h of batch entry b. An element is kept where its 16 bits reach `least`, shifted up by 16.
+struct Dropout {
+    const unsigned long long* seed;
+    unsigned least, h, b;
+
+    // Whether element (i, j) is kept.
+    __device__ __forceinline__ bool keeps(unsigned i, unsigned j) const {
+        unsigned words[1][4];
+        draw(words, i, j, i % 8 * 4 + j % 8 / 2);
+        const unsigned left = i & 8 ? words[0][1] : words[0][0], right = i & 8 ? words[0][3] : words[0][2];
+        const unsigned word = j & 8 ? right : left;
+        return (j & 1 ? word : word << 16) >= least;
+    }
+
+    // Of N blocks side by side, the first at (i, j), multiples of 16: this lane's elements in operands with queries along rows.
+    template <int N>
+    __device__ __forceinline__ void along_queries(SomeKept (&kept)[N], unsigned i, unsigned j) const {
+        unsigned words[N][4];
+        draw(words, i, j, thread_index_x() % 32);
+#pragma unroll
+        for (int n = 0; n < N; ++n) kept[n] = {{words[n][0], words[n][1], words[n][2], words[n][3]}, least};
+    }
+
+    // The same with keys along rows. Every lane of the warp has to ask.
+    template <int N>
+    __device__ __forceinline__ void along_keys(SomeKept (&kept)[N], unsigned i, unsigned j) const {
+        const unsigned thread = thread_index_x(), g = thread % 32 / 4, q = thread % 4;
+        unsigned words[N][4];
+        draw(words, i, j, (2 * q + g % 2) * 4 + g / 2);
+        const unsigned low = 0x5410, high = 0x7632;  // both words' low, or high, half-words
+        const unsigned own = g % 2 ? high : low, other = g % 2 ? low : high;
+        const unsigned first = g % 2 ? 0x1054 : 0x5410, second = g % 2 ? 0x3276 : 0x7632;  // own half-words: of query 2q + g % 2
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            kept[n].least = least;
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {  // keys g + 8k
+                const unsigned a = words[n][2 * k], b = words[n][2 * k + 1];  // of queries from 0, from 8 on
+                const unsigned mine = __byte_perm(a, b, own);
+                const unsigned theirs = __shfl_xor_sync(0xffffffffu, __byte_perm(a, b, other), 4);
+                kept[n].word[k] = __byte_perm(mine, theirs, first);
+                kept[n].word[k + 2] = __byte_perm(mine, theirs, second);
+            }
+        }
+    }
+
+  private:
+    // What lane `lane` draws for N blocks side by side.
+    template <int N>
+    __device__ __forceinline__ void draw(unsigned (&words)[N][4], unsigned i, unsigned j, unsigned lane) const {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            words[n][0] = i / 16 * 32 + lane, words[n][1] = j / 16 + n, words[n][2] = h, words[n][3] = b;
+        philox(words, *seed);
+    }
+};

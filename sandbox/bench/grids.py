@@ -1,0 +1,65 @@
+"""Named problems to time, one list after the other: what papers and programs of others ask for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..core.problem import Problem
+from ..core.score import Score
+from . import ragged
+
+_MASKS = (False, "bottom-right")
+
+
+def _paper(dtype: str) -> list[Problem]:
+    """The grid of the FlashAttention-2 and -3 papers: 16k tokens, hidden size 2048."""
+    return [
+        Problem(16384 // S, 2048 // D, S, S, D, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+        for D, causal, S in itertools.product((64, 128, 256), _MASKS, (512, 1024, 2048, 4096, 8192, 16384))
+    ]
+
+
+def _gpt2(dtype: str) -> list[Problem]:
+    """GPT-2 small in training: 12 heads of 64, causal, 8 sequences up to its full context."""
+    return [Problem(8, 12, S, S, 64, dtype=dtype, causal="bottom-right") for S in (128, 256, 512, 1024)]
+
+
+def _tutorial(dtype: str) -> list[Problem]:
+    """What Triton's fused-attention tutorial times."""
+    return [
+        Problem(4, 32, S, S, 64, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+        for causal, S in itertools.product(_MASKS, (1024, 2048, 4096, 8192, 16384))
+    ]
+
+
+def _scores(dtype: str) -> list[Problem]:
+    """What a score may be, an option at a time, on one problem: B2 H16 S8192 D128."""
+    plain = Problem(2, 16, 8192, 8192, 128, dtype=dtype)
+    S = plain.Sk
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"causal": "bottom-right"}, {"window": (1024, 0), "causal": "bottom-right"},
+        {"softcap": 50.0, "causal": "bottom-right"}, {"alibi": (16,), "causal": "bottom-right"},
+        {"bias": (1, 1, S, S)}, {"bias": (1, 16, S, S)}, {"mask": (1, 1, S, S)}, {"mask": (2, 1, 1, S)},
+        {"sink": True, "causal": "bottom-right"}, {"key_lengths": True}, {"Dv": 64},
+    )  # fmt: skip
+    found = [replace(plain, **fields) for fields in options]
+    return [*found, replace(plain, score=Score.from_file(DOCUMENTS, plain))]
+
+
+def _dropout(dtype: str) -> list[Problem]:
+    """Training with dropout: that of the papers' models, and none, on 16k tokens of hidden size 2048."""
+    return [
+        Problem(16384 // S, 2048 // D, S, S, D, dtype=dtype, causal=causal, dropout=p)  # type: ignore[arg-type]
+        for D, causal, S, p in itertools.product((64, 128), _MASKS, (1024, 4096, 8192), (0.0, 0.1))
+    ]
+
+
+GRIDS: dict[str, Callable[[str], list[Problem]]] = {
+    "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores, "dropout": _dropout,
+    "ragged": ragged.problems
+}  # fmt: skip
+DOCUMENTS = Path(__file__).with_name("documents.py")
