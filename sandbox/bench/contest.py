@@ -169,9 +169,7 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
 
 
-def expectation(
-    problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None
-) -> Right:
+def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None) -> Right:
     """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
     if problem.ragged:
         return expect_sequences(problem, inputs, computes, given or {})
