@@ -135,11 +135,16 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                                               View<const dtype> Y, const float* LSE, const float* delta, View<dtype> dA,
                                               View<dtype> dB, int group, const Score& score) {
     constexpr int ROWS = OWNED / THREADS_Y, COLS = WALKED / THREADS_X;
+    const RowTile tile = BY_KEY ? key_tile<OWNED>(score, blockIdx.x, blockIdx.z) : query_tile<OWNED>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
     extern __shared__ __align__(16) float smem[];
     float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * V_PITCH;
     float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * V_PITCH;
-    const int tx = threadIdx.x, ty = threadIdx.y, owned0 = blockIdx.x * OWNED, own_head = blockIdx.y, b = blockIdx.z;
-    const int owned_end = BY_KEY ? score.Sk : score.Sq, heads = BY_KEY ? group : 1;
+    const int tx = threadIdx.x, ty = threadIdx.y, owned0 = tile.row0, own_head = blockIdx.y, b = tile.b;
+    const Sequence sequence(score, b);
+    if (BY_KEY) sequence.to_keys(A, B, dA, dB), sequence.to_queries(X, Y);
+    else sequence.to_queries(A, B, dA, dB), sequence.to_keys(X, Y);
+    const int owned_end = BY_KEY ? sequence.key_rows() : sequence.Sq, heads = BY_KEY ? group : 1;
 
     load_rows<HEAD_DIM, OWNED>(A_smem, A, b, own_head, owned0, owned_end);
     load_rows<HEAD_DIM_V, OWNED>(B_smem, B, b, own_head, owned0, owned_end);
@@ -149,11 +154,11 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
         const int query_head = BY_KEY ? own_head * group + n : own_head, walked_head = BY_KEY ? query_head : own_head / group;
         const Head head(score, b, query_head);
         const Range walk = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
-        const long long row = (static_cast<long long>(b) * gridDim.y * heads + query_head) * score.Sq;  // of LSE and delta
+        const long long row = head.first_row(gridDim.y * heads, query_head);  // of LSE and delta
         for (int walked0 = walk.begin / WALKED * WALKED; walked0 < walk.end; walked0 += WALKED) {
             __syncthreads();  // every row has used the previous tile before it is overwritten
-            load_rows<HEAD_DIM, WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? score.Sq : head.Sk);
-            load_rows<HEAD_DIM_V, WALKED>(Y_smem, Y, b, walked_head, walked0, BY_KEY ? score.Sq : head.Sk);
+            load_rows<HEAD_DIM, WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? head.Sq : head.Sk);
+            load_rows<HEAD_DIM_V, WALKED>(Y_smem, Y, b, walked_head, walked0, BY_KEY ? head.Sq : head.Sk);
             __syncthreads();  // the tile, and what is owned, are whole before any row reads them
 
             float P[ROWS][COLS] = {}, dS[ROWS][COLS] = {};  // S and dP at first
@@ -177,7 +182,7 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
             float* P_row = P_smem + ty * (WALKED + 4);
             const float *X_col = X_smem + 4 * tx, *Y_col = Y_smem + 4 * tx;
             const Range seen = head.keys_seen_by_all(m0, m0 + BLOCK_M);
-            if (m0 + BLOCK_M <= score.Sq && seen.begin <= n0 && n0 + BLOCK_N <= seen.end) {
+            if (m0 + BLOCK_M <= head.Sq && seen.begin <= n0 && n0 + BLOCK_N <= seen.end) {
                 if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, walked0);
                 add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, walked0);
             } else {

@@ -22,13 +22,17 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
     const float* dLSE,     // (B, H, Sq), contiguous; null where LSE has no gradient of its own
     float* delta,          // (B, H, Sq), contiguous
     Score score) {
-    const int lane = threadIdx.x % LANES, h = blockIdx.y, b = blockIdx.z;
-    const int first_row = blockIdx.x * BLOCK_M + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
+    const int lane = threadIdx.x % LANES, h = blockIdx.y, b = tile.b;
+    const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
+    const Sequence sequence(score, b);
+    sequence.to_queries(dO, O);
     const bool by_fours = HEAD_DIM_V % 4 == 0 && aligned_for_dtype4(dO, b, h) && aligned_for_dtype4(O, b, h);
     float sums[BLOCK_M / ROWS] = {};
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
-        const int query_row = first_row + i * ROWS, columns = query_row < score.Sq ? HEAD_DIM_V : 0;
+        const int query_row = first_row + i * ROWS, columns = query_row < sequence.Sq ? HEAD_DIM_V : 0;
         const dtype *dO_row = dO.row(b, h, query_row), *O_row = O.row(b, h, query_row);
         if (by_fours) {
             for (int d = 4 * lane; d < columns; d += 4 * LANES) {
@@ -40,11 +44,11 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
             for (int d = lane; d < columns; d += LANES) sums[i] += to_float(dO_row[d]) * to_float(O_row[d]);
         }
     }
-    const long long first = (static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row;
+    const long long first = sequence.first_row(gridDim.y, h) + first_row;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
         const float sum = row_sum<LANES>(sums[i]);
-        if (lane == 0 && first_row + i * ROWS < score.Sq)
+        if (lane == 0 && first_row + i * ROWS < sequence.Sq)
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
 }
@@ -105,12 +109,12 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_delta_bias(
     bias_t* dbias,                                 // of the bias's shape, contiguous
     int bias_b, int bias_h, int bias_i, int bias_j,
     int H,
-    int heads,  // B * H
+    int heads,  // B * H, of a ragged batch H
     int group,  // H / Hk
     const __grid_constant__ Score score) {
 #if BIAS
     extern __shared__ __align__(16) float smem[];
-    const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, B = heads / H;
+    const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, B = batch_size(score, heads / H);
     const int own_b = blockIdx.z, own_h = blockIdx.y, tiles_j = (bias_j + BIAS_N - 1) / BIAS_N;
     const int own_m0 = blockIdx.x / tiles_j * BIAS_M, own_n0 = blockIdx.x % tiles_j * BIAS_N;
     float sums[OWN_ROWS][COLS] = {};
@@ -118,8 +122,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_delta_bias(
     for (int b = own_b; b < B; b += bias_b)
         for (int h = own_h; h < H; h += bias_h) {
             const Head head(score, b, h);
-            const long long first = (static_cast<long long>(b) * H + h) * score.Sq;
-            const int row_end = bias_i == 1 ? score.Sq : min(own_m0 + BIAS_M, score.Sq);
+            View<const dtype> q = Q, k = K, v = V, g = dO;
+            head.to_queries(q, g), head.to_keys(k, v);
+            const long long first = head.first_row(H, h);
+            const int row_end = bias_i == 1 ? head.Sq : min(own_m0 + BIAS_M, head.Sq);
             for (int m0 = own_m0; m0 < row_end; m0 += BIAS_M) {
                 const Range keys = head.keys(m0, m0 + BIAS_M);
                 const int begin = bias_j == 1 ? keys.begin / BIAS_N * BIAS_N : own_n0;
@@ -127,8 +133,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_delta_bias(
                 for (int n0 = begin; n0 < end; n0 += BIAS_N) {
                     if (n0 + BIAS_N <= keys.begin) continue;  // alike in all threads
                     float S[OWN_ROWS][COLS] = {}, dP[OWN_ROWS][COLS] = {};
-                    add_dot_products<HEAD_DIM>(S, smem, Q, K, b, h, h / group, m0, n0, score.Sq, head.Sk);
-                    add_dot_products<HEAD_DIM_V>(dP, smem, dO, V, b, h, h / group, m0, n0, score.Sq, head.Sk);
+                    add_dot_products<HEAD_DIM>(S, smem, q, k, b, h, h / group, m0, n0, head.Sq, head.Sk);
+                    add_dot_products<HEAD_DIM_V>(dP, smem, g, v, b, h, h / group, m0, n0, head.Sq, head.Sk);
 #pragma unroll
                     for (int r = 0; r < OWN_ROWS; ++r)
 #pragma unroll
@@ -175,18 +181,18 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta_sink(
     const float* delta,  // (B, H, Sq), contiguous
     float* dsink,        // (H,)
     int H,
-    int heads,  // B * H
+    int heads,  // B * H, of a ragged batch H
     Score score) {
     __shared__ float sums[WARPS];
     const int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float sum = 0.0f;
 #if SINK
-    const float sink = Head(score, 0, h).sink;
-    for (int head = h; head < heads && sink != -INF; head += H)
-        for (int i = threadIdx.x; i < score.Sq; i += 32 * WARPS) {
-            const long long row = static_cast<long long>(head) * score.Sq + i;
-            sum -= expf(sink - LSE[row]) * delta[row];
-        }
+    const float sink = score.sink[h * score.sink_stride];
+    for (int b = 0; b < batch_size(score, heads / H) && sink != -INF; ++b) {
+        const Sequence sequence(score, b);
+        const long long first = sequence.first_row(H, h);
+        for (int i = threadIdx.x; i < sequence.Sq; i += 32 * WARPS) sum -= expf(sink - LSE[first + i]) * delta[first + i];
+    }
 #endif
     sum = row_sum<32>(sum);
     if (lane == 0) sums[warp] = sum;

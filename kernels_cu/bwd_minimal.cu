@@ -34,23 +34,27 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
     int group,                                  // H / Hk: so many query heads share a key/value head
     Score score) {
     extern __shared__ __align__(16) float smem[];
-    const int t = threadIdx.x, kv_head = blockIdx.y, b = blockIdx.z, n0 = blockIdx.x * BLOCK_N, key_col = n0 + t;
+    const RowTile tile = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
+    const int t = threadIdx.x, kv_head = blockIdx.y, b = tile.b, n0 = tile.row0, key_col = n0 + t;
+    const Sequence sequence(score, b);
+    sequence.to_queries(dO, Q), sequence.to_keys(K, V, dK, dV);
     float *K_own = smem + t, *V_own = K_own + HEAD_DIM * BLOCK_N, *dK_own = V_own + HEAD_DIM_V * BLOCK_N;
     float *dV_own = dK_own + HEAD_DIM * BLOCK_N, *Q_smem = smem + 2 * (HEAD_DIM + HEAD_DIM_V) * BLOCK_N;
     float* dO_smem = Q_smem + BLOCK_M * HEAD_DIM;
 
-    load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, score.Sk);
-    load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, score.Sk);
+    load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, sequence.key_rows());
+    load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, sequence.key_rows());
     for (int d = 0; d < HEAD_DIM; ++d) dK_own[d * BLOCK_N] = 0.0f;
     for (int d = 0; d < HEAD_DIM_V; ++d) dV_own[d * BLOCK_N] = 0.0f;
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const Head head(score, b, h);
-        const long long first = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;  // of its LSE and delta
+        const long long first = head.first_row(gridDim.y * group, h);  // of its LSE and delta
         const Range queries = head.queries(n0, n0 + BLOCK_N);
         for (int m0 = queries.begin / BLOCK_M * BLOCK_M; m0 < queries.end; m0 += BLOCK_M) {
             __syncthreads();  // every row has used the previous Q/dO tile before it is overwritten
-            load_tile<BLOCK_M, BLOCK_N>(Q_smem, Q, b, h, m0, score.Sq, t);
-            load_tile<BLOCK_M, BLOCK_N, HEAD_DIM_V>(dO_smem, dO, b, h, m0, score.Sq, t);
+            load_tile<BLOCK_M, BLOCK_N>(Q_smem, Q, b, h, m0, head.Sq, t);
+            load_tile<BLOCK_M, BLOCK_N, HEAD_DIM_V>(dO_smem, dO, b, h, m0, head.Sq, t);
             __syncthreads();  // the tile is whole before any row reads it
 
             float P_rmem[BLOCK_M] = {}, dS_rmem[BLOCK_M] = {};
@@ -90,7 +94,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
             }
         }
     }
-    if (key_col >= score.Sk) return;  // no barrier below
+    if (key_col >= sequence.key_rows()) return;  // no barrier below
     for (int d = 0; d < HEAD_DIM; ++d) dK.row(b, kv_head, key_col)[d] = dtype(score.scale * dK_own[d * BLOCK_N]);
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
 }
@@ -103,15 +107,18 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
     int group,                                  // H / Hk
     Score score) {
     extern __shared__ __align__(16) float smem[];
-    const int t = threadIdx.x, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M, query_row = m0 + t;
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
+    const int t = threadIdx.x, h = blockIdx.y, b = tile.b, m0 = tile.row0, query_row = m0 + t;
     float *Q_own = smem + t, *dQ_own = Q_own + HEAD_DIM * BLOCK_M, *dO_own = dQ_own + HEAD_DIM * BLOCK_M;
     float *K_smem = smem + (2 * HEAD_DIM + HEAD_DIM_V) * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
     const Head head(score, b, h);
-    const long long row = (static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row;
-    const float lse = query_row < score.Sq ? LSE[row] : 0.0f, own_delta = query_row < score.Sq ? delta[row] : 0.0f;
+    head.to_queries(dO, Q, dQ), head.to_keys(K, V);
+    const long long row = head.first_row(gridDim.y, h) + query_row;
+    const float lse = query_row < head.Sq ? LSE[row] : 0.0f, own_delta = query_row < head.Sq ? delta[row] : 0.0f;
 
-    load_own<BLOCK_M, HEAD_DIM>(Q_own, Q, b, h, query_row, score.Sq);
-    load_own<BLOCK_M, HEAD_DIM_V>(dO_own, dO, b, h, query_row, score.Sq);
+    load_own<BLOCK_M, HEAD_DIM>(Q_own, Q, b, h, query_row, head.Sq);
+    load_own<BLOCK_M, HEAD_DIM_V>(dO_own, dO, b, h, query_row, head.Sq);
     for (int d = 0; d < HEAD_DIM; ++d) dQ_own[d * BLOCK_M] = 0.0f;
     const Range keys = head.keys(m0, m0 + BLOCK_M);
     for (int n0 = keys.begin / BLOCK_N * BLOCK_N; n0 < keys.end; n0 += BLOCK_N) {
@@ -145,6 +152,6 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
             dQ_own[d * BLOCK_M] = dq;
         }
     }
-    for (int d = 0; d < HEAD_DIM && query_row < score.Sq; ++d)
+    for (int d = 0; d < HEAD_DIM && query_row < head.Sq; ++d)
         dQ.row(b, h, query_row)[d] = dtype(score.scale * dQ_own[d * BLOCK_M]);
 }

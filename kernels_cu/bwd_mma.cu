@@ -275,12 +275,12 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
 }
 
 template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void store_rows(const View<dtype>& to, int b, int h, int n0, int Sk, const char* tile) {
+__device__ __forceinline__ void store_rows(const View<dtype>& to, const Sequence& sequence, int h, int n0, const char* tile) {
     using Tile = Swizzled<COLUMNS>;
     for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        if (n0 + row < Sk && chunk * 8 < WIDTH)
-            *reinterpret_cast<uint4*>(to.row(b, h, n0 + row) + chunk * 8) =
+        if (n0 + row < sequence.key_rows() && chunk * 8 < WIDTH)
+            *reinterpret_cast<uint4*>(sequence.key(to, h, n0 + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
     }
 }
@@ -307,33 +307,37 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     char* const dS_tile = smem + STAGES_AT + 2 * STAGE;
-    const int kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group, tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+    const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && own.surplus()) return;
+    const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
+    const Sequence sequence(score, b);
     const SmemAddress K_tile = smem_address(smem);
     const auto request_stage = [&](unsigned at, int h, int m0) {
         const SmemAddress stage = K_tile + at;
         const unsigned thread = thread_index_x();
-        request_tile<BLOCK_M, D_PAD, THREADS>(stage, Q.row(b, h, 0), Q.stride_s, m0, score.Sq, thread);
-        request_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, dO.row(b, h, 0), dO.stride_s, m0, score.Sq, thread);
-        const long long row = (static_cast<long long>(b) * H + h) * score.Sq + m0;
+        request_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
+        request_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
+                                                           sequence.Sq, thread);
+        const long long row = sequence.first_row(H, h) + m0;
         for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
             const int query = t % BLOCK_M;
-            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < score.Sq);
+            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < sequence.Sq);
         }
         cp_async_commit();
     };
 
     float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
-    const auto n0 = [] { return static_cast<int>(block_index_x()) * BLOCK_N; };
-    const auto queries = [&] { return Head(score, b, kv_head * group).queries(n0(), n0() + BLOCK_N); };
+    const auto n0 = [&] { return RAGGED ? own.row0 : static_cast<int>(block_index_x()) * BLOCK_N; };
+    const auto queries = [&] { return Head(sequence, kv_head * group).queries(n0(), n0() + BLOCK_N); };
     const auto first_row = [&] { return queries().begin / BLOCK_M * BLOCK_M; };
     const auto row_end = [&] { return queries().end; };
     int h = kv_head * group, m0 = first_row();  // the query tiles of each head that shares these keys
     int left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // to walk
     unsigned stage = STAGES_AT;  // where in shared memory
     if (left > 0) {
-        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, K.row(b, kv_head, 0), K.stride_s, n0(), Head(score, b, h).Sk);
-        request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, V.row(b, kv_head, 0), V.stride_s, n0(),
-                                                           Head(score, b, h).Sk);
+        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, sequence.key(K, kv_head, 0), K.stride_s, n0(), sequence.Sk);
+        request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, sequence.key(V, kv_head, 0), V.stride_s, n0(),
+                                                           sequence.Sk);
         request_stage(stage, h, m0);
     }
 #pragma unroll 1
@@ -344,14 +348,14 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
             const bool last = m0 + BLOCK_M >= row_end();  // of this head
             request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
-        const Head head(score, b, h);
+        const Head head(sequence, h);
         const Range seen = head.queries_that_see_all(n0(), n0() + BLOCK_N);
-        const bool ends = Head::FIRST && min(m0 + BLOCK_M, score.Sq) > seen.end;
-        const bool masked = m0 < seen.begin || ends || (!Head::LINEAR && m0 + BLOCK_M > score.Sq);
+        const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
+        const bool masked = m0 < seen.begin || ends || (!Head::LINEAR && m0 + BLOCK_M > head.Sq);
         own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
         __syncthreads();  // dS^T and P^T are whole before others' are read
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
-        const long long tile = (static_cast<long long>(b) * H + h) * tiles + m0 / BLOCK_M;
+        const long long tile = sequence.first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
         if (m0 >= row_end()) ++h, m0 = first_row();
@@ -365,8 +369,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     stage_rows<COLS>(smem, dK_rmem, score.scale);
     stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, Head::dropout_factor(score));
     __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
-    store_rows<D_PAD, HEAD_DIM>(dK, b, kv_head, n0(), score.Sk, smem);
-    store_rows<DV_PAD, HEAD_DIM_V>(dV, b, kv_head, n0(), score.Sk, smem + K_BYTES);
+    store_rows<D_PAD, HEAD_DIM>(dK, sequence, kv_head, n0(), smem);
+    store_rows<DV_PAD, HEAD_DIM_V>(dV, sequence, kv_head, n0(), smem + K_BYTES);
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
@@ -381,9 +385,12 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
-    const int h = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row0 = blockIdx.x * BLOCK_M + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
-    const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
+    const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && own.surplus()) return;
+    const int h = blockIdx.y, b = own.b, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Sequence sequence(score, b);
+    const int row0 = own.row0 + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
+    const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);
     float zero = 0.0f;
 #pragma unroll
@@ -401,8 +408,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
                 packed[pair] = pack(x * score.scale, y * score.scale);
             }
             const int row = row0 + 16 * mt + 8 * half + g, col = col0 + 8 * nt;
-            if (row < score.Sq && col < HEAD_DIM)
-                *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            if (row < sequence.Sq && col < HEAD_DIM)
+                *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
     if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see

@@ -1,6 +1,6 @@
 """Spec of `bwd_mma.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile
 
 
 def columns(width: int, t: Tile) -> int:
@@ -40,6 +40,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (columns(widest, t) <= 64 * share, f"dK and dV of D={widest} spill: {share} warps hold 64 columns each"),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} at D={widest} are not built: 4 warps hold it"),
+        (not p.ragged or t.BLOCK_N < 128 or t.WARPS > 4, "BLOCK_N=128 of a ragged batch spills with WARPS=4"),
         (not arch or arch < (10, 0) or t.BLOCK_N < 128, "BLOCK_N=128 spills on compute capability 10.0 and later"),
         (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
     )
@@ -51,6 +52,7 @@ kernel = Kernel(
     computes="backward",
     rung=3,
     default=True,
+    ragged=True,
     summary="tensor cores warp by warp: S^T and dP^T feed dV and dK from registers; dQ by fp32 reductions in L2",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
@@ -61,7 +63,7 @@ kernel = Kernel(
         Tile(BLOCK_M=64, BLOCK_N=64, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=64, WARPS=8, MIN_BLOCKS=1),
     ),
-    grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
+    grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
@@ -70,7 +72,7 @@ kernel = Kernel(
     then=(
         Entry(
             name="bwd_mma_dq",
-            grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+            grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,
             args=("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "group", "score"),

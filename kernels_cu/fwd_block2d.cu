@@ -85,13 +85,16 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     float* Q_smem = smem;
     float* KV_smem = Q_smem + BLOCK_M * Q_PITCH;
     float* P_smem = KV_smem + BLOCK_N * K_PITCH;
-    const int tx = threadIdx.x, ty = threadIdx.y, m0 = blockIdx.x * BLOCK_M;
-    const int h = blockIdx.y, b = blockIdx.z, kv_head = h / group;
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
+    const int tx = threadIdx.x, ty = threadIdx.y, m0 = tile.row0;
+    const int h = blockIdx.y, b = tile.b, kv_head = h / group;
     const Head head(score, b, h);
+    head.to_queries(Q, O), head.to_keys(K, V);
     const int query_row = m0 + ty;  // the first of this thread's; then every THREADS_Y-th
 
     for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D)
-        load_tile4<BLOCK_M, BLOCK_D, Q_PITCH, THREADS_X, THREADS_Y>(Q_smem + d0, Q, b, h, m0, score.Sq, d0);
+        load_tile4<BLOCK_M, BLOCK_D, Q_PITCH, THREADS_X, THREADS_Y>(Q_smem + d0, Q, b, h, m0, head.Sq, d0);
     float m[ROWS], l[ROWS] = {}, O_rmem[ROWS][O_COLS] = {};  // l: of this thread's columns only
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) m[i] = -INF;
@@ -162,11 +165,11 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     }
 
     dtype* to = O.row(b, h, query_row) + 4 * tx;
-    float* lse = LSE + (static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row;
+    float* lse = LSE + head.first_row(gridDim.y, h) + query_row;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
         const Total total = head.total<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));
-        if (query_row + i * THREADS_Y >= score.Sq) continue;
+        if (query_row + i * THREADS_Y >= head.Sq) continue;
 #pragma unroll
         for (int c = 0; c < O_COLS; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * tx on

@@ -29,6 +29,7 @@ kernel = Kernel(
     computes="forward",
     rung=2,
     default=True,
+    ragged=True,
     summary="a 2-D thread block shares each tile; each thread owns a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
@@ -43,7 +44,7 @@ kernel = Kernel(
         "THREADS_X": (8, 16, 32),
         "THREADS_Y": (4, 8, 16),
     },
-    grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+    grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
     block=lambda t: (t.THREADS_X, t.THREADS_Y, 1),
     # Q, P, and a step of K or V: fp32, each row padded by four words
     smem_bytes=lambda p, t: (

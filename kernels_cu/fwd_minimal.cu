@@ -26,11 +26,14 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     float* O_smem = Q_smem + HEAD_DIM * BLOCK_M;
     float* K_smem = O_smem + HEAD_DIM_V * BLOCK_M;
     float* V_smem = K_smem + BLOCK_N * HEAD_DIM;
-    const int t = threadIdx.x, h = blockIdx.y, b = blockIdx.z, m0 = blockIdx.x * BLOCK_M, query_row = m0 + t;
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return;
+    const int t = threadIdx.x, h = blockIdx.y, b = tile.b, m0 = tile.row0, query_row = m0 + t;
     const Head head(score, b, h);
+    head.to_queries(Q, O), head.to_keys(K, V);
 
     for (int d = 0; d < HEAD_DIM; ++d)
-        Q_smem[d * BLOCK_M + t] = query_row < score.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
+        Q_smem[d * BLOCK_M + t] = query_row < head.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
     for (int d = 0; d < HEAD_DIM_V; ++d) O_smem[d * BLOCK_M + t] = 0.0f;
     float m = -INF, l = 0.0f;
 
@@ -71,8 +74,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
         }
     }
 
-    if (query_row >= score.Sq) return;  // no barrier below
+    if (query_row >= head.Sq) return;  // no barrier below
     const Total total = head.total<NATURAL>(m, l);
     for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype(O_smem[d * BLOCK_M + t] * total.inverse);
-    LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + query_row] = total.lse;
+    LSE[head.first_row(gridDim.y, h) + query_row] = total.lse;
 }

@@ -215,13 +215,15 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     char* const stages = smem + BLOCK_M * Q_ROW;
-    const int h = blockIdx.y, b = blockIdx.z;
+    const int h = blockIdx.y, batch = blockIdx.z;
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int m0 = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;  // causal: long rows first
+    const RowTile tile = query_tile<BLOCK_M>(score, CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, batch);
+    if (RAGGED && tile.surplus()) return;
+    const int b = tile.b, m0 = tile.row0;  // causal: long rows first
     const int first_row = m0 + warp * 16 * M_TILES;
-    const dtype* const K_head = K.row(b, h / group, 0);
-    const dtype* const V_head = V.row(b, h / group, 0);
     const Head head(score, b, h);
+    const dtype* const K_head = head.key(K, h / group, 0);
+    const dtype* const V_head = head.key(V, h / group, 0);
     const Range keys = head.keys(m0, m0 + BLOCK_M), seen_by_all = head.keys_seen_by_all(m0, m0 + BLOCK_M);
     const int whole = max(seen_by_all.end, 0) / BLOCK_N;  // tiles before that: every row of the block sees them whole,
     const int first_whole = (seen_by_all.begin + BLOCK_N - 1) / BLOCK_N;  // from here on
@@ -241,7 +243,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const VPlace value_place(lane % 16, lane / 16);
 
     Rows rows;
-    if (tiles > first) request_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
+    if (tiles > first) request_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), head.query(Q, h, 0), Q.stride_s, m0, head.Sq);
     rows.reset();
     if (tiles > first) request_stage(first);
     const auto arrive = [&](int j) {
@@ -287,16 +289,16 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
                     pack(rows.O[mt][nt][2 * half] * total.inverse, rows.O[mt][nt][2 * half + 1] * total.inverse);
                 *reinterpret_cast<unsigned*>(O_warp + VTile::at(row, nt) + 4 * q) = pair;
             }
-            if (q == 0 && first_row + row < score.Sq)
-                LSE[(static_cast<long long>(b) * gridDim.y + h) * score.Sq + first_row + row] = total.lse;
+            if (q == 0 && first_row + row < head.Sq)
+                LSE[head.first_row(gridDim.y, h) + first_row + row] = total.lse;
         }
     }
     __syncwarp();  // the warp's rows of O are whole before its lanes copy them, 16 bytes each, neighbours side by side
 #pragma unroll 4
     for (int i = lane; i < 16 * M_TILES * VTile::CHUNKS; i += 32) {
         const int row = i / VTile::CHUNKS, chunk = i % VTile::CHUNKS;
-        if (first_row + row < score.Sq && chunk * 8 < HEAD_DIM_V)
-            *reinterpret_cast<uint4*>(O.row(b, h, first_row + row) + chunk * 8) =
+        if (first_row + row < head.Sq && chunk * 8 < HEAD_DIM_V)
+            *reinterpret_cast<uint4*>(head.query(O, h, first_row + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(O_warp + VTile::at(row, chunk));
     }
 }

@@ -85,14 +85,24 @@ __device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
     return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
-struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * H, and the key tiles they see
+struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
     int m0, head;
     Range range;
     int tiles;
-
+#if RAGGED
+    int sequence;
+    __device__ __forceinline__ Piece(RowTile rows, unsigned head, const Score& score)
+        : m0(rows.row0), head(head), range(tiles_of(Head(score, rows.b, head), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin), sequence(rows.b) {}
+    __device__ __forceinline__ int b(int) const { return sequence; }
+    __device__ __forceinline__ int h(int) const { return head; }
+#else
     __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
         : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
           tiles(range.end - range.begin) {}
+    __device__ __forceinline__ int b(int H) const { return head / H; }
+    __device__ __forceinline__ int h(int H) const { return head % H; }
+#endif
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
@@ -113,7 +123,7 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 // begin each section at another place, and the last section of long rows has up to four rounds.
 template <class F>
 __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
-    const unsigned blocks = (score.Sq + BLOCK_M - 1u) / BLOCK_M;
+    const unsigned blocks = query_tiles<BLOCK_M>(score);
     const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
@@ -122,7 +132,12 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
 #pragma unroll 1
         for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
             if (i >= size * blocks) continue;
+#if RAGGED
+            const RowTile rows = query_tile<BLOCK_M>(score, CAUSAL ? blocks - 1 - i / size : i % blocks, 0);
+            if (!rows.surplus()) f(Piece(rows, CAUSAL ? head + i % size : i / blocks, score));
+#else
             f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
+#endif
         }
     }
 }
@@ -197,14 +212,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
             for_each_piece(heads, H, score, [&](const Piece& piece) {
-                const int h = piece.head % H / group, b = piece.head / H;
+                const int h = piece.h(H) / group, b = piece.b(H);
+                const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    tiles.request(base + tile + stage * tiles.BYTES, map, piece.keys_at(j), tensor.stride_h ? h : 0,
-                                  tensor.stride_b ? b : 0, base + full + 8 * stage);
+                    tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
+                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
                 };
 #pragma unroll 1
                 for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
@@ -216,12 +232,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
             for_each_piece(heads, H, score, [&](const Piece& piece) {
-                const int h = Q.stride_h ? piece.head % H : 0, b = Q.stride_b ? piece.head / H : 0;
+                const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
+                const Sequence sequence(score, piece.b(H));
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
-                    Queries::request(base + consumer * Queries::BYTES, Q_map, piece.m0 + 64 * consumer, h, b,
-                                     base + FULL_Q + 8 * consumer);
+                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer), h,
+                                     sequence.query_batch(b), base + FULL_Q + 8 * consumer);
                 }
                 ++pieces;
             });
@@ -241,9 +258,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     for_each_piece(heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
-        const Head bound(score, piece.head / H, piece.head % H);
+        const Head bound(score, piece.b(H), piece.h(H));
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
-        const int tiles = m0 < score.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
+        const int tiles = m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
@@ -366,7 +383,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (O_APART && sender) send_wait_read();  // the last piece's O
         const bool spoilt = named_barrier_or(own_barrier, 128, Head::HIDES && !rows.finite());  // all four warps have used Q
         if (Head::HIDES && spoilt) {
-            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.head / H, piece.head % H, H, m0, warp % 4);
+            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b(H), piece.h(H), H, m0, warp % 4);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             return;
         }
@@ -376,8 +393,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             const Total total = bound.total(rows.m[half], row_sum<4>(rows.l[half]));
             inverse[half] = total.inverse;
             const int query_row = first_row + 8 * half + g;
-            if (q == 0 && query_row < score.Sq)
-                LSE[static_cast<long long>(piece.head) * score.Sq + query_row] = total.lse;
+            if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
         }
 #pragma unroll
         for (int i = 0; i < DV_PAD / 2; i += 8) {
@@ -391,7 +407,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         fence_proxy_async();
         named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
         if (sender) {
-            Outputs::send(O_map, m0, piece.head % H, piece.head / H, O_smem);
+            Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem);
             if (!O_APART) {
                 send_wait_read();
                 mbarrier_arrive(base + EMPTY_Q + 8 * consumer);

@@ -31,8 +31,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
-    if p.B * p.H * cdiv(p.Sq, 64) >= 2**31:
-        return f"{p} has {p.B * p.H * cdiv(p.Sq, 64)} pieces of 64 rows: fewer than 2^31 are built"
+    if p.batches * p.H * p.query_tiles(64) >= 2**31:
+        return f"{p} has {p.batches * p.H * p.query_tiles(64)} pieces of 64 rows: fewer than 2^31 are built"
     return None
 
 
@@ -61,6 +61,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
         (
+            t.BLOCK_M < 192 or not (p.ragged and p.causal),
+            "BLOCK_M=192 of a causal ragged batch spills: take 128 rows",
+        ),
+        (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
             f"tile {t} spills with a bias, mask or score of one's own: at most 128 rows and {most_keys(p)} keys do not",
         ),
@@ -75,9 +79,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 def rank(p: Problem, t: Tile) -> bool:
     """First what was fastest on an H100 (experiments/008_hopper): two consumers fit short rows better."""
-    short = p.Sq < (4096 if p.causal else 2048)
+    short = p.Sq < (4096 if p.causal else 2048) or p.ragged
     if max(p.D, p.Dv) <= 64:
-        best = (192, 128)
+        best = (128, 128) if p.ragged else (192, 128)
     elif max(p.D, p.Dv) <= 128:
         best = (128, 128) if short else (192, 80)
     else:
@@ -87,7 +91,7 @@ def rank(p: Problem, t: Tile) -> bool:
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """One block for each of BLOCKS multiprocessors, which takes piece after piece."""
-    return (min(cdiv(p.Sq, t.BLOCK_M) * p.B * p.H, t.BLOCKS), 1, 1)
+    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
 
 
 kernel = Kernel(
@@ -95,6 +99,7 @@ kernel = Kernel(
     computes="forward",
     rung=4,
     default=True,
+    ragged=True,
     summary="Hopper's warpgroup MMA, fed by TMA: one warpgroup loads, the others take turns on the tensor cores",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),

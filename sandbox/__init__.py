@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api.attention import attention
+from .api.attention import attention, attention_varlen
 from .api.passes import attention_backward, attention_forward, reload
 from .core.errors import (
     CacheError,
@@ -67,6 +67,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_varlen",
     "compile",
     "kernels",
     "reference",

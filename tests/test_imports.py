@@ -156,7 +156,16 @@ def test_one_seam_to_array_libraries() -> None:
     """Whoever is given an array asks `dlpack`; who times PyTorch's own attention, or joins it, needs PyTorch."""
     seam, on_demand = (
         "launch.dlpack",
-        {"bench.contest", "bench.given", "bench.peers", "bench.timing", "api.torch_op", "api.torch_scored"},
+        {
+            "bench.contest",
+            "bench.given",
+            "bench.peers",
+            "bench.ragged",
+            "bench.timing",
+            "api.torch_op",
+            "api.torch_nested",
+            "api.torch_scored",
+        },
     )
     for name, tree in TREES.items():
         if name == seam:

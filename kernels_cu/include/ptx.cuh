@@ -15,6 +15,9 @@
 
 using SmemAddress = unsigned;  // a byte address in shared memory
 
+constexpr bool CHECKED = false;  // whether `require` looks: on the CPU backend
+__device__ __forceinline__ void require(bool, const char*) {}
+
 __device__ __forceinline__ SmemAddress smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }

@@ -15,25 +15,25 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
                                                const Score& score, int b, int h, int H, int m0, int warp) {
     const Head head(score, b, h);
     const int lane = threadIdx.x % 32;
-    for (int i = m0 + warp; i < min(m0 + ROWS, score.Sq); i += WARPS_) {
+    for (int i = m0 + warp; i < min(m0 + ROWS, head.Sq); i += WARPS_) {
         float o[OWNED_COLS_V] = {}, m = -INF, l = 0.0f;
         const Range keys = head.keys(i, i + 1);
         for (int j = keys.begin; j < keys.end; ++j) {
             if (!head.sees(i, j)) continue;
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
-                dot += to_float(Q.row(b, h, i)[d]) * to_float(K.row(b, h / group, j)[d]);
+                dot += to_float(head.query(Q, h, i)[d]) * to_float(head.key(K, h / group, j)[d]);
             const float s = head.masked(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
             const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keeps(i, j) ? p : 0.0f;
             for (int d = 0; d < OWNED_COLS_V; ++d)
-                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(V.row(b, h / group, j)[lane + 32 * d]);
+                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);
             l = alpha * l + p;
             m = m_new;
         }
         const Total total = head.total<NATURAL>(m, l);
         for (int d = 0; d < OWNED_COLS_V; ++d)
-            if (lane + 32 * d < HEAD_DIM_V) O.row(b, h, i)[lane + 32 * d] = dtype(o[d] * total.inverse);
-        if (lane == 0) LSE[(static_cast<long long>(b) * H + h) * score.Sq + i] = total.lse;
+            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype(o[d] * total.inverse);
+        if (lane == 0) LSE[head.first_row(H, h) + i] = total.lse;
     }
 }
 
@@ -53,53 +53,55 @@ struct Pair {
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by WARPS_ warps, of which this is the one of
+// dK and dV of the block's key tile, keys n0 .. n0 + ROWS of head blockIdx.y, by WARPS_ warps, of which this is the one of
 // number `warp`.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
                                                       const View<dtype>& dV, int group, const Score& score, int n0, int warp) {
-    const int kv_head = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
-    for (int j = n0 + warp; j < min(n0 + ROWS, score.Sk); j += WARPS_) {
+    const int kv_head = blockIdx.y, b = key_tile<ROWS>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
+    const Sequence own(score, b);
+    for (int j = n0 + warp; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);
-            const long long first = (static_cast<long long>(b) * gridDim.y * group + h) * score.Sq;
+            const long long first = head.first_row(gridDim.y * group, h);
             const Range queries = head.queries(j, j + 1);
             for (int i = queries.begin; i < queries.end; ++i) {
                 if (!head.sees(i, j)) continue;
-                const dtype *q = Q.row(b, h, i), *grad = dO.row(b, h, i);
-                const Pair pair(q, K.row(b, kv_head, j), V.row(b, kv_head, j), grad, LSE[first + i], delta[first + i], head, i, j);
+                const dtype *q = head.query(Q, h, i), *grad = head.query(dO, h, i);
+                const Pair pair(q, head.key(K, kv_head, j), head.key(V, kv_head, j), grad, LSE[first + i], delta[first + i], head,
+                                i, j);
                 for (int d = lane; d < HEAD_DIM; d += 32) dk[d / 32] += pair.ds * to_float(q[d]);
                 for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += pair.p * to_float(grad[d]);
             }
         }
-        for (int d = lane; d < HEAD_DIM; d += 32) dK.row(b, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
-        for (int d = lane; d < HEAD_DIM_V; d += 32) dV.row(b, kv_head, j)[d] = dtype(dv[d / 32]);
+        for (int d = lane; d < HEAD_DIM; d += 32) own.key(dK, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
+        for (int d = lane; d < HEAD_DIM_V; d += 32) own.key(dV, kv_head, j)[d] = dtype(dv[d / 32]);
     }
 }
 
-// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS of head blockIdx.y and batch entry blockIdx.z, by one warp.
+// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS, of the block's query tile, of head blockIdx.y, by one warp.
 template <int ROWS, int COLS>
 __device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                         const View<const dtype>& V, const View<const dtype>& dO,
                                                         const float* LSE, const float* delta, const View<dtype>& dQ, int group,
                                                         const Score& score, int m0, int d0) {
-    const int h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32;
+    const int h = blockIdx.y, b = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
     const Head head(score, b, h);
-    const long long first = (static_cast<long long>(b) * gridDim.y + h) * score.Sq;
-    for (int i = m0; i < min(m0 + ROWS, score.Sq); ++i) {
+    const long long first = head.first_row(gridDim.y, h);
+    for (int i = m0; i < min(m0 + ROWS, head.Sq); ++i) {
         float dq[OWNED_COLS] = {};
         const Range keys = head.keys(i, i + 1);
         for (int j = keys.begin; j < keys.end; ++j) {
             if (!head.sees(i, j)) continue;
-            const dtype* k = K.row(b, h / group, j);
-            const Pair pair(Q.row(b, h, i), k, V.row(b, h / group, j), dO.row(b, h, i), LSE[first + i], delta[first + i], head,
-                            i, j);
+            const dtype* k = head.key(K, h / group, j);
+            const Pair pair(head.query(Q, h, i), k, head.key(V, h / group, j), head.query(dO, h, i), LSE[first + i],
+                            delta[first + i], head, i, j);
             for (int d = lane; d < HEAD_DIM; d += 32) dq[d / 32] += pair.ds * to_float(k[d]);
         }
         for (int d = lane; d < HEAD_DIM; d += 32)
-            if (d0 <= d && d < d0 + COLS) dQ.row(b, h, i)[d] = dtype(dq[d / 32] * score.scale);
+            if (d0 <= d && d < d0 + COLS) head.query(dQ, h, i)[d] = dtype(dq[d / 32] * score.scale);
     }
 }

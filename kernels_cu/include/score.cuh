@@ -36,6 +36,9 @@
 #ifndef KEY_LENGTHS
 #define KEY_LENGTHS 0
 #endif
+#ifndef RAGGED
+#define RAGGED 0
+#endif
 #ifndef SCORE_SNIPPET
 #define SCORE_SNIPPET 0
 #endif
@@ -105,10 +108,20 @@ struct Score {
     unsigned dropout_least;  // what an element's 16 bits, shifted up by 16, must reach to be kept
     float dropout_factor;    // of what is kept: 1 / (1 - p), or 0 where nothing is
 #endif
+#if KEY_LENGTHS || RAGGED
+    int bottom_right;  // whether `diagonal` moves with the numbers of queries and keys
+#endif
+#if RAGGED
+    int rows_q, rows_k;  // of the tensors; Sq and Sk are then the most that a sequence has
+    int sequences;
+    const int* cu_seqlens_q;  // (sequences + 1,)
+    long long cu_seqlens_q_stride_b;
+    const int* cu_seqlens_k;
+    long long cu_seqlens_k_stride_b;
+#endif
 #if KEY_LENGTHS
-    int bottom_right;  // whether `diagonal` moves with the number of keys
     const int* key_lengths;  // (B,)
-    long long key_lengths_stride;
+    long long key_lengths_stride_b;
 #endif
 #if ALIBI
     const float* slopes;  // (B, H), strides in elements
@@ -136,6 +149,8 @@ struct Score {
 };
 static_assert(sizeof(Score) == SCORE_BYTES, "Score differs from sandbox/core/options.py");
 
+#include "sequence.cuh"
+
 struct Range {
     int begin, end;
 };
@@ -158,8 +173,8 @@ struct At {
     __device__ __forceinline__ int key_col() const { return j + right; }
 };
 
-// Scores of head h of batch entry b.
-struct Head {
+// Scores of head h of batch entry b, and where its rows lie.
+struct Head : Sequence {
     static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // a row's keys have a first, a last one
     static constexpr bool SCATTERED = MASK || Snippet::HIDES;               // what is seen has to be looked up
     static constexpr bool HIDES = FIRST || LAST || SCATTERED || KEY_LENGTHS;  // some key within Sk, from some row
@@ -169,9 +184,6 @@ struct Head {
     static constexpr bool MAPPED = BLOCK_MAP;
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
-    const Score& score;
-    int Sq, Sk;  // Sk: that count
-    int diagonal;
     float unit, per_unit;  // of raw scores: raw * unit = x
 #if ALIBI
     float slope;
@@ -192,7 +204,7 @@ struct Head {
     const unsigned char* block_map;
 #endif
 #if SCORE_SNIPPET
-    int b, h;
+    int h;
 #endif
 
     // Of raw scores, for any head: raw * unit = x.
@@ -205,12 +217,8 @@ struct Head {
 #endif
     }
 
-    __device__ __forceinline__ Head(const Score& score, int b, int h)
-        : score(score), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal), unit(unit_of(score)) {
-#if KEY_LENGTHS
-        Sk = min(max(score.key_lengths[b * score.key_lengths_stride], 0), score.Sk);
-        if (score.bottom_right) diagonal = Sk - Sq;
-#endif
+    __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(Sequence(score, b), h) {}
+    __device__ __forceinline__ Head(const Sequence& sequence, int h) : Sequence(sequence), unit(unit_of(score)) {
         if (!LINEAR) per_unit = 1.0f / unit;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
@@ -231,7 +239,7 @@ struct Head {
         block_map = score.block_map.head(b, h);
 #endif
 #if SCORE_SNIPPET
-        this->b = b, this->h = h;
+        this->h = h;
 #endif
     }
 
@@ -264,7 +272,7 @@ struct Head {
         seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, score.Sq, Sk);
+        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
 #endif
         return seen;
     }
@@ -329,7 +337,7 @@ struct Head {
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
-            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), score.Sk - 1), Sq, Sk);
+            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows() - 1), Sq, Sk);
 #endif
         return x;
     }

@@ -10,18 +10,21 @@ from ..core.errors import SpecError
 from ..core.score import Score
 from ..launch.dlpack import library_of
 
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
 ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # options that are arrays, by the caller's words
 
 
 class Asked(NamedTuple):
     """Options without their arrays: hashable, and part of a plan's key. `names` are the arrays', as they follow q, k, v
-    or dout, q, k, v, out, lse; `results` what a backward gives besides dq, dk and dv."""
+    or dout, q, k, v, out, lse; `results` what a backward gives besides dq, dk and dv. `longest`: of a ragged batch, the
+    most queries and keys of a sequence, (None, None) where nobody has said."""
 
     names: tuple[str, ...] = ()
     window: Any = None
     softcap: float = 0.0
     score: Score | None = None
     dropout: float = 0.0
+    longest: tuple[int | None, int | None] | None = None
     results: tuple[str, ...] = ()
 
 
@@ -63,6 +66,16 @@ def _within_64_bits(seed: Any) -> int:
     except TypeError:
         raise SpecError(f"seed={seed!r} must be an integer, or an int64 array of one element") from None
     return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
+
+
+def ragged(
+    of: Asked, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], longest: tuple[int | None, int | None]
+) -> tuple[Asked, tuple[Any, ...]]:
+    """The same of a ragged batch. How long the longest sequence is counts where arrays are as long, and nowhere else:
+    another number would be another plan."""
+    if not {"bias", "mask"} & {*of.names}:
+        longest = None, None
+    return of._replace(names=(*of.names, *CU_SEQLENS), longest=longest), (*arrays, *cu_seqlens)
 
 
 def backward(of: Asked, arrays: tuple[Any, ...], dlse: Any, results: tuple[str, ...]) -> tuple[Asked, tuple[Any, ...]]:

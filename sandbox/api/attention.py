@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..core.errors import UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
-from .asked import asked
+from .asked import CU_SEQLENS, Asked, asked, ragged
 from .passes import run_forward
 
 if TYPE_CHECKING:
@@ -42,12 +43,84 @@ def attention(
     Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; and an operator to torch.compile.
     `kernel` and `tile` are the forward's; the backward takes the highest rung, a deterministic one under
     torch.use_deterministic_algorithms(True). The other options are constants to autograd.
+
+    PyTorch's jagged nested tensors, (B, H, j, D) with a length of its own for each batch entry, are a ragged batch, as
+    `attention_varlen` has it; out and lse are nested then too.
     """
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
-    if library_of(q).records(q, k, v, scale, *arrays):
+    if getattr(q, "is_nested", False):
+        from . import torch_nested
+
+        out, lse = torch_nested.attention((q, k, v), arrays, what, causal, scale, kernel, tile, backend)
+    else:
+        out, lse = attend((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    arrays: tuple[Any, ...], what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
+) -> tuple[Any, Any]:
+    """(out, lse) of q, k, v and the arrays that `what` names."""
+    if library_of(arrays[0]).records(*arrays, scale):
         from . import torch_op
 
-        out, lse = torch_op.attention((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
-    else:
-        out, lse = run_forward((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
-    return (out, lse) if return_lse else out
+        out, lse = torch_op.attention(arrays, what, causal, scale, kernel, tile, backend)
+        return out, lse
+    return run_forward(arrays, (causal, scale, kernel, tile, backend, False, what))
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    alibi: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sink: Any = None,
+    key_lengths: Any = None,
+    score: Score | None = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    kernel: str | Kernel | None = None,
+    tile: Tile | str | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`attention` of sequences of different lengths, which lie one after the other: nothing is padded, and no sequence
+    looks at another. No call waits for the GPU.
+
+    q: (total_q, H, D); k: (total_k, Hk, D); v: (total_k, Hk, Dv); any strides with a unit stride in D. cu_seqlens_q:
+    (B + 1,) int32, on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, so that it
+    begins with 0 and never falls; cu_seqlens_k likewise of k and v, by default the same. A sequence may be empty, and
+    have more queries than keys or fewer. Rows after the last sequence are not written, nor are their gradients.
+
+    The options are those of `attention`, their i, j, Sq and Sk those within a sequence, and b its number. bias and mask
+    broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default the totals; a sequence reads the beginning of its part.
+    Otherwise max_seqlen_* have no effect.
+
+    Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
+    `attention` is. cu_seqlens that make no sense are an error on the CPU backend; on a GPU results are then undefined,
+    but nothing outside of the arrays is touched. Raises what `attention_forward` does.
+    """
+    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    what, arrays = ragged(what, arrays, offsets, (max_seqlen_q, max_seqlen_k))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 3:
+            raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
+    for name, x in zip(CU_SEQLENS, offsets, strict=True):
+        if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
+            raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
+    heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
+    out, lse = attend((*heads_first, *arrays), what, causal, scale, kernel, tile, backend)
+    out = out[0].swapaxes(0, 1)
+    return (out, lse[0]) if return_lse else out

@@ -57,7 +57,7 @@ def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
     problem = problem_of(views, options.causal, options.scale, options.asked)
     if copied := unreadable(views, problem):
         return _copying_plan(run_forward, library, views, [names.index(name) for name in copied], options)
-    out = (problem.B, problem.H, problem.Sq, problem.Dv)
+    out = (problem.batches, problem.H, problem.rows[0], problem.Dv)
     results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype), "LSE": _rows(problem)}
     return _plan("forward", problem, library, views, arrays[0], results, options)
 
@@ -119,7 +119,7 @@ _Lying = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype o
 
 def _rows(problem: Problem) -> _Lying:
     """A number for each query row."""
-    shape = (problem.B, problem.H, problem.Sq)
+    shape = (problem.batches, problem.H, problem.rows[0])
     return shape, dense_strides(shape), "float32"
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import UnsupportedProblem
+from ..core.integers import integer
 from ..core.problem import ITEMSIZE, Problem, normalise_causal
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
-from .asked import Asked
+from .asked import CU_SEQLENS, Asked
 
 
 def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None, asked: Asked) -> Problem:
@@ -38,10 +39,28 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
     options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score, "dropout": asked.dropout}
+    if asked.longest:
+        options["ragged"] = Sq, Sk
+        B, Sq, Sk = _batch(views, asked.longest)
     options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results)
     mask = normalise_causal(causal)
     lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     return Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, Dv=v.shape[3], **lies, **options)  # type: ignore[arg-type]
+
+
+def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None]) -> tuple[int, int, int]:
+    """How many sequences there are, and how many queries and keys one has at most."""
+    queries, keys = (views[name] for name in CU_SEQLENS)
+    for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
+        if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
+            raise UnsupportedProblem(
+                f"{name} has shape {view.shape}: it must be (B + 1,), the same for queries and keys"
+            )
+    most = (
+        rows if asked is None else min(rows, integer(f"max_seqlen_{which}", asked, 0))
+        for which, rows, asked in zip("qk", (views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
+    )
+    return queries.shape[0] - 1, *most  # type: ignore[return-value]
 
 
 def _check_tensor(name: str, view: ArrayView) -> None:
@@ -97,7 +116,8 @@ def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int], wh
 
 def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
     """Which of the arrays lie as no kernel reads them, once dout, out, lse and dlse are found to go with q and v."""
-    wide, rows = (p.B, p.H, p.Sq, p.Dv), (p.B, p.H, p.Sq)
+    rows = p.batches, p.H, p.rows[0]
+    wide = *rows, p.Dv
     keys = {"bias": p.bias[3:], "mask": p.mask[3:]}
     found = [name for name, n in keys.items() if n and n[0] > 1 and views[name].strides[-1] != 1]
     for name, shape, dtype in (("dout", wide, p.dtype), ("out", wide, p.dtype), ("lse", rows, "float32"),

@@ -1,8 +1,8 @@
 """Attention whose scores are more than scale and causal, as PyTorch knows operations.
 
 "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option that is a
-tensor, a list for those of a user's own score, and a text for the rest. Otherwise they are as those of `torch_op`, but
-for torch.func.vmap, which they refuse.
+tensor, a list for those of a user's own score and a ragged batch's cu_seqlens, and a text for the rest. Otherwise they
+are as those of `torch_op`, but for torch.func.vmap, which they refuse.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
 from ..core.score import Score, TensorLike, like_of
-from .asked import ARRAYS, Asked
+from .asked import ARRAYS, CU_SEQLENS, Asked
 from .passes import run_forward
 from .torch_op import (
     Results,
@@ -51,13 +51,14 @@ def backward(
 
 def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
-    tensors = [array for name, array in given.items() if name.startswith("score.")]
-    return *(given.get(name) for name in ARRAYS), tensors, _text(what.window, what.softcap, what.dropout, what.score)
+    tensors = [array for name, array in given.items() if name not in ARRAYS]
+    said = _text(what.window, what.softcap, what.dropout, what.score, what.longest)
+    return *(given.get(name) for name in ARRAYS), tensors, said
 
 
 @torch.compiler.assume_constant_result
-def _text(window: Any, softcap: float, dropout: float, score: Score | None) -> str:
-    said: dict[str, Any] = {"window": window, "softcap": softcap, "dropout": dropout}
+def _text(window: Any, softcap: float, dropout: float, score: Score | None, longest: Any) -> str:
+    said: dict[str, Any] = {"window": window, "softcap": softcap, "dropout": dropout, "longest": longest}
     if score is not None:
         said["score"] = [score.score, score.mask, list(score.tensors)]
     return json.dumps(said)
@@ -75,10 +76,12 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
     score = None
     if "score" in said:
         expression, mask, read = said["score"]
-        score = Score(expression, mask, dict(zip(read, likes, strict=True)))
+        score = Score(expression, mask, dict(zip(read, likes, strict=False)))
         names = (*names, *(f"score.{name}" for name in read))
-    window = said["window"] if said["window"] is None else tuple(said["window"])
-    return Asked(names, window, said["softcap"], score, said["dropout"])
+    window, longest = (x if x is None else tuple(x) for x in (said["window"], said["longest"]))
+    if longest:
+        names = (*names, *CU_SEQLENS)
+    return Asked(names, window, said["softcap"], score, said["dropout"], longest)
 
 
 # ---- the operators

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ..api.passes import attention_forward
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import COMPUTATIONS, Kernel
 from ..core.problem import Problem
@@ -24,13 +23,15 @@ from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
 from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
+from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
 from . import environment
-from .given import Given, asked_of, given_to
+from .given import Given, forward_of, given_to
 from .grids import GRIDS as GRIDS  # for those who name a problem
 from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
 
+Right = Expected | ExpectedGradients | ExpectedSequences
 MODES = {"events": Events, "graph": Graphs}
 
 
@@ -74,7 +75,7 @@ def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem
 
     if kernel.computes == "forward":
         return {"O": q.new_empty((*q.shape[:3], problem.Dv)), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
-    out, lse = attention_forward(q, k, v, **asked_of(problem, given))
+    out, lse = forward_of(problem, q, k, v, given)
     gradients = (x.new_empty(x.shape) for x in (q, k, v))
     return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
 
@@ -161,17 +162,17 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     import torch
 
     p, generator = problem, torch.Generator(device).manual_seed(seed)
-    queries, keys = (p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D)
+    queries, keys = (p.batches, p.H, p.rows[0], p.D), (p.batches, p.Hk, p.rows[1], p.D)
     values, results = (*keys[:3], p.Dv), (*queries[:3], p.Dv)
     shapes = (queries, keys, values, *([results] if computes == "backward" else []))
     dtype = getattr(torch, p.dtype)
     return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
 
 
-def expectation(
-    problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None
-) -> Expected | ExpectedGradients:
+def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None) -> Right:
     """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
+    if problem.ragged:
+        return expect_sequences(problem, inputs, computes, given or {})
     if computes == "backward":
         q, k, v, dout = inputs
         return expect_gradients(problem, q, k, v, dout, given=given)
@@ -240,7 +241,7 @@ def _prepared(contender: Contender, problem: Problem, inputs: tuple[Any, ...], g
 
 def _expectations(
     problem: Problem, contenders: Sequence[Contender], inputs: tuple[Any, ...], computes: str, given: Given
-) -> tuple[Expected | ExpectedGradients, Expected | ExpectedGradients]:
+) -> tuple[Right, Right]:
     """Of our kernels, and of peers: these drop other elements than ours, and are checked where they drop none."""
     expected = expectation(problem, inputs, computes, given)
     if not problem.dropout or all(contender.kernel for contender in contenders):
@@ -248,7 +249,7 @@ def _expectations(
     return expected, expectation(replace(problem, dropout=0.0), inputs, computes, given)
 
 
-def _check(expected: Expected | ExpectedGradients, ready: Ready) -> Verdict:
+def _check(expected: Right, ready: Ready) -> Verdict:
     return expected.check(ready.poison, ready.checked or ready.launch)
 
 
@@ -257,10 +258,12 @@ def _enter(
     problem: Problem,
     inputs: tuple[Any, ...],
     given: Given,
-    expected: Expected | ExpectedGradients,
+    expected: Right,
     stopwatch: Stopwatch,
 ) -> _Entry:
     try:
+        if problem.ragged and not (contender.kernel or contender.ragged):
+            raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
         ready = _prepared(contender, problem, inputs, given)
         if problem.dropout and not contender.kernel:
             without = _prepared(contender, replace(problem, dropout=0.0), inputs, given)

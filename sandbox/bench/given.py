@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..api.attention import attention_varlen
+from ..api.passes import attention_forward
 from ..core.problem import Problem
 from ..verify.scores import score_inputs
+from ..verify.sequences import offsets_of
 
 Given = Mapping[str, Any]  # PyTorch tensors, by the names that kernels know them by
 
@@ -18,11 +21,23 @@ def given_to(problem: Problem, like: Any) -> dict[str, Any]:
     import torch
 
     found = {}
-    for name, x in score_inputs(problem).items():
+    offsets = offsets_of(problem) if problem.ragged else {}
+    for name, x in {**score_inputs(problem), **offsets}.items():
         narrow = x.dtype.name == "bfloat16"  # which torch.from_numpy does not know
         tensor = torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if narrow else x)).to(like.device)
         found[name] = tensor.view(torch.bfloat16) if narrow else tensor
     return found
+
+
+def forward_of(problem: Problem, q: Any, k: Any, v: Any, given: Given) -> tuple[Any, Any]:
+    """O and LSE of our own forward."""
+    options = asked_of(problem, given)
+    if not problem.ragged:
+        return attention_forward(q, k, v, **options)
+    options |= {"max_seqlen_q": problem.Sq, "max_seqlen_k": problem.Sk, "return_lse": True}
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, lse = attention_varlen(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], **options)
+    return out.transpose(0, 1)[None], lse[None]
 
 
 def asked_of(problem: Problem, given: Given) -> dict[str, Any]:

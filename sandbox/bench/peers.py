@@ -16,6 +16,7 @@ from typing import Any
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
 from .flex import flex_modifications
+from .ragged import ask_varlen_attn
 
 _SHARE = 0.25  # of the GPU's memory, which a peer may take for its scores: two such peers and the inputs fit
 
@@ -46,6 +47,7 @@ class Contender:
     name: str
     prepare: Callable[..., Ready]
     kernel: str = ""
+    ragged: bool = False  # whether a peer is asked for ragged batches
 
 
 def get(name: str) -> list[Contender]:
@@ -236,6 +238,13 @@ def _triton(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Read
     )
 
 
+def _varlen(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+    """PyTorch's FlashAttention-2 on a ragged batch."""
+    launch = ask_varlen_attn(problem, q, k, v, given)
+    _try("varlen", launch)
+    return Ready(launch, _poison(q))
+
+
 _ALL = (
     _sdpa("sdpa-flash", "FLASH_ATTENTION"),
     _sdpa("sdpa-cudnn", "CUDNN_ATTENTION"),
@@ -244,6 +253,7 @@ _ALL = (
     Contender("eager", _eager),
     Contender("flex", _flex),
     Contender("triton", _triton),
+    Contender("varlen", _varlen, ragged=True),
 )
 PEERS = {peer.name: peer for peer in _ALL}
 DEFAULT = tuple(peer.name for peer in _ALL[:5])  # those that PyTorch alone has, without compiling

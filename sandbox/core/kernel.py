@@ -68,6 +68,7 @@ class Kernel(Entry):
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     then: tuple[Entry, ...] = ()
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
+    ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/sequence.cuh
     deterministic: bool = True  # False: sums by atomics, in any order
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
@@ -118,6 +119,8 @@ class Kernel(Entry):
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             return f"{self.name}: needs compute capability {need} or later, this is {have}"
+        if problem.ragged and not self.ragged:
+            return f"{self.name}: ragged batches are not built: pass each sequence alone, or choose another kernel"
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
             if self.max_D < width:
                 return f"{self.name}: {name}={width} is too large: head widths up to {self.max_D} are built"

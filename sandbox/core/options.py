@@ -40,6 +40,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "SINK": int(problem.sink),
         "DROPOUT": int(problem.dropout > 0),
         "KEY_LENGTHS": int(problem.key_lengths),
+        "RAGGED": int(bool(problem.ragged)),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
     }
     asked = {name: value for name, value in found.items() if value}
@@ -57,7 +58,10 @@ def _same_for_every_key(shape: tuple[int, ...]) -> int:
 def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
     """The tensors that a problem's score reads, in the order of their fields."""
     every = (problem.B, problem.H, problem.Sq, problem.Sk)
+    offsets = (problem.B + 1,) if problem.ragged else ()
     for name, shape, axes in (
+        ("cu_seqlens_q", offsets, "b"),
+        ("cu_seqlens_k", offsets, "b"),
         ("key_lengths", every[:1] if problem.key_lengths else (), "b"),
         ("slopes", problem.alibi and (1, *problem.alibi)[-2:], "bh"),
         ("bias", problem.bias, "bhi"),
@@ -82,8 +86,10 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
         fields += [("softcap", ctypes.c_float)]
     if problem.dropout:
         fields += [("dropout_least", ctypes.c_uint32), ("dropout_factor", ctypes.c_float)]
-    if problem.key_lengths:
+    if problem.key_lengths or problem.ragged:
         fields += [("bottom_right", _INT)]
+    if problem.ragged:
+        fields += [("rows_q", _INT), ("rows_k", _INT), ("sequences", _INT)]
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]
     if problem.score and not problem.score.structure[2]:

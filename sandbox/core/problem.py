@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import SpecError
-from .integers import integer
+from .integers import cdiv, integer
+from .normalise import Window, lengths_of, normalise_window, number, sizes_of
 from .score import Score
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
 Causal = Literal[False, "bottom-right", "top-left"]
-Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
 
 
 def normalise_causal(causal: bool | str) -> Causal:
@@ -42,6 +42,10 @@ class Problem:
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
     `score`; and the probability `dropout` that an element of P is dropped. A bias has q's dtype, or `bias_dtype`.
     Raises SpecError naming the value that makes no sense.
+
+    A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
+    (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
+    knows, unless `lengths` says it, a pair (queries, keys) for each, from which B, Sq, Sk and `ragged` follow.
     """
 
     B: int
@@ -66,9 +70,12 @@ class Problem:
     key_lengths: bool = False
     score: Score | None = None
     dropout: float = 0.0  # the probability that an element of P is dropped; a number, not compiled in
+    ragged: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
+        self._check_ragged()
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
         if self.dtype not in ITEMSIZE:
@@ -80,15 +87,35 @@ class Problem:
         set_(self, "causal", normalise_causal(self.causal))
         if self.Dv == 0:
             set_(self, "Dv", self.D)
-        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else _number("scale", self.scale))
-        set_(self, "window", _window(self.window))
-        set_(self, "softcap", _number("softcap", self.softcap or 0.0))
+        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else number("scale", self.scale))
+        set_(self, "window", normalise_window(self.window))
+        set_(self, "softcap", number("softcap", self.softcap or 0.0))
         if self.softcap < 0:
             raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
-        set_(self, "dropout", _number("dropout", self.dropout or 0.0))
+        set_(self, "dropout", number("dropout", self.dropout or 0.0))
         if not 0 <= self.dropout <= 1:
             raise SpecError(f"dropout={self.dropout!r} must be a probability, 0 <= dropout <= 1")
         self._check_tensors()
+
+    def _check_ragged(self) -> None:
+        """A ragged batch, and what follows from `lengths`."""
+        set_ = object.__setattr__
+        for name in ("ragged", "lengths"):
+            set_(self, name, tuple(getattr(self, name) or ()))
+        if self.lengths:
+            pairs = tuple(tuple(integer("lengths", n, 0) for n in pair) for pair in self.lengths)
+            if any(len(pair) != 2 for pair in pairs):
+                raise SpecError(f"lengths={self.lengths} must be pairs: queries and keys of each sequence")
+            queries, keys = zip(*pairs, strict=True)
+            set_(self, "lengths", pairs)
+            set_(self, "B", len(pairs))
+            set_(self, "Sq", max(queries))
+            set_(self, "Sk", max(keys))
+            set_(self, "ragged", self.ragged or (sum(queries), sum(keys)))
+        if self.ragged and (len(self.ragged) != 2 or not all(0 <= n < 2**31 for n in self.ragged)):
+            raise SpecError(f"ragged={self.ragged} must be two numbers below 2^31: rows of q and of k")
+        if self.lengths and not all(sum(n) <= rows for n, rows in zip((queries, keys), self.ragged, strict=True)):
+            raise SpecError(f"lengths={self.lengths} are more than ragged={self.ragged} rows of q and of k")
 
     def _check_tensors(self) -> None:
         """Of shapes and dtypes that the score's tensors may have."""
@@ -119,6 +146,7 @@ class Problem:
     def from_shape(cls, shape: str, **semantics: Any) -> Problem:
         """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, D also as D/Dv, and the other fields by name.
 
+        `lengths` makes it a ragged batch, B and S then being those of its sequences: pairs, or text as "64,128x256".
         `alibi` may also be True, one slope a head; `bias` and `mask` also text of four numbers, or of the names of
         what they are, such as "1,H,Sq,Sk".
         """
@@ -138,11 +166,15 @@ class Problem:
         if len(widths) == 2 and not Dv:
             raise SpecError(f"shape {shape!r}: Dv=0: v must be at least 1 wide")
         sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}
+        if isinstance(semantics.get("lengths"), str):
+            semantics["lengths"] = lengths_of(semantics["lengths"])
+        if pairs := semantics.get("lengths"):
+            sizes |= {"B": len(pairs), "Sq": max(q for q, _ in pairs), "Sk": max(k for _, k in pairs)}
         if semantics.get("alibi") is True:
             semantics["alibi"] = (sizes["H"],)
         for name in ("bias", "mask"):
             if isinstance(semantics.get(name), str):
-                semantics[name] = _sizes(name, semantics[name], {**sizes, "S": sizes["Sk"]})
+                semantics[name] = sizes_of(name, semantics[name], {**sizes, "S": sizes["Sk"]})
         return cls(**sizes, Hk=Hk, Dv=Dv, **semantics)  # type: ignore[arg-type]
 
     def as_json(self) -> dict[str, Any]:
@@ -165,6 +197,44 @@ class Problem:
         return ITEMSIZE[self.dtype]
 
     @property
+    def batches(self) -> int:
+        """Batch entries of the tensors."""
+        return 1 if self.ragged else self.B
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of each head of q, and of k and v."""
+        return (self.ragged[0], self.ragged[1]) if self.ragged else (self.Sq, self.Sk)
+
+    def query_tiles(self, BLOCK_M: int) -> int:
+        """Tiles of so many query rows in a head; of a ragged batch as many as there may be (include/sequence.cuh)."""
+        return self._tiles(0, BLOCK_M)
+
+    def key_tiles(self, BLOCK_N: int) -> int:
+        """Tiles of so many keys, likewise."""
+        return self._tiles(1, BLOCK_N)
+
+    def _tiles(self, which: int, size: int) -> int:
+        if not self.ragged:
+            return cdiv(self.rows[which], size)
+        return self.rows[which] // size + self.B if self.B else 0
+
+    @property
+    def sequences(self) -> tuple[Problem, ...]:
+        """Those whose lengths are known, each as a problem of its own: bias, mask and slopes are cut to it."""
+
+        def part(Sq: int, Sk: int) -> Problem:
+            cut = {
+                name: tuple(1 if n == 1 else own for n, own in zip(shape, (1, self.H, Sq, Sk), strict=True))
+                for name in ("bias", "mask")
+                if (shape := getattr(self, name))
+            }
+            alibi = (1, self.H) if len(self.alibi) == 2 else self.alibi
+            return dataclasses.replace(self, B=1, Sq=Sq, Sk=Sk, ragged=(), lengths=(), alibi=alibi, **cut)  # type: ignore[arg-type]
+
+        return tuple(part(*pair) for pair in self.lengths)
+
+    @property
     def plain(self) -> bool:
         """Whether a score is scale and causal alone, and v as wide as k."""
         return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in _ABSENT if name != "Dv")
@@ -182,7 +252,10 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """How many (query, key) pairs one head has to score, as far as causal and window say."""
+        """How many (query, key) pairs one head has to score, as far as causal and window say; of a ragged batch, a head
+        of each sequence."""
+        if self.ragged:
+            return sum(part.visible_pairs for part in self.sequences)
         left, right = self.bounds
         if left is None and right is None:
             return self.Sq * self.Sk
@@ -194,7 +267,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Forward floating-point operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a
-        window the pairs that are seen count, no others."""
+        window the pairs that are seen count, no others. Of a ragged batch those of its sequences; 0 where their lengths
+        are not known."""
         return self._flops(self.D + self.Dv)
 
     def flops_of(self, computes: str) -> int:
@@ -203,6 +277,8 @@ class Problem:
 
     def _flops(self, widths: int) -> int:
         """Of matrix products whose head widths are that many together."""
+        if self.ragged:
+            return sum(part._flops(widths) for part in self.sequences)
         if self.window != (None, None):
             return 2 * self.B * self.H * self.visible_pairs * widths
         full = 2 * self.B * self.H * self.Sq * self.Sk * widths
@@ -231,6 +307,10 @@ class Problem:
                 dtype = f":{self.bias_dtype}" if name == "bias" and self.bias_dtype else ""
                 yield f"{name}={','.join(map(str, shape))}{dtype}"
         yield from (name for name in ("sink", "key_lengths") if getattr(self, name))
+        if self.lengths:
+            yield "lengths=" + ",".join(str(q) if q == k else f"{q}x{k}" for q, k in self.lengths)
+        elif self.ragged:
+            yield f"ragged={self.ragged[0]},{self.ragged[1]}"
         if self.score:
             yield f"score=({self.score})"
         if self.dropout:
@@ -238,34 +318,3 @@ class Problem:
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise SpecError(f"{name}={value!r} must be a number") from None
-    if not math.isfinite(number):
-        raise SpecError(f"{name}={number!r} must be finite")
-    return number
-
-
-def _window(window: Any) -> Window:
-    """`window=` as people write it. Raises SpecError."""
-    if window is None:
-        return None, None
-    try:
-        left, right = window
-        return tuple(None if n is None else integer("window", n, 0) for n in (left, right))  # type: ignore[return-value]
-    except (TypeError, ValueError):  # SpecError among them
-        raise SpecError(
-            f"window={window!r} must be (left, right): keys to either side, each an integer >= 0, or None for no bound"
-        ) from None
-
-
-def _sizes(name: str, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
-    """Numbers, or names of what they are, with commas between."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() or part in known for part in parts):
-        raise SpecError(f"{name} {text!r} must be four numbers with commas between, or names: 1,H,Sq,Sk")
-    return tuple(int(part) if part.isdecimal() else known[part] for part in parts)

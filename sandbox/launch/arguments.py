@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ..core.errors import SpecError, UnsupportedProblem
-from ..core.integers import cdiv
 from ..core.kernel import COMPUTATIONS, Entry, Kernel
 from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
@@ -80,7 +79,7 @@ ARGUMENTS: dict[str, Row] = {
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
     **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
-    "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.B * p.H)),
+    "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches * p.H)),
 }
 
 
@@ -95,9 +94,11 @@ class Scratch(NamedTuple):
 
 
 SCRATCH: dict[str, Scratch] = {
-    "delta": Scratch(lambda p: (p.B, p.H, p.Sq), zeroed=False),
+    "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
-    "dQ_accum": Scratch(lambda p: (p.B, p.H, cdiv(p.Sq, 128) * 128, 1 << max(p.D - 1, 31).bit_length()), zeroed=True),
+    "dQ_accum": Scratch(
+        lambda p: (p.batches, p.H, p.query_tiles(128) * 128, 1 << max(p.D - 1, 31).bit_length()), zeroed=True
+    ),
 }
 
 
@@ -152,10 +153,11 @@ class ArgumentBlock:
             if row.ctype is not ctypes.c_void_p:
                 assert tensor is not None, "the caller names every tensor whose strides count"
                 if row.rows:
-                    box = box_of(row.tensor, problem, tensor, row.rows(tile))
-                    slot = MapSlot(ctypes.addressof(value), box, problem.dtype, encode)
+                    box, before = box_of(row.tensor, problem, tensor, row.rows(tile))
+                    slot = MapSlot(ctypes.addressof(value), box, before, problem.dtype, encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
+                    value.stride_b *= not problem.ragged  # of one batch entry
             if tensor and not row.rows:
                 slot.value = tensor.pointer
             self.values.append(value)
@@ -175,6 +177,7 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
     numbers = {
         "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale, "left": left or 0,
         "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
+        "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
         "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
     }  # fmt: skip
     for field in value._fields_:

@@ -57,10 +57,11 @@ def encode_for_host(address: int, box: Box, dtype: str) -> None:
 
 
 class MapSlot:
-    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there."""
+    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there. It begins
+    `before` bytes before the tensor."""
 
-    def __init__(self, address: int, box: Box, dtype: str, encode: Encode):
-        self._address, self._box, self._dtype, self._encode = address, box, dtype, encode
+    def __init__(self, address: int, box: Box, before: int, dtype: str, encode: Encode):
+        self._address, self._box, self._before, self._dtype, self._encode = address, box, before, dtype, encode
         self._known: dict[int, bytes] = {}  # an allocator gives out the same addresses again and again
         if box.data:
             self.value = box.data
@@ -68,7 +69,7 @@ class MapSlot:
     def _put(self, pointer: int) -> None:
         known = self._known.get(pointer)
         if known is None:
-            self._box.data = pointer
+            self._box.data = pointer - self._before
             if 0 not in self._box.size:  # nothing is ever copied of an empty tensor
                 self._encode(self._address, self._box, self._dtype)
             if len(self._known) >= _MOST_MAPS:
@@ -89,13 +90,25 @@ def new_map() -> TensorMap:
     return TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
-    heads, length = (p.Hk, p.Sk) if name in ("K", "V", "dK", "dV") else (p.H, p.Sq)
-    itemsize = ITEMSIZE[p.dtype]
-    width = p.Dv if name in ("V", "O") else p.D
-    size, stride = [width, length, heads, p.B], [s * itemsize for s in reversed(tensor.strides[:3])]
+def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> tuple[Box, int]:
+    """The map of a tensor of the problem, with boxes of so many rows, and how many bytes before the tensor it begins.
+
+    Of a ragged batch it has room for a sequence of the greatest length, and begins that many rows before the tensor. A
+    box at row greatest - length + i of batch entry first + length then lies at row first + i of the tensor, and what of
+    it is beyond `length` rows is outside of the map: the hardware keeps sequences apart. Nothing before the tensor is
+    ever touched.
+    """
+    of_keys = name in ("K", "V", "dK", "dV")
+    itemsize, width, heads = ITEMSIZE[p.dtype], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
+    size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
+    stride, before = [s * itemsize for s in reversed(tensor.strides[:3])], 0
+    if p.ragged:
+        if p.rows[of_keys] == 1:
+            stride[0] = _BOX_BYTES
+        size[3], stride[2], before = p.rows[of_keys] + 1, stride[0], size[1] * stride[0]
     for i, dimension in enumerate(("S", "H", "B")):
-        if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel makes every index 0
+        if (size[i + 1] == 1 and not (p.ragged and i == 0)) or (i and not stride[i]):
+            # Broadcast: the kernel makes every index 0.
             size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
         elif 0 not in size and not 0 < stride[i] < 2**40:
             raise UnsupportedProblem(
@@ -103,4 +116,5 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
                 f"strides (pass a contiguous copy, or choose another kernel)"
             )
     numbers = (ctypes.c_uint64 * 4)(*size), (ctypes.c_uint64 * 3)(*stride)
-    return Box(tensor.pointer, *numbers, (ctypes.c_uint32 * 4)(_BOX_BYTES // itemsize, rows, 1, 1), itemsize)
+    box = Box(tensor.pointer, *numbers, (ctypes.c_uint32 * 4)(_BOX_BYTES // itemsize, rows, 1, 1), itemsize)
+    return box, before

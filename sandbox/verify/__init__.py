@@ -9,8 +9,10 @@ __all__ = [
     "report",
     "sampled",
     "sampled_gradients",
+    "sampled_sequences",
     "sanitize",
     "scores",
+    "sequences",
     "trial",
     "truth",
 ]

@@ -15,8 +15,8 @@ from ..core.errors import SpecError
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..launch.dlpack import numpy_dtype
-from ..reference import attention
-from .scores import hide_nan, option_cases, reference_options, score_inputs
+from .scores import hide_nan, option_cases, score_inputs
+from .sequences import by_sequence, forward, offsets_of, ragged_problems
 
 Array = NDArray[Any]
 Inputs = tuple[Array, Array, Array]
@@ -80,6 +80,13 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
         layout, inputs = next(places)
         if kernel.refuses(problem) is None:
             yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
+    yield from ragged_cases(kernel)
+
+
+def ragged_cases(kernel: Kernel) -> Iterator[Case]:
+    """Ragged batches, plain and with every option."""
+    for name, problem, layout in ragged_problems(kernel):
+        yield Case(name, problem, layout=layout)
 
 
 def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
@@ -266,7 +273,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         )
     p = case.problem
     rng = np.random.default_rng(seed)
-    shapes = ((p.B, p.H, p.Sq, p.D), (p.B, p.Hk, p.Sk, p.D), (p.B, p.Hk, p.Sk, p.Dv))
+    queries, keys = p.rows
+    shapes = ((p.batches, p.H, queries, p.D), (p.batches, p.Hk, keys, p.D), (p.batches, p.Hk, keys, p.Dv))
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
     INPUTS[case.inputs](q, k, v)
     lay_out = LAYOUTS[case.layout]
@@ -282,18 +290,19 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     """
     p, lay_out = case.problem, LAYOUTS[case.layout]
     given = dict(zip(("Q", "K", "V"), make_inputs(case), strict=True)) | score_inputs(p)
+    given |= offsets_of(p) if p.ragged else {}
     if case.inputs == "hidden":
         hide_nan(p, given)
     given |= {name: lay_out(given[name]) for name in ("K", "V", "bias", "mask") if name in given and not p.plain}
     if computes == "forward":
         return given
-    dout = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
+    dout = np.random.default_rng(1).standard_normal((p.batches, p.H, p.rows[0], p.Dv), np.float32)
     if case.inputs in _NOT_FINITE:
         dout[:, :, 7] = np.inf if case.inputs == "inf" else np.nan
     with np.errstate(over="ignore"):
-        out, lse = attention(*(given[name] for name in "QKV"), **reference_options(p, given))
-        dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, out))
-        found = {**given, "dO": dO, "O": O, "LSE": lse.astype(np.float32)}
+        right = by_sequence(p, given, forward)
+        dO, O = (lay_out(x.astype(numpy_dtype(p.dtype))) for x in (dout, right["O"]))
+        found = {**given, "dO": dO, "O": O, "LSE": right["LSE"].astype(np.float32)}
     if case.inputs == "dlse":
-        found["dLSE"] = np.random.default_rng(2).standard_normal((p.B, p.H, p.Sq), np.float32)
+        found["dLSE"] = np.random.default_rng(2).standard_normal(found["LSE"].shape, np.float32)
     return found

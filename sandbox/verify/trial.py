@@ -25,11 +25,11 @@ Array = NDArray[Any]
 
 
 _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
-    "O": lambda p: (p.B, p.H, p.Sq, p.Dv),
-    "dQ": lambda p: (p.B, p.H, p.Sq, p.D),
-    "dK": lambda p: (p.B, p.Hk, p.Sk, p.D),
-    "dV": lambda p: (p.B, p.Hk, p.Sk, p.Dv),
-    **dict.fromkeys(("LSE", "delta"), lambda p: (p.B, p.H, p.Sq)),
+    "O": lambda p: (p.batches, p.H, p.rows[0], p.Dv),
+    "dQ": lambda p: (p.batches, p.H, p.rows[0], p.D),
+    "dK": lambda p: (p.batches, p.Hk, p.rows[1], p.D),
+    "dV": lambda p: (p.batches, p.Hk, p.rows[1], p.Dv),
+    **dict.fromkeys(("LSE", "delta"), lambda p: (p.batches, p.H, p.rows[0])),
     "dbias": lambda p: p.bias,
     "dsink": lambda p: (p.H,),
 }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from ..core.problem import Problem
 from ..reference import (
     GRADIENT_FACTOR,
-    attention,
+    Gradients,
     attention_backward,
     backward_magnitudes,
     gradient_bound,
@@ -21,7 +22,7 @@ from ..reference import (
     output_bound,
 )
 from .cases import Array, Case, inputs_of
-from .scores import reference_options
+from .sequences import by_sequence, forward
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ def truth_of(computes: str, case: Case) -> Truth:
 
 
 def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
-    qkv, options = [given[name] for name in ("Q", "K", "V")], reference_options(p, given)
-    out, lse = attention(*qkv, **options)
-    plain = naive(*qkv, **options, dtype=p.dtype)
-    return {"O": Answer(out, output_bound(out, plain, p.dtype)), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
+    def plainly(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
+        return {"O": naive(own["Q"], own["K"], own["V"], **options, dtype=p.dtype)}
+
+    exact, plain = (by_sequence(p, given, compute) for compute in (forward, plainly))
+    out, lse = exact["O"], exact["LSE"]
+    return {"O": Answer(out, output_bound(out, plain["O"], p.dtype)), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
 
 
 def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
@@ -67,11 +70,17 @@ def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
 
 def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
-    dO, q, k, v, out, lse = (given[name] for name in ("dO", "Q", "K", "V", "O", "LSE"))
-    options = {**reference_options(p, given), "dlse": given.get("dLSE")}
-    exact = attention_backward(dO, q, k, v, **options).named()
-    plain = naive_backward(dO, q, k, v, **options, dtype=p.dtype).named()
-    sizes = backward_magnitudes(dO, q, k, v, out, lse, **options).named()
+
+    def gradients_by(function: Callable[..., Gradients], *names: str, **how: Any) -> dict[str, Array]:
+        def compute(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
+            return function(*(own[name] for name in names), **options, dlse=own.get("dLSE"), **how).named()
+
+        return by_sequence(p, given, compute)
+
+    inputs = ("dO", "Q", "K", "V")
+    exact = gradients_by(attention_backward, *inputs)
+    plain = gradients_by(naive_backward, *inputs, dtype=p.dtype)
+    sizes = gradients_by(backward_magnitudes, *inputs, "O", "LSE")
     dtypes = {"dbias": p.bias_dtype or p.dtype, "dsink": "float32"}
     return {
         name: Answer(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))

@@ -75,7 +75,7 @@ def test_the_first_that_differs_is_named(args: tuple[str, ...], message: str, fi
 def test_parameters_without_names_of_ours(tmp_path: Path) -> None:
     """A `.cu` may call them as it likes; only another argument's name in an argument's place is a mistake."""
     source = tmp_path / "fwd_minimal.cu"
-    text = MINIMAL.source.read_text().replace("Q.row", "queries.row")
+    text = MINIMAL.source.read_text().replace("Q.row", "queries.row").replace("(Q, O)", "(queries, O)")
     source.write_text(text.replace("dtype> Q,", "dtype> /* Q, */ queries,"))
     (found,) = found_on_the_cpu(dataclasses.replace(MINIMAL, source=source))
     parameters.hold(MINIMAL, found, source)

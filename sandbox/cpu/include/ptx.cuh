@@ -5,6 +5,11 @@
 
 using SmemAddress = char*;
 
+constexpr bool CHECKED = true;
+inline void require(bool holds, const char* otherwise, SANDBOX_SITE) {
+    if (!holds) cpu::sandbox_trap(otherwise, site);
+}
+
 inline SmemAddress smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
 
 inline unsigned block_index_x() { return blockIdx.x; }

@@ -1,0 +1,55 @@
+"""The float64 reference on some rows of some sequences of a ragged batch, each as a problem of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..core.problem import Problem
+from .sampled import Expected, Verdict, expect, spread
+from .sampled_gradients import ExpectedGradients, expect_gradients
+from .sequences import Sequence, sequences_of
+
+SEQUENCES = 4  # the first, the last, and some between
+
+
+@dataclass(frozen=True)
+class ExpectedSequences:
+    """What results, by their names in `names`, must be like in the sequences that are looked at."""
+
+    names: tuple[str, ...]
+    sequences: tuple[tuple[Sequence, Expected | ExpectedGradients], ...]
+
+    def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
+        """The sequence that fares worst, each after calls of its own on poisoned outputs."""
+
+        def of(sequence: Sequence) -> tuple[Any, ...]:
+            results = zip(self.names, launch(), strict=True)
+            return tuple(x if x is None else x[sequence.place(name, x)] for name, x in results)
+
+        verdicts = [expected.check(poison, partial(of, sequence)) for sequence, expected in self.sequences]
+        return max(verdicts, key=lambda v: (bool(v.message), v.error / v.bound if v.bound else math.inf))
+
+
+def expect_sequences(
+    problem: Problem, inputs: tuple[Any, ...], computes: str, given: Mapping[str, Any]
+) -> ExpectedSequences:
+    """The truth and the bounds for PyTorch tensors q, k, v and, of a backward, dout, as kernels have them."""
+    there = [s for s in sequences_of(problem) if s.problem.Sq and s.problem.Sk]
+    found: list[tuple[Sequence, Expected | ExpectedGradients]] = []
+    for i in spread(np.random.default_rng(0), len(there), SEQUENCES):
+        sequence = there[i]
+        own = {name: x[sequence.place(name, x)] for name, x in given.items() if "seqlens" not in name}
+        q, k, v, *dout = (x[sequence.place(n, x)] for n, x in zip(("Q", "K", "V", "dO"), inputs, strict=False))
+        expected: Expected | ExpectedGradients
+        if computes == "forward":
+            expected = expect(sequence.problem, q, k, v, given=own)
+        else:
+            expected = expect_gradients(sequence.problem, q, k, v, dout[0], given=own)
+        found.append((sequence, expected))
+    return ExpectedSequences(("O", "LSE") if computes == "forward" else ("dQ", "dK", "dV"), tuple(found))

@@ -1,0 +1,109 @@
+"""A ragged batch as its sequences, each alone: what the reference makes of one of them after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import SpecError
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..reference import Part, attention
+from .scores import option_cases, reference_options
+
+Array = NDArray[Any]
+Compute = Callable[[Mapping[str, Array], Mapping[str, Any]], Mapping[str, Array]]
+
+_OF_KEYS = ("K", "V", "dK", "dV")
+_OF_QUERIES = ("Q", "O", "dO", "dQ", "LSE", "dLSE", "delta")
+
+
+class Sequence(NamedTuple):
+    """One of a ragged batch: its number, its problem alone, and where it lies."""
+
+    b: int
+    problem: Problem
+    queries: slice
+    keys: slice
+
+    def place(self, name: str, x: Array) -> tuple[Any, ...]:
+        """Which part of the whole batch's tensor of that name is this sequence's."""
+        if name in _OF_QUERIES or name in _OF_KEYS:
+            return slice(None), slice(None), self.keys if name in _OF_KEYS else self.queries
+        own = slice(self.b, self.b + 1)
+        if name in ("bias", "mask", "dbias"):
+            most = (self.b + 1, None, self.problem.Sq, self.problem.Sk)
+            first = (self.b, 0, 0, 0)
+            return tuple(slice(a, z) if n > 1 else slice(None) for n, a, z in zip(x.shape, first, most, strict=True))
+        return (own,) if name == "key_lengths" or (name == "slopes" and x.ndim == 2) else ()
+
+
+def sequences_of(p: Problem) -> Iterator[Sequence]:
+    """Raises SpecError where their lengths are not known."""
+    if not p.lengths and p.B:
+        raise SpecError(f"{p}: a ragged batch is tried with lengths: give them")
+    ends = (itertools.accumulate(n) for n in zip(*p.lengths, strict=True))
+    for b, (part, *end) in enumerate(zip(p.sequences, *ends, strict=True)):
+        yield Sequence(b, part, *(slice(e - n, e) for e, n in zip(end, p.lengths[b], strict=True)))
+
+
+def offsets_of(p: Problem) -> dict[str, Array]:
+    """cu_seqlens_q and cu_seqlens_k of a ragged batch whose lengths are known."""
+    sums = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32)
+    return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate("qk")}
+
+
+def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
+    """O and LSE, exactly."""
+    return dict(zip(("O", "LSE"), attention(own["Q"], own["K"], own["V"], **options), strict=True))
+
+
+def by_sequence(p: Problem, given: Mapping[str, Array], compute: Compute) -> dict[str, Array]:
+    """What `compute` makes of `given` and of what the reference is told of it. Of a ragged batch: of each sequence
+    alone, put together as kernels do, the gradients of bias and sink summed up."""
+    if not p.ragged:
+        return dict(compute(given, reference_options(p, given)))
+    shapes = {"dbias": p.bias, "dsink": (p.H,)}
+    found: dict[str, Array] = {}
+    for sequence in sequences_of(p):
+        own = {name: x[sequence.place(name, x)] for name, x in given.items() if not name.startswith("cu_seqlens")}
+        options = reference_options(sequence.problem, own)
+        options["part"] = Part(sequence.b, 0, 0, sequence.problem.Sq)
+        for name, x in compute(own, options).items():
+            shape = shapes.get(name) or (1, x.shape[1], p.rows[name in _OF_KEYS], *x.shape[3:])
+            whole = found.setdefault(name, np.zeros(shape, x.dtype))
+            whole[sequence.place(name, whole)] += x
+    return found
+
+
+def ragged_problems(kernel: Kernel) -> Iterator[tuple[str, Problem, str]]:
+    """(name, problem, layout) of what `kernel` takes: sequences of no row, of one, of more queries than keys and of
+    fewer, by themselves and with every option."""
+    M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
+    layouts, heads = itertools.cycle(("bshd", "bhsd", "offset")), itertools.cycle(((2, 2), (4, 2), (6, 1)))
+    widths = (64, 32, 128)
+    lengths = itertools.cycle(
+        (
+            ((0, 5), (77, 97), (1, 1), (M + 5, N + 13), (5, 0), (33, 1)),
+            ((N, N), (0, 0), (2 * M, 17), (M - 1, N - 1)),
+            ((130, 130), (1, 200)),
+        )
+    )
+
+    def problem_of(small: bool = False, **fields: Any) -> Problem:
+        own = ((9, 20), (0, 3), (40, 17), (1, 1)) if small else next(lengths)
+        H, Hk = (4, 2) if small else next(heads)
+        return Problem(0, H, 0, 0, fields.pop("D", 32), Hk=Hk, lengths=own, **fields)
+
+    for n, (dtype, causal) in enumerate(itertools.product(kernel.dtypes, (False, "bottom-right", "top-left"))):
+        problem, layout = problem_of(D=widths[n % 3], dtype=dtype, causal=causal), next(layouts)
+        if kernel.refuses(problem) is None:
+            yield f"{problem} {layout}", problem, layout
+    for name, problem in option_cases(kernel, partial(problem_of, small=True)):
+        if kernel.refuses(problem) is None:
+            yield f"{name}: {problem}", problem, "bhsd"

@@ -1,0 +1,128 @@
+"""sandbox.attention_varlen: ragged batches of NumPy arrays and PyTorch tensors, against each sequence alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sandbox
+from sandbox.core.errors import LaunchError, UnsupportedProblem
+
+torch = pytest.importorskip("torch")
+
+LENGTHS = (5, 0, 70, 1, 33)
+OFFSETS = np.cumsum([0, *LENGTHS]).astype(np.int32)
+
+
+def arrays(H: int = 4, Hk: int = 2, seed: int = 0) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal((sum(LENGTHS), heads, 32)).astype(np.float32) for heads in (H, Hk, Hk))  # type: ignore[return-value]
+
+
+def alone(x: Any, b: int) -> Any:
+    return x[OFFSETS[b] : OFFSETS[b + 1]].swapaxes(0, 1)[None]
+
+
+def test_each_sequence_is_as_attention_makes_it() -> None:
+    q, k, v = arrays()
+    out, lse = sandbox.attention_varlen(q, k, v, OFFSETS, causal=True, return_lse=True)
+    assert out.shape == q.shape
+    assert out.flags.c_contiguous
+    assert lse.shape == (4, sum(LENGTHS))
+    for b, rows in enumerate(itertools.pairwise(OFFSETS)):
+        if not LENGTHS[b]:
+            continue
+        own, own_lse = sandbox.attention(alone(q, b), alone(k, b), alone(v, b), causal=True, return_lse=True)
+        assert np.array_equal(own[0].swapaxes(0, 1), out[slice(*rows)])
+        assert np.array_equal(own_lse[0], lse[:, slice(*rows)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_options_and_gradients_by_lot(seed: int) -> None:
+    lot, rng = random.Random(seed), np.random.default_rng(seed)
+    queries, keys = ([lot.choice((0, 1, 7, 40)) for _ in range(4)] for _ in "qk")
+    offsets = [torch.tensor(np.cumsum([0, *n]), dtype=torch.int32) for n in (queries, keys)]
+    q, k, v = (torch.tensor(rng.standard_normal((sum(n), 2, 16)), dtype=torch.float32, requires_grad=True)
+               for n in (queries, keys, keys))  # fmt: skip
+    most = max(queries), max(keys)
+    options: dict[str, Any] = {
+        "causal": lot.choice((False, True, "top-left")), "softcap": lot.choice((0.0, 3.0)),
+        "window": lot.choice((None, (9, 4))), "alibi": torch.rand(4, 2), "sink": torch.randn(2, requires_grad=True),
+        "bias": torch.randn(4, 2, *most, requires_grad=True),
+    }  # fmt: skip
+    longest = {"max_seqlen_q": most[0], "max_seqlen_k": most[1]}
+    out, lse = sandbox.attention_varlen(q, k, v, *offsets, **longest, return_lse=True, **options)
+    weights = torch.randn_like(out)
+    learned = [q, k, v, options["sink"], options["bias"]]
+    found = torch.autograd.grad((out * weights).sum(), learned, retain_graph=True)
+
+    parts, lses = [], []
+    for b in range(4):
+        x = slice(*offsets[0][b : b + 2].tolist())
+        y = slice(*offsets[1][b : b + 2].tolist())
+        own = {**options, "alibi": options["alibi"][b], "bias": options["bias"][b : b + 1, :, : queries[b], : keys[b]]}
+        heads_first = (t.transpose(0, 1)[None] for t in (q[x], k[y], v[y]))
+        o, l = sandbox.attention(*heads_first, return_lse=True, **own)
+        parts.append(o[0].transpose(0, 1))
+        lses.append(l[0])
+    said = f"seed {seed}: {queries} x {keys}, {options['causal']}"
+    torch.testing.assert_close(out, torch.cat(parts), rtol=0, atol=0, msg=lambda text: f"{said}: {text}")
+    assert torch.equal(lse, torch.cat(lses, 1)), said
+    wanted = torch.autograd.grad((torch.cat(parts) * weights).sum(), learned)
+    for name, a, b_ in zip(("q", "k", "v", "sink", "bias"), found, wanted, strict=True):
+        torch.testing.assert_close(a, b_, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{said}, d{n}: {text}")
+
+
+def test_compiled_and_nested_tensors_agree() -> None:
+    tensors = [torch.tensor(x, requires_grad=True) for x in arrays()]
+    offsets = torch.tensor(OFFSETS)
+    out = sandbox.attention_varlen(*tensors, offsets, causal=True)
+    weights = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weights).sum(), tensors)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(q: Any, k: Any, v: Any, offsets: Any) -> Any:
+        return sandbox.attention_varlen(q, k, v, offsets, causal=True) * weights
+
+    for a, b in zip(gradients, torch.autograd.grad(compiled(*tensors, offsets).sum(), tensors), strict=True):
+        assert torch.equal(a, b)
+    nested = [torch.nested.nested_tensor_from_jagged(x.detach(), offsets=offsets.long()) for x in tensors]
+    leaves = [x.requires_grad_() for x in nested]
+    result = sandbox.attention(*(x.transpose(1, 2) for x in leaves), causal=True)
+    assert result.is_nested
+    assert torch.equal(result.transpose(1, 2).values(), out)
+    (result.transpose(1, 2).values() * weights).sum().backward()
+    for a, leaf in zip(gradients, leaves, strict=True):
+        assert torch.equal(a, leaf.grad.values())
+
+
+@pytest.mark.parametrize(
+    ("offsets", "error", "said"),
+    [
+        (np.array([1, 5, 109], np.int32), LaunchError, "begin with 0"),
+        (np.array([0, 50, 40], np.int32), LaunchError, "falls"),
+        (np.array([0, 50, 200], np.int32), LaunchError, "beyond"),
+        (np.array([0, 50, 109]), UnsupportedProblem, "int32"),
+        (np.zeros((2, 2), np.int32), UnsupportedProblem, r"\(B \+ 1,\)"),
+    ],
+)
+def test_offsets_that_make_no_sense(offsets: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        sandbox.attention_varlen(*arrays(), offsets)
+
+
+def test_no_sequences_and_no_rows() -> None:
+    none = np.zeros((0, 2, 16), np.float32)
+    for offsets in (np.zeros(1, np.int32), np.zeros(4, np.int32)):
+        out, lse = sandbox.attention_varlen(none, none, none, offsets, return_lse=True)
+        assert out.shape == (0, 2, 16)
+        assert lse.shape == (2, 0)
+
+
+def test_tensors_of_four_dimensions_are_another_function() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"must be \(rows, heads, D\)"):
+        sandbox.attention_varlen(*(x[None] for x in arrays()), OFFSETS)

@@ -1,0 +1,133 @@
+"""Ragged batches on every kernel that takes them: each sequence as if it were alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sandbox.core import registry
+from sandbox.core.errors import LaunchError, UnsupportedProblem
+from sandbox.engine import choose
+from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.spec import Kernel, Problem
+from sandbox.verify import check, trial
+from sandbox.verify.cases import Case, inputs_of, ragged_cases
+from sandbox.verify.sequences import sequences_of
+
+KERNELS = [kernel for kernel in registry.kernels().values() if kernel.ragged]
+KEYS = ("K", "V", "dK", "dV")
+
+
+def drawn(kernel: Kernel, seed: int) -> Problem:
+    """Lengths around the tiles', no row and one row among them."""
+    lot, tile = random.Random(seed), kernel.tiles[-1]
+    M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+    lengths = [(lot.choice((0, 1, 5, M - 1, M, M + 1)), lot.choice((0, 1, 7, N, N + 1, 2 * N + 3))) for _ in range(6)]
+    window = lot.choice(((None, None), (7, 3), (None, 0)))
+    causal: Any = lot.choice((False, "bottom-right", "top-left"))
+    return Problem(0, 2, 0, 0, 32, Hk=1, dtype=kernel.dtypes[-1], lengths=tuple(lengths), causal=causal, window=window)
+
+
+def launch(kernel: Kernel, problem: Problem, given: dict[str, Any], device: Device, tile: Any) -> dict[str, Any]:
+    done = trial.launch(kernel, tile, problem, given, device)
+    assert not done.trespassed
+    return done.outputs
+
+
+def chosen(kernel: Kernel, problem: Problem, device: Device) -> Any:
+    arch = None if device == HOST else driver.device(device[1]).arch
+    try:
+        return choose.choose_tile(kernel, problem, arch)
+    except UnsupportedProblem as reason:
+        pytest.skip(str(reason))
+
+
+def same(kernel: Kernel, name: str, a: Any, b: Any) -> bool:
+    if name == "dQ" and not kernel.deterministic:  # sums in any order
+        return np.allclose(a.astype(np.float32), b.astype(np.float32), rtol=0.02, atol=0.02, equal_nan=True)
+    return a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_each_sequence_is_as_if_alone(kernel: Kernel, seed: int, device: Device) -> None:
+    problem = drawn(kernel, seed)
+    tile, given = chosen(kernel, problem, device), inputs_of(kernel.computes, Case("lot", problem))
+    whole = launch(kernel, problem, given, device, tile)
+    for sequence in sequences_of(problem):
+        own = {
+            name: np.ascontiguousarray(x[sequence.place(name, x)]) for name, x in given.items() if "seqlens" not in name
+        }
+        for name, alone in launch(kernel, sequence.problem, own, device, tile).items():
+            part = whole[name][sequence.place(name, whole[name])]
+            assert same(kernel, name, alone, part), f"seed {seed}: {problem}, sequence {sequence.b}, {name}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Device) -> None:
+    """Neighbours' rows share tiles: none may be multiplied, even by 0, nor move a maximum."""
+    lengths = ((33, 40), (70, 50), (1, 1), (20, 90))
+    problem = Problem(0, 2, 0, 0, 32, Hk=1, dtype=kernel.dtypes[-1], lengths=lengths, causal="bottom-right")
+    tile, given = chosen(kernel, problem, device), inputs_of(kernel.computes, Case("nan", problem))
+    clean = launch(kernel, problem, given, device, tile)
+    for spoilt in (1, 2):
+        for value in (np.nan, np.inf, 3e4):
+            bad = {name: x.copy() for name, x in given.items()}
+            for sequence in sequences_of(problem):
+                for name in {"Q", "K", "V", "dO", "O"} & {*bad}:
+                    if sequence.b == spoilt:
+                        bad[name][sequence.place(name, bad[name])] = value
+            found = launch(kernel, problem, bad, device, tile)
+            for sequence in sequences_of(problem):
+                for name, x in found.items():
+                    at = sequence.place(name, x)
+                    if sequence.b != spoilt:
+                        assert same(kernel, name, x[at], clean[name][at]), f"{value} in {spoilt}: {sequence.b}, {name}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_sweep_of_ragged_batches(kernel: Kernel, device: Device) -> None:
+    """The first of each kind of lengths; `check` tries them all."""
+    cases = list(ragged_cases(kernel))[: 3 if device == HOST else None]
+    results = [check.verify(kernel, case, device) for case in cases]
+    assert not [result for result in results if result.ok is False]
+    assert [result for result in results if result.ok] or device != HOST
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"), [((3, 40, 60), "begin with 0"), ((0, 50, 40), "falls"), ((0, 40, 99), "beyond")]
+)
+def test_offsets_that_make_no_sense(offsets: tuple[int, ...], said: str, device: Device) -> None:
+    """An error on the CPU backend; a GPU touches nothing outside of the tensors, whose borders are looked at."""
+    problem = Problem(0, 1, 0, 0, 32, lengths=((40, 40), (20, 20)))
+    for kernel in (registry.get("fwd_minimal"), registry.get("fwd_block2d")):
+        given = inputs_of("forward", Case("offsets", problem))
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            bad = {**given, name: np.array(offsets, np.int32)}
+            if device == HOST:
+                with pytest.raises(LaunchError, match=said):
+                    launch(kernel, problem, bad, device, kernel.tiles[0])
+            else:
+                launch(kernel, problem, bad, device, kernel.tiles[0])
+
+
+def test_a_kernel_that_does_not_take_them_says_so() -> None:
+    problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((5, 5),))
+    for kernel in registry.kernels().values():
+        assert kernel.ragged or "ragged batches are not built" in (kernel.refuses(problem) or "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_tile_has_its_number(seed: int) -> None:
+    """The numbers that include/sequence.cuh gives to tiles: enough for each sequence, and no more than the grid has."""
+    lot = random.Random(seed)
+    lengths = [lot.choice((0, 1, lot.randrange(300))) for _ in range(lot.randrange(1, 9))]
+    problem, size = Problem(0, 1, 0, 0, 8, lengths=tuple((n, n) for n in lengths)), lot.choice((16, 64, 192))
+    begins = np.cumsum([0, *lengths])
+    numbers = [begin // size + b for b, begin in enumerate(begins)]
+    assert all(after - before >= -(-n // size) for before, after, n in zip(numbers, numbers[1:], lengths, strict=False))
+    assert numbers[-1] == problem.query_tiles(size) == problem.key_tiles(size)
