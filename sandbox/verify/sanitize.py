@@ -27,7 +27,7 @@ from ..cpu.instrumented import Report
 from ..engine import pipeline
 from ..engine.choose import choose_tile, refuses_tile
 from ..launch import dlpack
-from ..launch.arguments import ARGUMENTS, ArgumentBlock
+from ..launch.arguments import ARGUMENTS, NOT_ALWAYS, ArgumentBlock
 from ..launch.dlpack import HOST, Device
 from ..toolchain import tools
 from . import compute_sanitizer, trial
@@ -42,7 +42,7 @@ HOST_TOOLS = {
     "orders": "results that depend on the order of threads",
 }
 _SEEDS = (1, 2)  # of the shuffled orders
-_WIDTHS = (16, 32, 64, 128)
+_WIDTHS = (16, 32, 64, 128, 256)
 _SHIPPED_WIDTHS = (64, 128, 256)
 _MISLED = ("thread", "orders")
 _STRAY = "a store out of bounds, to be mended first, looks like a race"
@@ -158,9 +158,11 @@ def launch_on_host(
     made = trial.made_for(kernel, problem).items()
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
+        if any(name in entry.args and name not in arrays for name in NOT_ALWAYS):
+            continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}
         arguments = ArgumentBlock(entry, problem, chosen, views)
-        follows = {i: ARGUMENTS[name].tensor for i, name in enumerate(entry.args) if ARGUMENTS[name].tensor}
+        follows = {i: ARGUMENTS[name].tensor for i, name in enumerate(entry.args) if ARGUMENTS[name].tensor in arrays}
         buffers = {i: arrays[name] for i, name in follows.items()}
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
