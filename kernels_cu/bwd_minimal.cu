@@ -41,7 +41,9 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
 
     load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, score.Sk);
     load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, score.Sk);
+#pragma unroll 8  // whole loops of up to 64 spill 8 bytes on sm_80
     for (int d = 0; d < HEAD_DIM; ++d) dK_own[d * BLOCK_N] = 0.0f;
+#pragma unroll 8
     for (int d = 0; d < HEAD_DIM_V; ++d) dV_own[d * BLOCK_N] = 0.0f;
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const Head head(score, b, h);
