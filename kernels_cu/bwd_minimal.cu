@@ -41,9 +41,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
 
     load_own<BLOCK_N, HEAD_DIM>(K_own, K, b, kv_head, key_col, score.Sk);
     load_own<BLOCK_N, HEAD_DIM_V>(V_own, V, b, kv_head, key_col, score.Sk);
-#pragma unroll 8  // whole loops of up to 64 spill 8 bytes on sm_80
     for (int d = 0; d < HEAD_DIM; ++d) dK_own[d * BLOCK_N] = 0.0f;
-#pragma unroll 8
     for (int d = 0; d < HEAD_DIM_V; ++d) dV_own[d * BLOCK_N] = 0.0f;
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const Head head(score, b, h);
@@ -93,7 +91,9 @@ extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
         }
     }
     if (key_col >= score.Sk) return;  // no barrier below
+#pragma unroll 8  // of whole loops the compiler makes 8 spilled bytes on sm_80
     for (int d = 0; d < HEAD_DIM; ++d) dK.row(b, kv_head, key_col)[d] = dtype(score.scale * dK_own[d * BLOCK_N]);
+#pragma unroll 8
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
 }
 
