@@ -58,6 +58,7 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     deterministic=False,
+    default=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128

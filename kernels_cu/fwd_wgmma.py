@@ -22,6 +22,9 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+    if arch is not None and p.ragged:
+        # Its tensor maps begin before the tensor: on an H200 the copy traps where nothing is mapped there.
+        return "ragged batches are built on the CPU backend alone: pass them to fwd_mma"
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % 8:
             return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"

@@ -25,6 +25,9 @@ from .build import Sanitizer
 UNFINISHED = "did not finish within"  # what the text says of a launch that was ended
 
 
+Pointer = tuple[int, int]  # the position of the argument that holds it, and its offset there in bytes
+
+
 @dataclass(frozen=True)
 class Report:
     """What a sanitizer said. `lines` are the places it names in the kernel's own files, as (file name, line).
@@ -47,14 +50,14 @@ def run(
     block: Dim3,
     smem_bytes: int,
     arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
-    buffers: Mapping[int, np.ndarray],
+    buffers: Mapping[Pointer, np.ndarray],
     *,
     order: int = 0,
     timeout: float = 120.0,
 ) -> Report:
     """Build the kernel with `sanitizer`, launch it once and report.
 
-    `buffers` maps an argument's position to the contiguous array it points to. Blocks run side by side on one OS
+    `buffers` maps a pointer among the arguments to the contiguous array it leads to. Blocks run side by side on one OS
     thread each under ThreadSanitizer, so that races between blocks are seen too. `order` 0 runs blocks, warps and lanes
     in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed.
     """
@@ -92,16 +95,14 @@ _OPTIONS = {
 def _launch(
     numbers: tuple[int, ...],
     arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
-    buffers: Mapping[int, np.ndarray],
+    buffers: Mapping[Pointer, np.ndarray],
 ) -> bytes:
     """The file that main.cpp reads."""
     parts = [struct.pack(f"{len(numbers) + 2}q", *numbers, len(buffers), len(arguments))]
-    for array in buffers.values():
-        parts += [struct.pack("q", array.nbytes), np.ascontiguousarray(array).tobytes()]
-    positions = list(buffers)
-    for position, argument in enumerate(arguments):
-        buffer = positions.index(position) if position in buffers else -1
-        parts += [struct.pack("2q", ctypes.sizeof(argument), buffer), bytes(argument)]
+    for argument in arguments:
+        parts += [struct.pack("q", ctypes.sizeof(argument)), bytes(argument)]
+    for pointer, array in buffers.items():
+        parts += [struct.pack("3q", *pointer, array.nbytes), np.ascontiguousarray(array).tobytes()]
     return b"".join(parts)
 
 

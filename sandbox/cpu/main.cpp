@@ -2,12 +2,13 @@
 // allocated with its exact size: one element too far is out of bounds. Linked with the runtime; loads the kernel.
 //
 // The file, all numbers int64: grid[3], block[3], smem_bytes, workers, order, buffer count, argument count;
-// for each buffer: size, bytes; for each argument: size, buffer to point to (or -1), bytes.
+// for each argument: size, bytes; for each buffer: the argument that points to it, the pointer's offset there, size, bytes.
 // After the launch it holds the buffers' bytes, one after the other.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/prctl.h>
 
 #include "runtime.h"
@@ -55,19 +56,20 @@ int main(int argc, char** argv) {
     launch.error = error;
     launch.error_size = sizeof error;
     const int64_t buffers = read_number(file), arguments = read_number(file);
+    launch.args = static_cast<void**>(calloc(arguments, sizeof(void*)));
+    for (int64_t i = 0; i < arguments; ++i) {
+        const int64_t size = read_number(file);
+        launch.args[i] = malloc(size);
+        read(launch.args[i], size, file);
+    }
     char** buffer = static_cast<char**>(calloc(buffers, sizeof(char*)));
     int64_t* size_of = static_cast<int64_t*>(calloc(buffers, sizeof(int64_t)));
     for (int64_t i = 0; i < buffers; ++i) {
+        const int64_t argument = read_number(file), offset = read_number(file);
         size_of[i] = read_number(file);
         buffer[i] = static_cast<char*>(malloc(size_of[i]));
         read(buffer[i], size_of[i], file);
-    }
-    launch.args = static_cast<void**>(calloc(arguments, sizeof(void*)));
-    for (int64_t i = 0; i < arguments; ++i) {
-        const int64_t size = read_number(file), pointer = read_number(file);
-        launch.args[i] = malloc(size);
-        read(launch.args[i], size, file);
-        if (pointer >= 0) *static_cast<char**>(launch.args[i]) = buffer[pointer];
+        memcpy(static_cast<char*>(launch.args[argument]) + offset, &buffer[i], sizeof(char*));
     }
     fclose(file);
     if (cpu::sandbox_launch(&launch)) {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,17 @@ import numpy as np
 
 from ..core import registry
 from ..core.errors import ToolchainMissing, UnsupportedProblem
-from ..core.kernel import Arch, Kernel
+from ..core.kernel import Arch, Entry, Kernel
+from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..cpu import instrumented as host
 from ..cpu.build import Sanitizer
-from ..cpu.instrumented import Report
+from ..cpu.instrumented import Pointer, Report
 from ..engine import pipeline
 from ..engine.choose import choose_tile, refuses_tile
 from ..launch import dlpack
-from ..launch.arguments import ARGUMENTS, ArgumentBlock
+from ..launch.arguments import ARGUMENTS, NOT_ALWAYS, ArgumentBlock
 from ..launch.dlpack import HOST, Device
 from ..toolchain import tools
 from . import compute_sanitizer, trial
@@ -42,7 +43,7 @@ HOST_TOOLS = {
     "orders": "results that depend on the order of threads",
 }
 _SEEDS = (1, 2)  # of the shuffled orders
-_WIDTHS = (16, 32, 64, 128)
+_WIDTHS = (16, 32, 64, 128, 256)
 _SHIPPED_WIDTHS = (64, 128, 256)
 _MISLED = ("thread", "orders")
 _STRAY = "a store out of bounds, to be mended first, looks like a race"
@@ -158,10 +159,12 @@ def launch_on_host(
     made = trial.made_for(kernel, problem).items()
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
+        if any(name in entry.args and name not in arrays for name in NOT_ALWAYS):
+            continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}
         arguments = ArgumentBlock(entry, problem, chosen, views)
-        follows = {i: ARGUMENTS[name].tensor for i, name in enumerate(entry.args) if ARGUMENTS[name].tensor}
-        buffers = {i: arrays[name] for i, name in follows.items()}
+        follows = dict(_pointers(entry, problem, arrays))
+        buffers = {pointer: arrays[name] for pointer, name in follows.items()}
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
             entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers, order=order,
@@ -173,6 +176,16 @@ def launch_on_host(
         left = dict(reversed([*zip(follows.values(), report.contents, strict=True)]))
         arrays |= left
     return report, arrays
+
+
+def _pointers(entry: Entry, problem: Problem, arrays: Container[str]) -> Iterator[tuple[Pointer, str]]:
+    """Where among an entry's arguments the address of an array stands, and the array's name."""
+    for i, name in enumerate(entry.args):
+        if ARGUMENTS[name].tensor in arrays:
+            yield (i, 0), ARGUMENTS[name].tensor
+        if name == "score":
+            fields = score_structure(problem)
+            yield from (((i, getattr(fields, t.pointer).offset), t.name) for t in score_tensors(problem))
 
 
 def _findings(report: Report) -> tuple[Finding, ...]:

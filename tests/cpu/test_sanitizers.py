@@ -119,18 +119,26 @@ def test_a_row_too_far_is_named(tmp_path: Path) -> None:
     assert ("fwd_minimal.cu", line) in report.lines
 
 
-def test_a_row_too_far_in_a_header_is_named(tmp_path: Path) -> None:
-    """In a copy of common.cuh beside a copy of the kernel, which is found first."""
-    header = SOURCE.parent / "include" / "common.cuh"
-    old = "tile[i] = row < S ?"
+def test_tensors_of_the_score_are_buffers_too() -> None:
+    """Each of exact size, like the others."""
+    problem = Problem(1, 2, 33, 40, 16, alibi=(2,), bias=(1, 2, 33, 40), mask=(1, 1, 33, 40), key_lengths=True)
+    report = run_kernel("address", registry.get("fwd_minimal"), problem)
+    assert report.clean, report.text
+
+
+def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
+    """In a copy of score.cuh beside a copy of the kernel, which is found first."""
+    header = SOURCE.parent / "include" / "score.cuh"
+    old = "score.key_lengths[b * score.key_lengths_stride]"
     (line,) = [i for i, text in enumerate(header.read_text().splitlines(), 1) if old in text]
-    changed(tmp_path, lambda text: text.replace(old, "tile[i] = row <= S ?"), header)
+    changed(tmp_path, lambda text: text.replace(old, "score.key_lengths[b + 1]"), header)
     kernel = registry.get("fwd_minimal")
     source = tmp_path / SOURCE.name
     source.write_text(SOURCE.read_text())
-    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
-    assert ("common.cuh", line) in report.lines, report.text
-    assert any(name == "fwd_minimal.cu" and "load_tile<" in LINES[at - 1] for name, at in report.lines)
+    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16, key_lengths=True), source)
+    assert "heap-buffer-overflow" in report.text
+    assert ("score.cuh", line) in report.lines, report.text
+    assert any(name == "fwd_minimal.cu" and "const Head head(" in LINES[at - 1] for name, at in report.lines)
 
 
 @both
@@ -156,7 +164,16 @@ def run_text(
     source.write_text(text)
     arguments = [ctypes.c_void_p() for _ in buffers]
     return sanitize.run(
-        sanitizer, source, "k", {}, (grid, 1, 1), (block, 1, 1), smem, arguments, dict(enumerate(buffers)), **options
+        sanitizer,
+        source,
+        "k",
+        {},
+        (grid, 1, 1),
+        (block, 1, 1),
+        smem,
+        arguments,
+        {(i, 0): buffer for i, buffer in enumerate(buffers)},
+        **options,
     )
 
 

@@ -39,7 +39,7 @@ FAULTS = {
     ),
     "beyond shared memory": (
         "fwd_minimal", "Q_smem + HEAD_DIM * BLOCK_M;", "Q_smem + 1 + HEAD_DIM * BLOCK_M;", "address",
-        "beyond the dynamic shared memory, write of 4 bytes", "load_tile<BLOCK_N, BLOCK_M>(V_smem",
+        "beyond the dynamic shared memory, write of 4 bytes", "HEAD_DIM_V>(V_smem, V",
     ),
     "uninitialised shared memory": (
         "fwd_minimal", "O_smem[d * BLOCK_M + t] = 0.0f;", ";", "uninitialised",
@@ -54,7 +54,7 @@ FAULTS = {
         "against previous write of 8 bytes at fwd_mma.cu", "request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
     ),
     "uninitialised, by ldmatrix": (
-        "fwd_mma", "        arrive(j);\n        attend<false>", "        attend<false>", "uninitialised",
+        "fwd_mma", "        arrive(j);\n", "", "uninitialised",
         "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
     ),
     "out of bounds, by cp.async": (

@@ -89,7 +89,7 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
 
     said = me.edits(START, "float m = -INF, l = 0.0f")["found"]
     assert said["stage"] == "compile"
-    assert f"mine.cu({line_of(me.folder, 'const int key_end')}): error" in said["message"]
+    assert f"mine.cu({line_of(me.folder, 'const Range keys')}): error" in said["message"]
     assert "^" in said["message"]
 
     me.edits("l = 0.0f", "l = 0.0f;")
