@@ -105,6 +105,15 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
     assert first.tobytes() == again.tobytes()
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_nan_behind_a_mask_reaches_nobody(kernel: Kernel, device: Device) -> None:
+    """Also where a kernel begins again, row by row."""
+    problem = asked(("mask",), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0], causal="bottom-right"))
+    if reason := kernel.refuses(problem):
+        pytest.skip(reason)
+    assert check.verify(kernel, Case("mask", problem, "hidden"), device).ok
+
+
 def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
     """Its O is 0 and its LSE the sink."""
     kernel = registry.kernels()["fwd_minimal"]
