@@ -107,6 +107,17 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
     assert first.tobytes() == again.tobytes()
 
 
+@pytest.mark.parametrize("name", ["mask", "key_lengths"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_nan_in_hidden_keys_reaches_nobody(kernel: Kernel, name: str, device: Device) -> None:
+    """Also where a kernel begins again, row by row."""
+    problem = asked((name,), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0]))
+    if reason := kernel.refuses(problem):
+        pytest.skip(reason)
+    result = check.verify(kernel, Case(name, problem, "hidden"), device)
+    assert result.ok, result
+
+
 def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
     """Its O is 0 and its LSE the sink."""
     kernel = registry.kernels()["fwd_minimal"]
@@ -117,6 +128,19 @@ def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
     done = trial.launch(kernel, choose.choose_tile(kernel, problem, None), problem, given, device)
     assert not done.outputs["O"][:, :, 2].any()
     np.testing.assert_allclose(done.outputs["LSE"][0, :, 2], given["sink"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "forward"], ids=by_name)
+def test_a_row_whose_bias_is_minus_infinity(kernel: Kernel, device: Device) -> None:
+    """As if it saw no key; the other rows of its tile know nothing of that."""
+    problem = Problem(1, 1, 40, 170, 64, dtype=kernel.dtypes[0], bias=(1, 1, 40, 170))
+    given = inputs_of("forward", Case("bias", problem))
+    given["bias"][:, :, 2] = -np.inf
+    found = trial.launch(kernel, choose.choose_tile(kernel, problem, None), problem, given, device).outputs
+    assert not found["O"][0, 0, 2].any()
+    assert np.isneginf(found["LSE"][0, 0, 2])
+    assert np.isfinite(np.delete(found["LSE"][0, 0], 2)).all()
+    assert np.isfinite(found["O"].astype(np.float32)).all()
 
 
 def test_nothing_is_compiled_in_that_is_not_asked_for() -> None:
