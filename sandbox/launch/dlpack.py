@@ -293,6 +293,9 @@ def library_of(array: Any) -> Library:
     kind = type(array)
     library = _by_type.get(kind)
     if library is None:
+        torch = sys.modules.get("torch")
+        if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
+            return _KNOWN["torch"]  # without a look at its bases, which PyTorch's compiler could not follow before 2.13
         # A subclass, such as torch.nn.Parameter, is of its base's library.
         modules = [base.__module__.partition(".")[0] for base in kind.__mro__]
         library = next((_KNOWN[module] for module in modules if module in _KNOWN), None)

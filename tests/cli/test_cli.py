@@ -443,7 +443,7 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
 
 STORE = "O.row(b, h, query_row)[d] = "
 FAR = "O.row(b, h, query_row + (1ll << 40))[d] = "
-RETURN = "if (query_row >= score.Sq) return;"
+RETURN = "if (query_row >= head.Sq) return;"
 
 
 def edit(project: Path, name: str, old: str, new: str) -> None:

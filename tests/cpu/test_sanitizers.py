@@ -111,9 +111,9 @@ def test_each_meeting_of_a_backward_is_needed(name: str, number: int, tmp_path: 
 
 def test_a_row_too_far_is_named(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
-    old = "query_row < score.Sq ?"
+    old = "query_row < head.Sq ?"
     (line,) = [i for i, text in enumerate(LINES, 1) if old in text]
-    source = changed(tmp_path, lambda text: text.replace(old, "query_row <= score.Sq ?"))
+    source = changed(tmp_path, lambda text: text.replace(old, "query_row <= head.Sq ?"))
     report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
     assert "heap-buffer-overflow" in report.text
     assert ("fwd_minimal.cu", line) in report.lines
@@ -145,7 +145,7 @@ def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
 def test_a_return_above_a_barrier(sanitizer: Sanitizer, tmp_path: Path) -> None:
     """The barrier's own error comes through, and no other."""
     old = "    float m = -INF"
-    source = changed(tmp_path, lambda text: text.replace(old, "    if (query_row >= score.Sq) return;" + old))
+    source = changed(tmp_path, lambda text: text.replace(old, "    if (query_row >= head.Sq) return;" + old))
     kernel = registry.get("fwd_minimal")
     report = run_kernel(sanitizer, kernel, ragged(kernel), source)
     assert not report.clean

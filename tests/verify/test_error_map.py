@@ -144,7 +144,7 @@ def test_the_command_line_says_where_and_draws(project_copy: Path) -> None:
     pytest.importorskip("matplotlib")
     source = project_copy / "kernels_cu" / "fwd_minimal.cu"
     text = source.read_text()
-    source.write_text(text.replace("if (query_row >= score.Sq) return;", "if (query_row >= score.Sq - 1) return;"))
+    source.write_text(text.replace("if (query_row >= head.Sq) return;", "if (query_row >= head.Sq - 1) return;"))
     assert source.read_text() != text
     arguments = ("fwd_minimal", "--shape", "1,1,130,40,16", "--backend", "cpu", "--map", str(project_copy / "map"))
     done = in_project(project_copy, "sandbox", "run", *arguments)

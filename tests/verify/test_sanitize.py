@@ -34,8 +34,8 @@ FAULTS = {
         "O depends on the order of threads", "",
     ),
     "out of bounds": (
-        "fwd_minimal", "query_row < score.Sq ? to_float", "query_row <= score.Sq ? to_float", "address",
-        "out of bounds, read of 2 bytes", "query_row <= score.Sq ? to_float",
+        "fwd_minimal", "query_row < head.Sq ? to_float", "query_row <= head.Sq ? to_float", "address",
+        "out of bounds, read of 2 bytes", "query_row <= head.Sq ? to_float",
     ),
     "beyond shared memory": (
         "fwd_minimal", "Q_smem + HEAD_DIM * BLOCK_M;", "Q_smem + 1 + HEAD_DIM * BLOCK_M;", "address",
@@ -58,11 +58,11 @@ FAULTS = {
         "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
     ),
     "out of bounds, by cp.async": (
-        "fwd_mma", "Q.stride_s, m0, score.Sq);", "Q.stride_s, m0, score.Sq + 16);", "address",
-        "out of bounds, read of 16 bytes", "m0, score.Sq + 16);",
+        "fwd_mma", "Q.stride_s, m0, head.Sq);", "Q.stride_s, m0, head.Sq + 16);", "address",
+        "out of bounds, read of 16 bytes", "m0, head.Sq + 16);",
     ),
     "divergent barrier": (
-        "fwd_minimal", "    float m = -INF", "    if (query_row >= score.Sq) return; float m = -INF", "thread",
+        "fwd_minimal", "    float m = -INF", "    if (query_row >= head.Sq) return; float m = -INF", "thread",
         "barrier not reached by every thread of the block", "__syncthreads();",
     ),
     "undefined": (
@@ -102,7 +102,7 @@ def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     changed = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
     text = kernel.source.read_text()
-    changed.source.write_text(text.replace("if (query_row >= score.Sq) return;", "if (query_row > score.Sq) return;"))
+    changed.source.write_text(text.replace("if (query_row >= head.Sq) return;", "if (query_row > head.Sq) return;"))
     looked = sanitize.inspect(changed, HOST, tile=sanitize.small_tile(kernel))
     found = {r.tool: r for r in itertools.islice(looked, len(sanitize.HOST_TOOLS))}
     assert found["address"].clean is False
@@ -110,7 +110,7 @@ def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
     assert "a store out of bounds" in found["thread"].message
 
 
-LARGE = ("query_row < score.Sq ? to_float", "query_row < score.Sq + (BLOCK_M == 64) ? to_float")
+LARGE = ("query_row < head.Sq ? to_float", "query_row < head.Sq + (BLOCK_M == 64) ? to_float")
 
 
 @needs_sanitizers

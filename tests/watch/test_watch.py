@@ -71,7 +71,7 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
         assert stderr == ""
 
 
-WRITTEN = "query_row < score.Sq ? to_float"
+WRITTEN = "query_row < head.Sq ? to_float"
 SCALE = "dot * score.scale"
 BARRIER = "__syncthreads();  // the tile is whole"
 START = "float m = -INF, l = 0.0f;"
@@ -96,9 +96,9 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
     said = me.edits(WRITTEN, WRITTEN.replace("<", "<="))["found"]
     assert said["stage"] == "sanitize"
     assert said["findings"][0]["what"] == "out of bounds, read of 2 bytes"
-    assert said["findings"][0]["places"][0]["line"] == line_of(me.folder, "query_row <= score.Sq")
+    assert said["findings"][0]["places"][0]["line"] == line_of(me.folder, "query_row <= head.Sq")
 
-    me.edits("query_row <= score.Sq", "query_row < score.Sq")
+    me.edits("query_row <= head.Sq", "query_row < head.Sq")
     said = me.edits(SCALE, "dot * 2.0f * score.scale", "include/score.cuh")["found"]
     assert said["stage"] == "wrong"
     assert "O is wrong in" in said["message"]
