@@ -45,9 +45,6 @@
 #ifndef DROPOUT
 #define DROPOUT 0
 #endif
-#ifndef BLOCK_MAP
-#define BLOCK_MAP 0
-#endif
 #ifndef SCORE_BYTES
 #define SCORE_BYTES 16
 #endif
@@ -140,9 +137,6 @@ struct Score {
 #if DROPOUT
     const unsigned long long* seed;  // of one element
 #endif
-#if BLOCK_MAP
-    Broadcast<unsigned char> block_map;  // of tiles, MAP_M queries by MAP_N keys: Seen
-#endif
 #if SCORE_SNIPPET
     Snippet snippet;
 #endif
@@ -158,9 +152,6 @@ struct Range {
 struct Total {  // of a row: what its accumulated O is multiplied by
     float lse, inverse;
 };
-
-// How much of a tile is seen.
-enum class Seen : unsigned char { NOTHING, SOMETHING, EVERYTHING };
 
 constexpr bool NATURAL = true;  // of x itself, where the scores of a kernel are not raw
 
@@ -181,7 +172,6 @@ struct Head : Sequence {
     static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x is the dot product, scaled
     static constexpr bool STEEP = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
     static constexpr bool LOOKS_UP = BIAS || SCATTERED || Snippet::SCORES;  // in memory: more registers
-    static constexpr bool MAPPED = BLOCK_MAP;
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
     float unit, per_unit;  // of raw scores: raw * unit = x
@@ -199,9 +189,6 @@ struct Head : Sequence {
 #endif
 #if DROPOUT
     Dropout dropout;
-#endif
-#if BLOCK_MAP
-    const unsigned char* block_map;
 #endif
 #if SCORE_SNIPPET
     int h;
@@ -234,9 +221,6 @@ struct Head : Sequence {
 #endif
 #if DROPOUT
         dropout = {score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
-#endif
-#if BLOCK_MAP
-        block_map = score.block_map.head(b, h);
 #endif
 #if SCORE_SNIPPET
         this->h = h;

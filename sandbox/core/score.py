@@ -36,15 +36,13 @@ class Score:
     strides. Indices must lie inside, for every b, h, i < Sq and j < Sk. Constants to autograd.
 
     Two are equal when their texts are and their tensors are alike in name, shape and dtype. `file` is where it was
-    read from, `blocks` the block map of its mask. Raises SpecError naming what makes no sense; whether an expression
-    compiles shows when it is first used.
+    read from. Raises SpecError naming what makes no sense; whether an expression compiles shows when it is first used.
     """
 
     score: str = "x"
     mask: str = "true"
     tensors: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
-    blocks: Any = None
     # All that two equal ones share; and the same without the tensors' numbers, which keeps no array alive.
     structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
     described: Score = field(init=False, repr=False)
@@ -68,8 +66,8 @@ class Score:
         likes = {name: like_of(tensor) for name, tensor in tensors.items()}
         object.__setattr__(self, "tensors", MappingProxyType(tensors))
         object.__setattr__(self, "structure", (self.score, self.mask, tuple(likes.items())))
-        bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
-        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes, blocks=None))
+        bare = all(isinstance(x, TensorLike) for x in tensors.values())
+        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes))
 
     @property
     def changes(self) -> bool:
@@ -88,7 +86,7 @@ class Score:
         return hash(self.structure)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
-        return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks)
+        return Score, (self.score, self.mask, dict(self.tensors), self.file)
 
     def __str__(self) -> str:
         shown = [self.score] if self.changes or not self.hides else []
@@ -98,11 +96,6 @@ class Score:
         """(what x becomes, its derivative, which are seen) of NumPy scores x (M, N), for query rows i (M, 1) and keys
         j (1, N), in double precision by the host compiler: what `sandbox.reference` asks of a score."""
         return self.on_host(x, b, h, i, j, Sq, Sk)
-
-    def with_blocks(self, blocks: Any) -> Score:
-        """The same with the block map of its mask, of `sandbox.block_map`, so that tiles which hold nothing are not
-        visited."""
-        return dataclasses.replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes; the tensors without their numbers."""
