@@ -129,13 +129,13 @@ def test_tensors_of_the_score_are_buffers_too() -> None:
 def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
     """In a copy of score.cuh beside a copy of the kernel, which is found first."""
     header = SOURCE.parent / "include" / "score.cuh"
-    old = "score.key_lengths[b * score.key_lengths_stride]"
+    old = "score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h]"
     (line,) = [i for i, text in enumerate(header.read_text().splitlines(), 1) if old in text]
-    changed(tmp_path, lambda text: text.replace(old, "score.key_lengths[b + 1]"), header)
+    changed(tmp_path, lambda text: text.replace(old, "score.slopes[h + 1]"), header)
     kernel = registry.get("fwd_minimal")
     source = tmp_path / SOURCE.name
     source.write_text(SOURCE.read_text())
-    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16, key_lengths=True), source)
+    report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16, alibi=(1,)), source)
     assert "heap-buffer-overflow" in report.text
     assert ("score.cuh", line) in report.lines, report.text
     assert any(name == "fwd_minimal.cu" and "const Head head(" in LINES[at - 1] for name, at in report.lines)
