@@ -112,7 +112,7 @@ struct Warp {
 
 // Whether a pair's P is not 0. Rows from Sq on are zeros, and so are their dot products: raw scores may be anything.
 __device__ __forceinline__ bool counts(const Head& head, At at) {
-    return Head::LINEAR ? head.sees(at.query_row(), at.key_col()) : head.counts(at.query_row(), at.key_col());
+    return head.counts(at.query_row(), at.key_col());
 }
 
 // The warp's own queries: P^T and dS^T, in registers for its own columns of dV and dK, in shared memory for everybody else.
@@ -351,7 +351,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         const Head head(sequence, h);
         const Range seen = head.queries_that_see_all(n0(), n0() + BLOCK_N);
         const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
-        const bool masked = m0 < seen.begin || ends || (!Head::LINEAR && m0 + BLOCK_M > head.Sq);
+        const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq;  // rows from Sq on are zeros: 0 * inf is NaN
         own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
         __syncthreads();  // dS^T and P^T are whole before others' are read
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
