@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Where combinations are too many they are drawn by lot, the same for everybody, so that a verdict can be repeated:
+# SANDBOX_LOT=N draws another one.
+LOT = int(os.environ.get("SANDBOX_LOT", "20261121"))
 ROOT = Path(__file__).resolve().parent.parent
 # Before a command that a test sends SIGINT: that may be ignored here, as after a shell's `&`, which is inherited.
 INTERRUPTIBLE = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from project import LOT
 
 from sandbox.core import options, registry
 from sandbox.core.errors import CompileError, UnsupportedProblem
@@ -27,7 +27,6 @@ from sandbox.verify.scores import OPTIONS
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes != "delta"]
 # Bounds of float32 are missed by a percent on unlucky inputs (docs/limits.md): the sweep tries it on lucky ones.
 SIXTEEN_BITS = ("float16", "bfloat16")
-SEED = int(os.environ.get("SANDBOX_LOT", "0")) or random.randrange(1, 1 << 30)
 by_name = lambda kernel: kernel.name  # noqa: E731
 
 
@@ -39,7 +38,7 @@ def asked(names: tuple[str, ...], problem: Problem) -> Problem:
 
 def lot(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
     """Options by lot, alone or two together, with lengths, head widths, dtypes and masks: (what, problem, inputs)."""
-    draw = random.Random(f"{SEED} {kernel.name}")
+    draw = random.Random(f"{LOT} {kernel.name}")
     names = list(OPTIONS)
     for _ in range(count):
         chosen = tuple(draw.sample(names, draw.choice((1, 2))))
@@ -57,14 +56,14 @@ def test_options_by_lot(kernel: Kernel, device: Device) -> None:
         if kernel.refuses(problem):  # a width that it is not built for
             continue
         result = check.verify(kernel, Case(what, problem, inputs), device)
-        assert result.ok, f"SANDBOX_LOT={SEED}: {problem} {inputs}: {result}"
+        assert result.ok, f"SANDBOX_LOT={LOT}: {problem} {inputs}: {result}"
 
 
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
     """At the tile that is chosen, for long and for short problems."""
-    target, draw = arch.parse(arch_name), random.Random(f"{SEED} {kernel.name} {arch_name}")
+    target, draw = arch.parse(arch_name), random.Random(f"{LOT} {kernel.name} {arch_name}")
     if target < kernel.min_arch:
         pytest.skip(f"{kernel.name} is not for {arch_name}")
     for name in draw.sample([name for name in OPTIONS if name != "score"], 3):
@@ -74,7 +73,7 @@ def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
         tile = choose.choose_tile(kernel, problem, target)
         for compiled in pipeline.compile_problem(kernel, problem, tile, arch_name):
             found = compiled.resources
-            said = f"SANDBOX_LOT={SEED}: {compiled.entry} {found}: {problem} {tile}"
+            said = f"SANDBOX_LOT={LOT}: {compiled.entry} {found}: {problem} {tile}"
             assert found.spill_stores == 0, said
             assert not found.warnings, said
 

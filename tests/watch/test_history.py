@@ -27,7 +27,7 @@ def test_texts_are_the_source_the_spec_and_the_headers() -> None:
     assert set(texts) == {
         "kernels_cu/fwd_minimal.cu",
         "kernels_cu/fwd_minimal.py",
-        *(f"kernels_cu/include/{name}.cuh" for name in ("common", "dropout", "number", "ptx", "score")),
+        *(f"kernels_cu/include/{name}.cuh" for name in ("common", "dropout", "number", "ptx", "score", "sequence")),
     }
     assert texts["kernels_cu/fwd_minimal.cu"] == KERNEL.source.read_text()
 
