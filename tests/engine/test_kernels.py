@@ -55,7 +55,7 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
     """Lengths, masks, groups, layouts, pointed inputs, options, ragged batches: everything `check` tries; of what each
-    takes a compilation of its own for, six by lot where a GPU does not try them all (SANDBOX_LOT=N draws a lot again)."""
+    takes a compilation of its own for, six by lot where a GPU does not try them all."""
     cases = [case for case in sweep_cases(kernel) if case.problem.dtype == dtype]
     if device == HOST:
         rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
