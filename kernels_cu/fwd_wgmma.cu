@@ -34,7 +34,7 @@ constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
 #ifndef WALK_BACKWARDS
-#define WALK_BACKWARDS ALIBI
+#define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
@@ -93,6 +93,10 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * 
     __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
         : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
           tiles(range.end - range.begin) {}
+    // Of the tiles from `tile` on the first one to be walked, in a walk by the block map, which has no j-th tile.
+    __device__ __forceinline__ int next_from(const Head& bound, int tile) const {
+        return bound.next_key_tile<BLOCK_N>(m0, m0 + BLOCK_M, tile, range.end);
+    }
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
@@ -101,7 +105,7 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * 
 
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
 __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
-    if (tiles <= 0) return 0;
+    if (tiles <= 0 || Head::MAPPED) return 0;
     if (WALK_BACKWARDS) return piece.range.end - own.end;
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
@@ -200,16 +204,34 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const int h = piece.head % H / group, b = piece.head / H;
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                         unsigned empty, unsigned full, int j) {
+                                         unsigned empty, unsigned full, int j, int in_map) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    tiles.request(base + tile + stage * tiles.BYTES, map, piece.keys_at(j), tensor.stride_h ? h : 0,
+                    tiles.request(base + tile + stage * tiles.BYTES, map,
+                                  Head::MAPPED ? in_map * BLOCK_N : piece.keys_at(j), tensor.stride_h ? h : 0,
                                   tensor.stride_b ? b : 0, base + full + 8 * stage);
                 };
+                const auto request_K = [&](int j, int tile = 0) { request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, tile); };
+                const auto request_V = [&](int j, int tile = 0) { request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j, tile); };
+                if (Head::MAPPED) {
+                    const Head bound(score, b, piece.head % H);
+                    int tile = piece.next_from(bound, piece.range.begin), before = 0, j = 0;
+#pragma unroll 1
+                    for (;; ++j) {
+                        const bool more = tile < piece.range.end;
+                        if (more) request_K(j, tile);
+                        if (j > 0) request_V(j - 1, before);
+                        if (!more) break;
+                        before = tile;
+                        tile = piece.next_from(bound, tile + 1);
+                    }
+                    used += j;
+                    return;
+                }
 #pragma unroll 1
                 for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
-                    if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
-                    if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1);
+                    if (j < piece.tiles) request_K(j);
+                    if (j > 0) request_V(j - 1);
                 }
                 used += piece.tiles;
             });
@@ -243,8 +265,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(score, piece.head / H, piece.head % H);
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
-        const int tiles = m0 < score.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
-        const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const int walked = Head::MAPPED ? bound.key_tiles<BLOCK_N>(piece.m0, piece.m0 + BLOCK_M, piece.range.begin, piece.range.end)
+                                        : piece.tiles;
+        const int tiles = m0 < score.Sq ? Head::MAPPED ? walked : own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
+        const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        int tile = piece.range.begin - 1;  // in a walk by the block map, where it is
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -278,12 +303,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_settled(S);
             wgmma_settled(rows.O);
         };
-        const auto finish_scores = [&](int j) {  // of tile j: raw scores of dot products, -INF where a row does not see
-            const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
+        const auto keys_at = [&](int j) {  // the first key of tile j, one tile after the other
+            if (!Head::MAPPED) return piece.keys_at(j);
+            tile = piece.next_from(bound, tile + 1);
+            return tile * BLOCK_N;
+        };
+        const auto finish_scores = [&](int n0) {  // of keys n0 on: raw scores of dot products, -INF where a row does not see
+            const int column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end &&
+                bound.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + 64, n0))
+                return;
             if (Head::SCATTERED) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
@@ -322,7 +354,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_wait<0>();
             wgmma_settled(S);
             release_K(lead);
-            finish_scores(lead);
+            finish_scores(keys_at(lead));
             rows.raise_maximum(S, exponent);
             rows.exponentiate(P, S, exponent, rows.l);
             if (tiles > 1) await_K(lead + 1);
@@ -332,11 +364,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 multiply_QK(j);
                 multiply_PV(j - 1);
                 if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                const int n0 = keys_at(j);
                 multiplied();
                 release_V(j - 1);
                 release_K(j);
                 if (j == last) release_Q();
-                finish_scores(j);
+                finish_scores(n0);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];
@@ -350,8 +383,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         }
         if (tiles <= 1) release_Q();
 #pragma unroll 1
-        for (int j = lead + tiles; j < piece.tiles; ++j) pass_on(j);
-        used += piece.tiles;
+        for (int j = lead + tiles; j < walked; ++j) pass_on(j);
+        used += walked;
         ++pieces;
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.

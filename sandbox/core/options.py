@@ -39,6 +39,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "MASK": 1 | _same_for_every_key(problem.mask) if problem.mask else 0,
         "SINK": int(problem.sink),
         "KEY_LENGTHS": int(problem.key_lengths),
+        "BLOCK_MAP": int(problem.block_map[3] > 0),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
     }
     asked = {name: value for name, value in found.items() if value}
@@ -62,6 +63,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("bias", problem.bias, "bhi"),
         ("mask", problem.mask, "bhi"),
         ("sink", every[1:2] if problem.sink else (), "h"),
+        ("block_map", problem.block_map if problem.block_map[3] else (), "bhi"),
     ):
         if shape:
             yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import SpecError
-from .integers import integer
+from .integers import cdiv, integer
 from .score import Score
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
@@ -168,6 +168,21 @@ class Problem:
     def diagonal(self) -> int:
         """What is added to a query's row to find its own place among the keys. Causal: it sees j <= i + diagonal."""
         return 0 if self.causal == "top-left" else self.Sk - self.Sq
+
+    @property
+    def block_map(self) -> tuple[int, int, int, int]:
+        """The shape of the map of what a mask and the user's condition leave, int32 as kernels_cu/include/block_map.cuh
+        tells it: (B, H, rows of 64 queries, twice the words of 512 keys), 1 where it does not vary; zeros without both."""
+        named = self.score.named_by_mask if self.score and self.score.hides else set()
+        if not (self.mask or named):
+            return 0, 0, 0, 0
+        varies = [n > 1 for n in self.mask[:3]] or [False] * 3
+        varies[0] |= "b" in named or (self.key_lengths and "Sk" in named)
+        varies[1] |= "h" in named
+        varies[2] |= "i" in named
+        sizes = self.B, self.H, cdiv(self.Sq, 64)
+        B, H, rows = (n if v else min(n, 1) for n, v in zip(sizes, varies, strict=True))
+        return B, H, rows, 2 * cdiv(self.Sk, 512)
 
     @property
     def bounds(self) -> Window:

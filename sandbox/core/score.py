@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,11 @@ class Score:
     def hides(self) -> bool:
         """Whether it may hide a key."""
         return self.mask != "true"
+
+    @property
+    def named_by_mask(self) -> set[str]:
+        """The names in its condition: variables, functions, tensors; "true" alone where it hides nothing."""
+        return set(re.findall(r"[A-Za-z_]\w*", self.mask)) | {"true"}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Score) and self.structure == other.structure

@@ -18,7 +18,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver, parameters
-from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.arguments import GIVEN_MAP, NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -68,11 +68,11 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
     steps: list[_Step] = []
-    if kernel.computes == "backward":
-        arch = arch_of(device)
-        delta = choose_kernel(problem, "delta", arch)
-        delta_tile = choose_tile(delta, problem, arch)
-        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
+    arch = arch_of(device)
+    for computes in _before(kernel, problem, tensors):
+        first = choose_kernel(problem, computes, arch)
+        first_tile = choose_tile(first, problem, arch)
+        steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
     scratch = scratch_of(kernel, problem)
@@ -82,6 +82,14 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
     )  # fmt: skip
+
+
+def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """What has to be computed before `kernel`."""
+    if problem.block_map[3] and kernel.computes in ("forward", "backward") and GIVEN_MAP not in tensors:
+        yield "block_map"
+    if kernel.computes == "backward":
+        yield "delta"
 
 
 _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes

@@ -1,0 +1,42 @@
+// Which tiles a mask or a user's condition leaves: the map that tensor-core kernels walk by (include/block_map.cuh).
+//
+// A warp looks at MAP_M queries x 32 keys, a lane at one key of all the queries: what depends on the key alone is read once,
+// what depends on the query alone by all lanes at once, a mask's rows 32 neighbours at a time. Two ballots make two bits of
+// each kind, a block's 16 warps a word. Rows and keys beyond the last are looked at as the last: they change nothing.
+#include "common.cuh"
+#include "score.cuh"
+
+constexpr int WARPS = 16;
+static_assert(32 * WARPS == Head::WORD_KEYS && MAP_M == Head::MAP_M && SMEM_BYTES == 0, "spec and kernel disagree");
+
+extern "C" __global__ __launch_bounds__(32 * WARPS) void block_map(
+    unsigned* block_map,  // (B or 1, H or 1, rows, 2 * words), contiguous
+    int map_rows,         // of MAP_M queries; 1 where all are alike
+    const __grid_constant__ Score score) {
+#if BLOCK_MAP
+    __shared__ unsigned bits[2][WARPS];
+    const int words = gridDim.x / map_rows, word = blockIdx.x % words, row = blockIdx.x / words, h = blockIdx.y, b = blockIdx.z;
+    const int warp = threadIdx.x / 32, m0 = row * MAP_M, key_col = min(word * Head::WORD_KEYS + static_cast<int>(threadIdx.x),
+                                                                       score.Sk - 1);
+    const Head head(score, b, h);
+    const Range reached = head.keys(m0, m0 + MAP_M);  // no kernel asks for the rest; where lengths vary, b is not every b
+    const bool asked = map_rows == 1 || KEY_LENGTHS || (key_col / 32 * 32 < reached.end && reached.begin < key_col / 32 * 32 + 32);
+    bool some = false, all = true;
+#pragma unroll 16
+    for (int i = 0; i < (asked ? MAP_M : 0); ++i) {
+        const bool seen = head.uncovers(min(m0 + i, score.Sq - 1), key_col);
+        some |= seen, all &= seen;
+    }
+    const unsigned something = __ballot_sync(0xffffffffu, some), everything = __ballot_sync(0xffffffffu, all);
+    if (threadIdx.x % 32 == 0) {
+        bits[0][warp] = (something & 0xffff ? 1 : 0) | (something >> 16 ? 2 : 0);
+        bits[1][warp] = ((everything & 0xffff) == 0xffff ? 1 : 0) | (everything >> 16 == 0xffff ? 2 : 0);
+    }
+    __syncthreads();  // every warp's bits are there
+    if (threadIdx.x < 2) {
+        unsigned found = 0;
+        for (int i = 0; i < WARPS; ++i) found |= bits[threadIdx.x][i] << 2 * i;
+        block_map[((static_cast<long long>(b) * gridDim.y + h) * map_rows + row) * 2 * words + threadIdx.x * words + word] = found;
+    }
+#endif
+}
