@@ -1,13 +1,13 @@
 // Which tiles a mask or a user's condition leaves: the map that tensor-core kernels walk by (include/block_map.cuh).
 //
-// A warp looks at MAP_M queries x 32 keys, a lane at one key of all the queries: what depends on the key alone is read once,
+// A warp looks at 64 queries x 32 keys, a lane at one key of all the queries: what depends on the key alone is read once,
 // what depends on the query alone by all lanes at once, a mask's rows 32 neighbours at a time. Two ballots make two bits of
 // each kind, a block's 16 warps a word. Rows and keys beyond the last are looked at as the last: they change nothing.
 #include "common.cuh"
 #include "score.cuh"
 
-constexpr int WARPS = 16;
-static_assert(32 * WARPS == Head::WORD_KEYS && MAP_M == Head::MAP_M && SMEM_BYTES == 0, "spec and kernel disagree");
+constexpr int WARPS = BLOCK_N / 32;
+static_assert(BLOCK_M == Head::MAP_M && BLOCK_N == Head::WORD_KEYS && SMEM_BYTES == 0, "a block has a word of the map");
 
 extern "C" __global__ __launch_bounds__(32 * WARPS) void block_map(
     unsigned* block_map,  // (B or 1, H or 1, rows, 2 * words), contiguous
@@ -16,14 +16,14 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void block_map(
 #if BLOCK_MAP
     __shared__ unsigned bits[2][WARPS];
     const int words = gridDim.x / map_rows, word = blockIdx.x % words, row = blockIdx.x / words, h = blockIdx.y, b = blockIdx.z;
-    const int warp = threadIdx.x / 32, m0 = row * MAP_M, key_col = min(word * Head::WORD_KEYS + static_cast<int>(threadIdx.x),
-                                                                       score.Sk - 1);
+    const int warp = threadIdx.x / 32, m0 = row * BLOCK_M, first_key = word * BLOCK_N + warp * 32;  // of the warp
+    const int key_col = min(first_key + static_cast<int>(threadIdx.x % 32), score.Sk - 1);
     const Head head(score, b, h);
-    const Range reached = head.keys(m0, m0 + MAP_M);  // no kernel asks for the rest; where lengths vary, b is not every b
-    const bool asked = map_rows == 1 || KEY_LENGTHS || (key_col / 32 * 32 < reached.end && reached.begin < key_col / 32 * 32 + 32);
+    const Range reached = head.keys(m0, m0 + BLOCK_M);  // no kernel asks for the rest; where lengths vary, b is not every b
+    const bool asked = map_rows == 1 || KEY_LENGTHS || (first_key < reached.end && reached.begin < first_key + 32);
     bool some = false, all = true;
 #pragma unroll 16
-    for (int i = 0; i < (asked ? MAP_M : 0); ++i) {
+    for (int i = 0; i < (asked ? BLOCK_M : 0); ++i) {
         const bool seen = head.uncovers(min(m0 + i, score.Sq - 1), key_col);
         some |= seen, all &= seen;
     }

@@ -17,9 +17,9 @@ kernel = Kernel(
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
     default=True,
-    tiles=(Tile(MAP_M=64),),
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=512),),  # a word of the map
     grid=grid,
-    block=lambda t: (512, 1, 1),
+    block=lambda t: (t.BLOCK_N, 1, 1),
     smem_bytes=lambda p, t: 0,
     args=("block_map", "map_rows", "score"),
 )
