@@ -38,7 +38,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 #endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -58,7 +60,9 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 // The mbarriers, 8 bytes each: of each stage, and of each consumer's Q.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
-static_assert(EMPTY_Q + 8 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+// In a walk by the block map: of each stage the tile, times 8, and a bit for each consumer that sees all of it.
+constexpr unsigned TILES_AT = EMPTY_Q + 8 * CONSUMERS;
+static_assert(TILES_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -93,15 +97,20 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of B * 
     __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
         : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
           tiles(range.end - range.begin) {}
-    // Of the tiles from `tile` on the first one to be walked, in a walk by the block map, which has no j-th tile.
-    __device__ __forceinline__ int next_from(const Head& bound, int tile) const {
-        return bound.next_key_tile<BLOCK_N>(m0, m0 + BLOCK_M, tile, range.end);
-    }
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
     }
 };
+
+// What consumers are told of a tile, in a walk by the block map.
+__device__ __forceinline__ unsigned told(const Head& bound, int m0, int tile) {
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int consumer = 0; consumer < CONSUMERS; ++consumer, m0 += 64)
+        bits |= bound.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + 64, tile * BLOCK_N) << consumer;
+    return tile * 8 + bits;
+}
 
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
 __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
@@ -204,36 +213,44 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const int h = piece.head % H / group, b = piece.head / H;
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                         unsigned empty, unsigned full, int j, int in_map) {
+                                         unsigned empty, unsigned full, int j, int in_map, unsigned told) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    if (Head::MAPPED && full == FULL_K) reinterpret_cast<unsigned*>(smem + TILES_AT)[stage] = told;
                     tiles.request(base + tile + stage * tiles.BYTES, map,
                                   Head::MAPPED ? in_map * BLOCK_N : piece.keys_at(j), tensor.stride_h ? h : 0,
                                   tensor.stride_b ? b : 0, base + full + 8 * stage);
                 };
-                const auto request_K = [&](int j, int tile = 0) { request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, tile); };
-                const auto request_V = [&](int j, int tile = 0) { request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j, tile); };
-                if (Head::MAPPED) {
+                const auto request_K = [&](int j, int tile = 0, unsigned told = 0) {
+                    request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, tile, told);
+                };
+                const auto request_V = [&](int j, int tile = 0) {
+                    request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j, tile, 0);
+                };
+                if constexpr (Head::MAPPED) {
                     const Head bound(score, b, piece.head % H);
-                    int tile = piece.next_from(bound, piece.range.begin), before = 0, j = 0;
+                    const auto next_from = [&](int tile) {
+                        return bound.next_key_tile<BLOCK_N>(piece.m0, piece.m0 + BLOCK_M, tile, piece.range.end);
+                    };
+                    int tile = next_from(piece.range.begin), before = 0, j = 0;
 #pragma unroll 1
                     for (;; ++j) {
                         const bool more = tile < piece.range.end;
-                        if (more) request_K(j, tile);
+                        if (more) request_K(j, tile, told(bound, piece.m0, tile));
                         if (j > 0) request_V(j - 1, before);
                         if (!more) break;
                         before = tile;
-                        tile = piece.next_from(bound, tile + 1);
+                        tile = next_from(tile + 1);
                     }
                     used += j;
-                    return;
-                }
+                } else {
 #pragma unroll 1
-                for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
-                    if (j < piece.tiles) request_K(j);
-                    if (j > 0) request_V(j - 1);
+                    for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
+                        if (j < piece.tiles) request_K(j);
+                        if (j > 0) request_V(j - 1);
+                    }
+                    used += piece.tiles;
                 }
-                used += piece.tiles;
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
@@ -269,7 +286,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                                         : piece.tiles;
         const int tiles = m0 < score.Sq ? Head::MAPPED ? walked : own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
-        int tile = piece.range.begin - 1;  // in a walk by the block map, where it is
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -303,19 +319,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_settled(S);
             wgmma_settled(rows.O);
         };
-        const auto keys_at = [&](int j) {  // the first key of tile j, one tile after the other
-            if (!Head::MAPPED) return piece.keys_at(j);
-            tile = piece.next_from(bound, tile + 1);
-            return tile * BLOCK_N;
+        const auto tile_at = [&](int j) {  // what the producer told of tile j, while K is there
+            return Head::MAPPED ? reinterpret_cast<const unsigned*>(smem + TILES_AT)[stage_of(used + j)] : 0;
         };
-        const auto finish_scores = [&](int n0) {  // of keys n0 on: raw scores of dot products, -INF where a row does not see
-            const int column = n0 + 2 * q, row = first_row + g;
+        const auto finish_scores = [&](int j, unsigned told) {  // of tile j: raw scores of dot products, -INF where a row does not see
+            const int n0 = Head::MAPPED ? told / 8 * BLOCK_N : piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
+            const bool hidden = Head::MAPPED && !(told >> consumer & 1);  // some of it, by the block map
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end &&
-                bound.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + 64, n0))
-                return;
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && !hidden) return;
             if (Head::SCATTERED) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
@@ -353,8 +366,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
+            const unsigned first_told = tile_at(lead);
             release_K(lead);
-            finish_scores(keys_at(lead));
+            finish_scores(lead, first_told);
             rows.raise_maximum(S, exponent);
             rows.exponentiate(P, S, exponent, rows.l);
             if (tiles > 1) await_K(lead + 1);
@@ -364,12 +378,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 multiply_QK(j);
                 multiply_PV(j - 1);
                 if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
-                const int n0 = keys_at(j);
                 multiplied();
+                const unsigned told = tile_at(j);
                 release_V(j - 1);
                 release_K(j);
                 if (j == last) release_Q();
-                finish_scores(n0);
+                finish_scores(j, told);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];

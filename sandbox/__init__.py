@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api.attention import attention
+from .api.blocks import block_map
 from .api.passes import attention_backward, attention_forward, reload
 from .core.errors import (
     CacheError,
@@ -67,6 +68,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "block_map",
     "compile",
     "kernels",
     "reference",

@@ -19,6 +19,7 @@ __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
     unsigned bits = TOLD == EVERYTHING ? ~0u : 0;
 #if BLOCK_MAP
     const unsigned* const at = block_map + (TOLD == EVERYTHING ? (score.Sk + WORD_KEYS - 1) / WORD_KEYS : 0) + word;
+#pragma unroll 1
     for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
         const unsigned own = at[row * score.block_map.stride_i];
         bits = TOLD == EVERYTHING ? bits & own : bits | own;
@@ -33,6 +34,7 @@ __device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
     static_assert(!MAPPED || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
     if (!MAPPED) return !SCATTERED;
     const int begin = n0 / MAP_N, end = (min(n0 + KEYS, score.Sk) + MAP_N - 1) / MAP_N;
+#pragma unroll 1
     for (int word = begin / 32; word * 32 < end; ++word) {
         const unsigned own = (begin > word * 32 ? ~0u << begin % 32 : ~0u) & (end < word * 32 + 32 ? ~(~0u << end % 32) : ~0u);
         const unsigned bits = map_word<TOLD>(m0, m1, word) & own;
@@ -46,6 +48,7 @@ __device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
 template <int KEYS>
 __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {
     if (!MAPPED) return tile;
+#pragma unroll 1
     for (int bit = tile * (KEYS / MAP_N); tile < end && bit * MAP_N < score.Sk; bit = (bit / 32 + 1) * 32) {
         const unsigned word = map_word<SOMETHING>(m0, m1, bit / 32) & ~0u << bit % 32;
         if (word) return min((bit / 32 * 32 + __ffs(word) - 1) / (KEYS / MAP_N), end);

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..core.errors import SpecError
-from ..core.score import Score
+from ..core.score import BLOCK_MAP, Score
 
 ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths")  # options that are arrays, by the caller's words
 
@@ -42,6 +42,7 @@ def asked(
     arrays = {name: array for name, array in given if array is not None}
     if score is not None:
         arrays |= {f"score.{name}": tensor for name, tensor in score.tensors.items()}
+        arrays |= {} if score.blocks is None else {BLOCK_MAP: score.blocks}
     return Asked(tuple(arrays), window, softcap, score and score.described), tuple(arrays.values())
 
 

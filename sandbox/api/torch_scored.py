@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
-from ..core.score import Score, TensorLike, like_of
+from ..core.score import BLOCK_MAP, Score, TensorLike, like_of
 from .asked import ARRAYS, Asked
 from .passes import run_forward
 from .torch_op import (
@@ -52,14 +52,15 @@ def backward(
 def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name.startswith("score.")]
-    return *(given.get(name) for name in ARRAYS), tensors, _text(what.window, what.softcap, what.score)
+    read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
+    return *(given.get(name) for name in ARRAYS), tensors, _text(what.window, what.softcap, what.score, read)
 
 
 @torch.compiler.assume_constant_result
-def _text(window: Any, softcap: float, score: Score | None) -> str:
+def _text(window: Any, softcap: float, score: Score | None, read: list[str]) -> str:
     said: dict[str, Any] = {"window": window, "softcap": softcap}
     if score is not None:
-        said["score"] = [score.score, score.mask, list(score.tensors)]
+        said["score"] = [score.score, score.mask, read]
     return json.dumps(said)
 
 
@@ -75,7 +76,8 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
     score = None
     if "score" in said:
         expression, mask, read = said["score"]
-        score = Score(expression, mask, dict(zip(read, likes, strict=True)))
+        tensors = {name: like for name, like in zip(read, likes, strict=True) if f"score.{name}" != BLOCK_MAP}
+        score = Score(expression, mask, tensors)
         names = (*names, *(f"score.{name}" for name in read))
     window = said["window"] if said["window"] is None else tuple(said["window"])
     return Asked(names, window, said["softcap"], score)

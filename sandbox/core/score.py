@@ -18,6 +18,7 @@ DTYPES = tuple(SIZES)  # of the tensors that an expression may read
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
 MOST_DIMENSIONS = 4
+BLOCK_MAP = "score.block-map"  # what kernels know a given block map by; no tensor of an expression can be called so
 
 
 class TensorLike(NamedTuple):

@@ -14,11 +14,12 @@ from ..core.errors import CompileError, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Dim3, Entry, Kernel
 from ..core.problem import Problem, normalise_causal
 from ..core.registry import entry_owner
+from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver, parameters
-from ..launch.arguments import GIVEN_MAP, NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -86,7 +87,7 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
 
 def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """What has to be computed before `kernel`."""
-    if problem.block_map[3] and kernel.computes in ("forward", "backward") and GIVEN_MAP not in tensors:
+    if problem.block_map[3] and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
         yield "block_map"
     if kernel.computes == "backward":
         yield "delta"

@@ -16,6 +16,7 @@ from ..core.integers import cdiv
 from ..core.kernel import COMPUTATIONS, Entry, Kernel
 from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
+from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from .array_view import dense_strides
 from .tensor_maps import Encode, MapSlot, Tensor, TensorMap, box_of, encode_for_host, new_map
@@ -86,7 +87,6 @@ ARGUMENTS: dict[str, Row] = {
 }
 
 
-GIVEN_MAP = "score.block-map"  # the name of a block map that the caller has made: no tensor of his own can be called so
 NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not launched where nobody gave it
 
 
@@ -187,8 +187,8 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
     slots = {}
     for wanted in score_tensors(problem):
         name, sizes = wanted.name, wanted.shape
-        if name == "block_map" and GIVEN_MAP in tensors:
-            name = GIVEN_MAP
+        if name == "block_map" and BLOCK_MAP in tensors:
+            name = BLOCK_MAP
         tensor = tensors.get(name)  # scratch may lack
         own = tensor.strides if tensor else dense_strides(sizes)
         strides = (0,) * (len(sizes) - len(own)) + tuple(own)
