@@ -196,8 +196,8 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
             raise UnsupportedProblem(
                 f"{wanted.name} has stride {strides[-1]} in its last dimension: it must be 1 (pass a contiguous copy)"
             )
-        for field, size, stride in zip(wanted.strides, sizes, strides, strict=False):
-            setattr(value, field, stride if size > 1 else 0)
+        for stride_field, size, stride in zip(wanted.strides, sizes, strides, strict=False):
+            setattr(value, stride_field, stride if size > 1 else 0)
         slot = ctypes.c_void_p.from_buffer(value, getattr(type(value), wanted.pointer).offset)
         slot.value = tensor.pointer if tensor else 0
         slots[name] = slot

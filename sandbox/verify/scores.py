@@ -152,6 +152,28 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
     return found
 
 
+def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
+    """What the "block_map" kernels compute, as kernels_cu/include/block_map.cuh describes it: 32 keys that no row of 64
+    reaches count as hidden, and as seen whole, but where rows or numbers of keys are not looked at one by one."""
+    B, H, rows, words = p.block_map
+    if not words:
+        return np.zeros(p.block_map, np.int32)
+    left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=False), given)[:B, :H]
+    left = left[:, :, : 64 * rows]
+    left = np.pad(left, ((0, 0), (0, 0), (0, 64 * rows - left.shape[2]), (0, 256 * words - p.Sk)), "edge")
+    left = left.reshape(B, H, rows, 64, -1, 16)
+    some, every = np.asarray(left.any((3, 5))), np.asarray(left.all((3, 5)))
+    first, last = p.bounds
+    for row in range(rows if rows > 1 and not p.key_lengths else 0):
+        begin = 0 if first is None else max(0, 64 * row + p.diagonal - first)
+        end = p.Sk if last is None else min(p.Sk, min(64 * row + 64, p.Sq) + p.diagonal + last)
+        keys = 16 * (np.arange(16 * words) // 2 * 2)
+        reached = (keys < end) & (keys + 32 > begin)
+        some[:, :, row], every[:, :, row] = some[:, :, row] & reached, every[:, :, row] | ~reached
+    bits = np.concatenate([some, every], -1).reshape(B, H, rows, words, 32)
+    return np.packbits(bits, axis=-1, bitorder="little").view("<i4")[..., 0]
+
+
 def hide_nan(p: Problem, given: dict[str, Array]) -> None:
     """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
     visible = seen(p, given)
