@@ -7,8 +7,8 @@ from typing import Any
 
 from ..core.errors import UnsupportedProblem
 from ..core.problem import ITEMSIZE, Problem, normalise_causal
-from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
 from ..core.score import BLOCK_MAP
+from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
 from .asked import Asked
 
 
@@ -52,8 +52,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         raise UnsupportedProblem("score has a block map, of its own mask alone: leave out mask=, or with_blocks")
     if view.shape != p.block_map or view.dtype != "int32" or view.strides != dense_strides(view.shape):
         raise UnsupportedProblem(
-            f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of the "
-            f"score and {p}, contiguous, {p.block_map}, int32"
+            f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of "
+            f"the score and {p}, contiguous, {p.block_map}, int32"
         )
 
 

@@ -171,8 +171,8 @@ class Problem:
 
     @property
     def block_map(self) -> tuple[int, int, int, int]:
-        """The shape of the map of what a mask and the user's condition leave, int32 as kernels_cu/include/block_map.cuh
-        tells it: (B, H, rows of 64 queries, twice the words of 512 keys), 1 where it does not vary; zeros without both."""
+        """The shape of the map of what a mask and the user's condition leave, int32, as include/block_map.cuh tells it:
+        (B, H, rows of 64 queries, twice the words of 512 keys), 1 where it does not vary; zeros without both."""
         named = self.score.named_by_mask if self.score and self.score.hides else set()
         if not (self.mask or named):
             return 0, 0, 0, 0
