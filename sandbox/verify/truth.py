@@ -42,7 +42,8 @@ class Truth:
 
 @lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
 def truth_of(computes: str, case: Case) -> Truth:
-    """What kernels that compute the "forward", "delta", "backward" or "block_map" are given on a case, and the reference's answers.
+    """What kernels that compute the "forward", "delta", "backward" or "block_map" are given on a case, and the right
+    answers.
 
     Nobody may write to its arrays.
     """

@@ -140,7 +140,7 @@ def test_flops_by_the_fields_rule() -> None:
 
 def test_a_backward_counts_two_and_a_half_times() -> None:
     p = Problem(2, 12, 1024, 512, 64)
-    assert [p.flops_of(computes) for computes in COMPUTATIONS] == [p.flops, 0, p.flops * 5 // 2]
+    assert [p.flops_of(computes) for computes in COMPUTATIONS] == [0, p.flops, 0, p.flops * 5 // 2]
 
 
 def test_itemsize_and_text() -> None:
