@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import UnsupportedProblem
 from ..core.score import SIZES
 
@@ -89,3 +91,12 @@ def permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[in
     """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
     order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
     return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """`"bfloat16"` and so on as a NumPy dtype."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

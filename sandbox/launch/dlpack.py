@@ -18,7 +18,7 @@ import numpy as np
 from ..core.errors import UnsupportedProblem
 from ..core.problem import ITEMSIZE
 from ..core.score import SIZES
-from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, permuted
+from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, numpy_dtype, permuted
 from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
 
 __all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
@@ -312,12 +312,3 @@ def library_of(array: Any) -> Library:
 def view(array: Any) -> ArrayView:
     """Any array as an ArrayView, without a copy."""
     return library_of(array).view(array)
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """`"bfloat16"` and so on as a NumPy dtype."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)

@@ -105,7 +105,7 @@ REFUSED = [
     (lambda: torch.zeros(3, dtype=torch.float64), "dtype float64 (PyTorch)"),
     (lambda: torch.zeros(3, device="meta"), 'device "meta" is not supported'),
     (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo is not supported"),
-    (lambda: Capsule(np.zeros(3, np.int64)), "dtype code 0, 64 bit (DLPack)"),
+    (lambda: Capsule(np.zeros(3, np.int8)), "dtype code 0, 8 bit (DLPack)"),
     (lambda: np.zeros(6, np.uint8)[:5].view(np.uint8), "dtype uint8"),
     (lambda: np.ndarray((2, 2), np.float32, np.zeros(20, np.uint8), strides=(6, 4)), "strides (6, 4) (bytes)"),
 ]
