@@ -53,8 +53,9 @@ def test_dropout_by_the_reference(kernel: Kernel, device: Device) -> None:
         Problem(1, 2, 83, 150, D, dtype=kernel.dtypes[-1], window=(40, 9), dropout=0.9),
     )
     for problem in cases:
-        result = check.verify(kernel, Case("dropout", problem), device)
-        assert result.ok, f"{problem}: {result}"
+        if kernel.refuses(problem) is None:  # bwd_wgmma takes no window
+            result = check.verify(kernel, Case("dropout", problem), device)
+            assert result.ok, f"{problem}: {result}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
