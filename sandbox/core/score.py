@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from .errors import SpecError
+from .project import from_project, within_project
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
 DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
@@ -100,8 +101,9 @@ class Score:
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes; the tensors without their numbers."""
         tensors = {name: {"shape": list(like.shape), "dtype": like.dtype} for name, like in self.structure[2]}
+        file = within_project(self.file)
         text = {"score": self.score, "mask": self.mask}
-        return text | ({"tensors": tensors} if tensors else {}) | ({"file": self.file} if self.file else {})
+        return text | ({"tensors": tensors} if tensors else {}) | ({"file": file} if file else {})
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Score:
@@ -109,7 +111,7 @@ class Score:
         tensors = {
             name: TensorLike(tuple(like["shape"]), like["dtype"]) for name, like in row.get("tensors", {}).items()
         }
-        return cls(row["score"], row["mask"], tensors, row.get("file", ""))
+        return cls(row["score"], row["mask"], tensors, from_project(row.get("file", "")))
 
     @classmethod
     def from_file(cls, path: str | Path, problem: Any) -> Score:

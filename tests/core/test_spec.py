@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import pytest
+from project import ROOT
 
 from sandbox.core.errors import SpecError
 from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
@@ -408,3 +409,12 @@ def test_pairs_in_a_window_by_brute_force(window, causal, Sq: int, Sk: int) -> N
     if window != (None, None):
         assert p.flops == 4 * p.visible_pairs * 8
         assert p.flops_of("backward") * 2 == p.flops * 5
+
+
+def test_a_stored_score_names_a_file_of_the_project_by_its_place_in_it() -> None:
+    within, elsewhere = ROOT / "sandbox/bench/documents.py", "/somewhere/else.py"
+    row = Score("x + 1", file=str(within)).as_json()
+    assert row["file"] == "sandbox/bench/documents.py"
+    assert Score.from_json(row).file == str(within)
+    for file in (elsewhere, ""):
+        assert Score.from_json(Score("x + 1", file=file).as_json()).file == file
