@@ -23,12 +23,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
-    if p.window != (None, None):
-        return "windows are not built: too few registers for them (bwd_mma takes them)"
-    if p.softcap or p.alibi or p.bias or p.mask or p.score or p.Dv != p.D:
-        return "softcap, alibi, bias, mask, score and another width of v are not built (bwd_mma takes them)"
-    if p.dropout and p.D <= 64:
-        return f"D={p.D} with dropout is not built: it spills (bwd_mma takes it)"
+    if p.Dv != p.D:
+        return f"Dv={p.Dv} beside D={p.D} is not built: v must be as wide as k (bwd_mma takes it)"
     if p.D % 8:
         return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
     if p.alignment < 16:
