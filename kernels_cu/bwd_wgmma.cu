@@ -13,7 +13,7 @@
 //     other       P0  | dS0 |   ......  dQ0 out |  P1  | dS1 |  ......            what it does meanwhile
 //
 //   BLOCK_N = 128: a consumer owns 64 keys. P^T and dS^T stay in its registers; dS also goes to shared memory for dQ, of
-//     which a consumer computes 64 rows, or, where a tile has but 64, 64 columns.
+//     which a consumer computes 64 rows, or, where a tile has but 64, half of the columns.
 //   BLOCK_N = 64 (HEAD_DIM > 128): consumers share the keys. Each computes P^T and dS^T for half of the queries, both go to
 //     shared memory, and each has half of the columns of dK, dV and dQ.
 //
@@ -34,15 +34,17 @@ constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
-constexpr bool DQ_LAST = LATE_DQ && Head::STEEP;  // dQ of the tile before after dS: its registers are needed until then
+constexpr bool DQ_LAST = LATE_DQ && Head::STEEP;                      // and after dS: derivatives need its registers until then
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
-constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : SHARED_KEYS ? 128 : 64;  // of 64 rows of dQ, of a consumer
+constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
+constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
 constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS > 96 ? 240 : 232;
-static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && BLOCK_M == (HEAD_DIM > 64 ? 64 : 128),
+static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
+static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
 static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
@@ -259,7 +261,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // 64 rows of dQ = dS K.
     const auto multiply_dQ = [&](float (&dQ)[DQ_COLS / 2], unsigned dS_at) {
         const Descriptor A = Pairs::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * 8192 : 0));
-        const Descriptor B = Keys::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * (DQ_COLS / 64) * Keys::SLAB_BYTES));
+        const unsigned columns_at = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * Keys::SLAB_BYTES;  // of the second consumer
+        const Descriptor B = Keys::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * columns_at));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step)
@@ -320,7 +323,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             multiply_rows(dP, V_AT, dO_at);
             if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
-            // What the seed and the indices say is found out while the tensor cores are at work.
+            // What does not depend on a dot product is found out while these are under way.
             const Head bound(score, b, kv_head * group + head);
             const int first_query = m0 + own_queries;
             unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
@@ -364,7 +367,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
                     if (!(seen[k / 32] >> k % 32 & 1)) S[k] = -INF;
-            } else if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // rows from Sq on among them: 0 * inf is NaN
+            } else if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
                 int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {

@@ -13,7 +13,7 @@ def columns(p: Problem, t: Tile) -> int:
 def smem_bytes(p: Problem, t: Tile) -> int:
     """K, V; stages of Q, dO, LSE and delta; dS, P where consumers share keys, else dQ; the mbarriers."""
     row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
-    dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64)
+    dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
     fed = 2 * t.BLOCK_N * row + t.STAGES * t.BLOCK_M * (2 * row + 8)
     return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256
@@ -39,9 +39,13 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What two consumer warpgroups' registers and an SM's shared memory ask of a tile."""
     smem = smem_bytes(p, t)
-    fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else 128, 128)
+    fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else t.BLOCK_M, 128)
     rules = (
         (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
+        (
+            t.BLOCK_M < 128 or not (p.softcap or p.mask or p.score or p.dropout),
+            "BLOCK_M=128 spills with softcap, mask, score and dropout: 64 queries do not",
+        ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
@@ -59,7 +63,7 @@ kernel = Kernel(
     default=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
-        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128
+        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that need registers
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
     grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
