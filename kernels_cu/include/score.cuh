@@ -318,6 +318,9 @@ struct Head : Sequence {
         return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
     }
 
+    // Of the query rows, those that reach key j.
+    __device__ __forceinline__ Range queries_that_see(int j) const { return j < Sk ? queries(j, j + 1) : Range{0, 0}; }
+
 #include "block_map.cuh"  // which tiles mask and condition leave
 
     // ---- what a dot product becomes

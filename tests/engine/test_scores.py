@@ -86,6 +86,18 @@ def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
             assert not found.warnings, said
 
 
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("names", ["softcap + left window", "bias + mask", "score + dropout"])
+def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
+    """In the Hopper backward, whose consumers divide a tile in another way at each width."""
+    kernel = registry.kernels()["bwd_wgmma"]
+    problem = asked(
+        tuple(names.split(" + ")), Problem(1, 2, 140, 150, D, Hk=1, dtype="bfloat16", causal="bottom-right")
+    )
+    result = check.verify(kernel, Case(names, problem), device)
+    assert result.ok, result
+
+
 FEW_BLOCKS = [Tile(BLOCK_M=192, BLOCK_N=32, STAGES=2, BLOCKS=3), Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=2)]
 
 
