@@ -157,16 +157,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
+    const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && own.surplus()) return;
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int n0 = blockIdx.x * BLOCK_N, kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group;
+    const int n0 = own.row0, kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
     const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
     const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
     const auto dQ_tile = [&](int head, int m0) {
-        const int tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
-        return dQ_accum + ((static_cast<long long>(b) * H + kv_head * group + head) * tiles + m0 / BLOCK_M) * DQ_TILE;
+        return dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
     };
 
     if (warp < 4) {
@@ -174,15 +175,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         if (warp == 0 && elect() && walk.tiles() > 0) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
-                Keys::request(base + tile, map, n0, tensor.stride_h ? kv_head : 0, tensor.stride_b ? b : 0, base + full);
+                Keys::request(base + tile, map, head0.key_box(n0), tensor.stride_h ? kv_head : 0,
+                              head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    Queries::request(base + tile + stage * Queries::BYTES, map, m0, tensor.stride_h ? kv_head * group + head : 0,
-                                     tensor.stride_b ? b : 0, base + full + 8 * stage);
+                    Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
+                                     tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
+                                     base + full + 8 * stage);
                 };
                 if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
                 request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
@@ -191,10 +194,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             });
         } else if (warp == 1) {
             const bool of_LSE = lane < 16;  // the other half: delta
-            const float* const column = (of_LSE ? LSE : delta) + static_cast<long long>(b) * H * score.Sq + lane % 16;
+            const float* const column = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) + lane % 16;
             walk.for_each([&](unsigned i, int head, int m0) {
-                const float* const from = column + static_cast<long long>(kv_head * group + head) * score.Sq + m0;
-                const int rows = score.Sq - m0 - lane % 16;  // from the lane's first on
+                const float* const from = column + static_cast<long long>(head) * query_rows(score) + m0;
+                const int rows = head0.Sq - m0 - lane % 16;  // from the lane's first on
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
 #pragma unroll
@@ -491,8 +494,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
             const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
             const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            send_box(dV_map, at * 64, n0 + own_keys, kv_head, b, base + V_AT + from);
-            send_box(dK_map, at * 64, n0 + own_keys, kv_head, b, base + K_AT + from);
+            const int row = head0.key_row_box(n0 + own_keys), batch = head0.key_row_batch(b);
+            send_box(dV_map, at * 64, row, kv_head, batch, base + V_AT + from);
+            send_box(dK_map, at * 64, row, kv_head, batch, base + K_AT + from);
         }
         send_commit();
         send_wait_read();  // shared memory lives as long as the block
@@ -511,10 +515,13 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
-    const int h = blockIdx.y, b = blockIdx.z, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int row0 = blockIdx.x * BLOCK_M + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
+    const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && own.surplus()) return;
+    const Sequence sequence(score, own.b);
+    const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int row0 = own.row0 + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
-    const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
+    const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     float zero = 0.0f;
 #pragma unroll
@@ -532,8 +539,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
                 packed[pair] = pack(x * score.scale, y * score.scale);
             }
             const int row = row0 + 8 * half + g;
-            if (row < score.Sq && col < HEAD_DIM)
-                *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            if (row < sequence.Sq && col < HEAD_DIM)
+                *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
     if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see

@@ -33,6 +33,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
+    if p.ragged and max(p.rows) > 2**30:
+        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
     return None
 
 
@@ -61,12 +63,13 @@ kernel = Kernel(
     arch_suffix="a",
     deterministic=False,
     default=True,
+    ragged=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that need registers
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
-    grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
+    grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
@@ -78,7 +81,7 @@ kernel = Kernel(
     then=(
         Entry(
             name="bwd_wgmma_dq",
-            grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+            grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
             args=("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "group", "score"),
