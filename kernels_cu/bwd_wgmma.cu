@@ -86,22 +86,39 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads.
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
+// where there is a block map, those that it leaves, found by all lanes of a warp.
 struct Walk {
-    int begin, end, group;
+    const Score& score;
+    const int b, first_head, group, n0;
+    int begin, end;
 
-    __device__ __forceinline__ Walk(Range queries, int group)
-        : begin(queries.begin / BLOCK_M * BLOCK_M), end(queries.end), group(group) {}
-    __device__ __forceinline__ int tiles() const { return begin < end ? group * ((end - begin + BLOCK_M - 1) / BLOCK_M) : 0; }
+    __device__ __forceinline__ Walk(const Head& head, int first_head, int group, int n0)
+        : score(head.score), b(head.b), first_head(first_head), group(group), n0(n0) {
+        const Range queries = head.queries(n0, n0 + BLOCK_N);
+        begin = queries.begin / BLOCK_M * BLOCK_M, end = queries.end;
+    }
+    __device__ __forceinline__ int first() const { return begin < end ? 0 : group; }
+
+    // From row m0 of a head of the group on, the next tile; or head = group: there is none.
+    __device__ __forceinline__ void find(int& head, int& m0) const {
+        if (!Head::MAPPED) {
+            if (m0 >= end) ++head, m0 = begin;
+            return;
+        }
+        for (; head < group; ++head, m0 = begin) {
+            m0 = Head(score, b, first_head + head).next_query_tile<BLOCK_M, BLOCK_N>(m0, end, n0);
+            if (m0 < end) return;
+        }
+    }
 
     // Calls f(i, head of the group, m0) with each, i counting.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
-        unsigned i = 0;
+        int head = first(), m0 = begin;
+        if (Head::MAPPED) find(head, m0);
 #pragma unroll 1
-        for (int head = 0; head < group; ++head)
-#pragma unroll 1
-            for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
+        for (unsigned i = 0; head < group; m0 += BLOCK_M, find(head, m0)) f(i++, head, m0);
     }
 };
 
@@ -165,20 +182,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int n0 = own.row0, kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
     const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
-    const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
+    const Walk walk(head0, kv_head * group, group, n0);
     const auto dQ_tile = [&](int head, int m0) {
         return dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
     };
 
     if (warp < 4) {
         registers_give_back<SERVER_REGISTERS>();
-        if (warp == 0 && elect() && walk.tiles() > 0) {
+        const bool idle = Head::MAPPED && lane > 0;  // only walks along
+        if (warp == 0 && (Head::MAPPED || elect())) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
                 Keys::request(base + tile, map, head0.key_box(n0), tensor.stride_h ? kv_head : 0,
                               head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
+                if (idle) return;
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
@@ -208,9 +227,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
-        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
+        } else if (!SHARED_KEYS && warp >= 2 && (Head::MAPPED || elect())) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
+                if (idle) return;
                 mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
                 send_commit();
@@ -229,7 +249,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
-    const unsigned tiles = walk.tiles();
     const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
     const auto release = [&](unsigned empty, unsigned i) {
         __syncwarp();  // all lanes have read LSE and delta
@@ -276,13 +295,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
-    if (tiles == 0) {
+    int head = walk.first(), m0 = walk.begin;  // of the tile that is next
+    if (Head::MAPPED) walk.find(head, m0);
+    if (head == group) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
     } else {
         mbarrier_wait(base + FULL_K, 0);
         mbarrier_wait(base + FULL_V, 0);
-        int m0 = walk.begin, head = 0;
         unsigned i = 0;
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
@@ -329,11 +349,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             // What does not depend on a dot product is found out while these are under way.
             const Head bound(score, b, kv_head * group + head);
             const int first_query = m0 + own_queries;
+            int next_head = head, next_m0 = m0 + BLOCK_M;
+            if (Head::MAPPED) walk.find(next_head, next_m0);
             unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
             const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
 #pragma unroll
             for (int begin = 0; begin < (DROPOUT ? QUERIES : 0); begin += 64) {
-#pragma unroll 1  // side by side they would spill
+#pragma unroll
                 for (int step = 0; step < (QUERIES < 64 ? QUERIES : 64) / 16; ++step) {
                     Head::Kept block[1];
                     bound.keep_along_keys(block, first_query + begin + 16 * step, n0 + own_keys + warp % 4 * 16);
@@ -344,8 +366,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 }
             }
             unsigned seen[(QUERIES + 63) / 64] = {};  // a bit for each element of S^T, where it takes a look into memory
+            const bool scattered =
+                !bound.map_tells<Head::EVERYTHING, 64>(first_query, first_query + QUERIES, n0 + own_keys);
 #pragma unroll
-            for (int k = 0; k < (Head::SCATTERED ? QUERIES / 2 : 0); ++k) {
+            for (int k = 0; k < (scattered ? QUERIES / 2 : 0); ++k) {
                 const At at = Place(first_query, n0 + own_keys).at(k);
                 seen[k / 32] |= static_cast<unsigned>(bound.counts(at.query_row(), at.key_col())) << k % 32;
             }
@@ -365,8 +389,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     S[k] = bound.raw(S[k], place.at(k)), S[k + 1] = bound.raw(S[k + 1], place.at(k + 1));
                 }
             }
-            const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
-            if (Head::SCATTERED) {
+            const Range whole = head0.queries_that_see_all<Head::MAPPED>(n0 + own_keys, n0 + own_keys + 64);
+            if (scattered) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
                     if (!(seen[k / 32] >> k % 32 & 1)) S[k] = -INF;
@@ -442,8 +466,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 wgmma_settled(dQ);
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
-            m0 += BLOCK_M;
-            if (m0 >= walk.end) ++head, m0 = walk.begin;
+            head = next_head, m0 = next_m0;
+            if (!Head::MAPPED) walk.find(head, m0);
             ++i;
         };
         if (LATE_DQ) {
@@ -453,15 +477,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_settled(dV_rmem);
         }
 #pragma unroll 1
-        while (i < tiles) step(Constant<false>{});
-        publish(i > 1, FULL_dS + 8 * ((tiles - 1) % 2));
+        while (head < group) step(Constant<false>{});
+        publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
-            await_dS(tiles - 1);
-            multiply_dQ(dQ, dS_AT + (tiles - 1) % 2 * Pairs::BYTES);
+            await_dS(i - 1);
+            multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
             wgmma_wait<0>();
             wgmma_settled(dQ);
-            store_dQ(dQ, tiles - 1, 0, 0);
+            store_dQ(dQ, i - 1, 0, 0);
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
