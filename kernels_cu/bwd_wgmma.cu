@@ -34,7 +34,8 @@ constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
-constexpr bool DQ_LAST = LATE_DQ && Head::STEEP;                      // and after dS: derivatives need its registers until then
+constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
+constexpr bool KEPT_N0 = RAGGED || DROPOUT;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -45,6 +46,7 @@ constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS 
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
+static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
 static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
@@ -57,13 +59,14 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
                    dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
-static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
+constexpr unsigned MAP_AT = BARRIERS_AT + 256, MAP_WORDS = 128;
+static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? 8 * MAP_WORDS : 0), "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each.
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-static_assert(FULL_dS + 16 <= SMEM_BYTES, "the mbarriers have 256 bytes");
+static_assert(FULL_dS + 16 <= MAP_AT, "the mbarriers have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -86,37 +89,73 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
-// where there is a block map, those that it leaves, found by all lanes of a warp.
-struct Walk {
-    const Score& score;
-    const int b, first_head, group, n0;
-    int begin, end;
+// Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
+struct TileMap {
+    unsigned something[MAP_WORDS], everything[MAP_WORDS];  // of the keys is seen
 
-    __device__ __forceinline__ Walk(const Head& head, int first_head, int group, int n0)
-        : score(head.score), b(head.b), first_head(first_head), group(group), n0(n0) {
-        const Range queries = head.queries(n0, n0 + BLOCK_N);
-        begin = queries.begin / BLOCK_M * BLOCK_M, end = queries.end;
+    static __device__ __forceinline__ int words(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
+
+    // By all warps of the block. Heads are those from `first_head` on.
+    __device__ __forceinline__ void fill(const Sequence& sequence, int first_head, int group, int n0) {
+        const Score& score = sequence.score;
+        for (int word = threadIdx.x / 32; word < group * words(score); word += THREADS / 32) {
+            const Head head(sequence, first_head + word / words(score));
+            const int m0 = (word % words(score) * 32 + threadIdx.x % 32) * BLOCK_M;
+            const bool there = m0 < sequence.Sq;
+            const bool some = there && head.map_tells<Head::SOMETHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            const bool every = there && head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            something[word] = __ballot_sync(0xffffffffu, some);
+            everything[word] = __ballot_sync(0xffffffffu, every);
+        }
     }
-    __device__ __forceinline__ int first() const { return begin < end ? 0 : group; }
+};
+
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
+// where there is a block map, those that it leaves.
+struct Walk {
+    const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
+    const TileMap& map;
+    const int group, row0;
+
+    // Computed anew each time it is asked for: kept, it would take registers that the accumulators need.
+    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(block_index_x()) * BLOCK_N; }
+    __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
+    __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 
     // From row m0 of a head of the group on, the next tile; or head = group: there is none.
     __device__ __forceinline__ void find(int& head, int& m0) const {
         if (!Head::MAPPED) {
-            if (m0 >= end) ++head, m0 = begin;
+            if (m0 >= end()) ++head, m0 = begin();
             return;
         }
-        for (; head < group; ++head, m0 = begin) {
-            m0 = Head(score, b, first_head + head).next_query_tile<BLOCK_M, BLOCK_N>(m0, end, n0);
-            if (m0 < end) return;
-        }
+        const int words = TileMap::words(head0.score);
+#pragma unroll 1
+        for (; head < group; ++head, m0 = begin())
+#pragma unroll 1
+            for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end(); first = (first / 32 + 1) * 32) {
+                const unsigned left = map.something[head * words + first / 32] & ~0u << first % 32;
+                if (!left) continue;
+                m0 = (first / 32 * 32 + __ffs(left) - 1) * BLOCK_M;
+                if (m0 < end()) return;
+            }
+    }
+    // The first tile.
+    __device__ __forceinline__ void start(int& head, int& m0) const {
+        m0 = begin(), head = m0 < end() ? 0 : group;
+        if (Head::MAPPED) find(head, m0);
+    }
+    // Whether all rows of a tile may see all of the block's keys, as far as the map tells.
+    __device__ __forceinline__ bool whole(int head, int m0) const {
+        if (!Head::MAPPED) return !Head::SCATTERED;
+        const unsigned tile = m0 / BLOCK_M;
+        return map.everything[head * TileMap::words(head0.score) + tile / 32] >> tile % 32 & 1;
     }
 
     // Calls f(i, head of the group, m0) with each, i counting.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
-        int head = first(), m0 = begin;
-        if (Head::MAPPED) find(head, m0);
+        int head, m0;
+        start(head, m0);
 #pragma unroll 1
         for (unsigned i = 0; head < group; m0 += BLOCK_M, find(head, m0)) f(i++, head, m0);
     }
@@ -178,26 +217,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && own.surplus()) return;
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
-    __syncthreads();  // the mbarriers are there before anybody uses them
+    TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
+    if (Head::MAPPED) map.fill(Sequence(score, own.b), blockIdx.y * group, group, own.row0);
+    __syncthreads();  // the mbarriers, and the map, are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int n0 = own.row0, kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
-    const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
-    const Walk walk(head0, kv_head * group, group, n0);
+    const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
+    const Head head0(score, b, kv_head * group);
+    const Walk walk{head0, map, group, own.row0};
     const auto dQ_tile = [&](int head, int m0) {
         return dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
     };
 
     if (warp < 4) {
         registers_give_back<SERVER_REGISTERS>();
-        const bool idle = Head::MAPPED && lane > 0;  // only walks along
-        if (warp == 0 && (Head::MAPPED || elect())) {
+        if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
-                Keys::request(base + tile, map, head0.key_box(n0), tensor.stride_h ? kv_head : 0,
+                Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
                               head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
-                if (idle) return;
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
@@ -227,10 +266,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
-        } else if (!SHARED_KEYS && warp >= 2 && (Head::MAPPED || elect())) {
+        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
-                if (idle) return;
                 mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
                 send_commit();
@@ -295,8 +333,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
-    int head = walk.first(), m0 = walk.begin;  // of the tile that is next
-    if (Head::MAPPED) walk.find(head, m0);
+    int head, m0;  // of the tile that is next
+    walk.start(head, m0);
     if (head == group) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
@@ -348,9 +386,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
             // What does not depend on a dot product is found out while these are under way.
             const Head bound(score, b, kv_head * group + head);
-            const int first_query = m0 + own_queries;
-            int next_head = head, next_m0 = m0 + BLOCK_M;
-            if (Head::MAPPED) walk.find(next_head, next_m0);
+            const int first_query = m0 + own_queries, first_key = walk.n0() + own_keys;
             unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
             const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
 #pragma unroll
@@ -358,26 +394,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
                 for (int step = 0; step < (QUERIES < 64 ? QUERIES : 64) / 16; ++step) {
                     Head::Kept block[1];
-                    bound.keep_along_keys(block, first_query + begin + 16 * step, n0 + own_keys + warp % 4 * 16);
+                    bound.keep_along_keys(block, first_query + begin + 16 * step, first_key + warp % 4 * 16);
                     unsigned bits = 0;
 #pragma unroll
                     for (int k = 0; k < 4; ++k) bits |= block[0].mask(k) & 0x10001u << k;
                     kept[begin / 64] |= bits << 4 * step;
                 }
             }
-            unsigned seen[(QUERIES + 63) / 64] = {};  // a bit for each element of S^T, where it takes a look into memory
-            const bool scattered =
-                !bound.map_tells<Head::EVERYTHING, 64>(first_query, first_query + QUERIES, n0 + own_keys);
-#pragma unroll
-            for (int k = 0; k < (scattered ? QUERIES / 2 : 0); ++k) {
-                const At at = Place(first_query, n0 + own_keys).at(k);
-                seen[k / 32] |= static_cast<unsigned>(bound.counts(at.query_row(), at.key_col())) << k % 32;
+            unsigned seen = 0;  // a bit for each element of S^T, where it takes a look into memory
+            const bool scattered = !walk.whole(head, m0);
+            if (scattered) {
+                const Place place(first_query, first_key);
+#pragma unroll 8  // of all at once the loads would spill
+                for (int k = 0; k < QUERIES / 2; ++k)
+                    seen |= static_cast<unsigned>(bound.counts(place.at(k).query_row(), place.at(k).key_col())) << k;
             }
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
             if (LATE_DQ) named_barrier_sync(turn, 256);
-            const Place place = Place(first_query, n0 + own_keys);
+            const Place place(first_query, walk.n0() + own_keys);
             unsigned derivative[QUERIES / 16][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
@@ -389,11 +425,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     S[k] = bound.raw(S[k], place.at(k)), S[k + 1] = bound.raw(S[k + 1], place.at(k + 1));
                 }
             }
-            const Range whole = head0.queries_that_see_all<Head::MAPPED>(n0 + own_keys, n0 + own_keys + 64);
+            const Range whole = head0.queries_that_see_all<Head::MAPPED>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
             if (scattered) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!(seen[k / 32] >> k % 32 & 1)) S[k] = -INF;
+                    if (!(seen >> k & 1)) S[k] = -INF;
             } else if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
                 int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
 #pragma unroll
@@ -466,8 +502,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 wgmma_settled(dQ);
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
-            head = next_head, m0 = next_m0;
-            if (!Head::MAPPED) walk.find(head, m0);
+            m0 += BLOCK_M;
+            walk.find(head, m0);
             ++i;
         };
         if (LATE_DQ) {
@@ -498,7 +534,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
     if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0, warp - 4);
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, walk.n0(), warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -518,7 +554,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
             const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
             const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            const int row = head0.key_row_box(n0 + own_keys), batch = head0.key_row_batch(b);
+            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(b);
             send_box(dV_map, at * 64, row, kv_head, batch, base + V_AT + from);
             send_box(dK_map, at * 64, row, kv_head, batch, base + K_AT + from);
         }
