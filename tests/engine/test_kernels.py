@@ -45,7 +45,7 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
     chosen = variants(kernel, arch_name)
     assert chosen or kernel.refuses(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
     for p, tile in chosen:
-        for compiled in pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, arch_name, tile):
+        for compiled in pipeline.compile_problem(kernel, p, tile, arch_name):
             r, what = compiled.resources, f"{compiled.entry} {arch_name} {p} {tile}"
             assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
             assert r.warnings == (), what
