@@ -141,7 +141,7 @@ def _factor(got: Array, truth: Array) -> Iterator[str]:
 
 def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterator[str]:
     tail = S // M * M
-    if tail < S and tail <= rows.min() and rows.size < S:
+    if tail <= rows.min() and rows.size < S:
         yield f"the tail: only rows of the last, partial tile ({named})"
     elif np.isin(rows % M, (0, M - 1)).all() and S > M and rows.size < S:
         edge = "first" if (rows % M == 0).all() else "last" if (rows % M == M - 1).all() else "first or last"

@@ -38,6 +38,7 @@ every = slice(None)
 def test_nothing_is_wrong() -> None:
     x = np.ones((1, 1, 4, 4))
     assert locate("O", x, x + BOUND / 2, BOUND, KERNEL, PROBLEM, TILE) is None
+    assert locate("O", x, x, np.nan, KERNEL, PROBLEM, TILE) is not None  # a bound that is no number lets nothing pass
 
 
 def test_one_element() -> None:
