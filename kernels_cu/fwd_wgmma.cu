@@ -24,6 +24,9 @@
 // exponential can begin: 5% at D = 64, 9% at D = 128 (fwd_mma's lazy maximum without looking at the scores; the idea of
 // rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
 //
+// A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
+// of the next one is written, and none of its NaNs is multiplied by a P of 0.
+//
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
 #include "row_by_row.cuh"

@@ -153,8 +153,8 @@ class ArgumentBlock:
             if row.ctype is not ctypes.c_void_p:
                 assert tensor is not None, "the caller names every tensor whose strides count"
                 if row.rows:
-                    box, before = box_of(row.tensor, problem, tensor, row.rows(tile))
-                    slot = MapSlot(ctypes.addressof(value), box, before, problem.dtype, encode)
+                    box = box_of(row.tensor, problem, tensor, row.rows(tile))
+                    slot = MapSlot(ctypes.addressof(value), box, problem.dtype, encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
                     value.stride_b *= not problem.ragged  # of one batch entry
