@@ -27,8 +27,8 @@ by_name = lambda kernel: kernel.name  # noqa: E731
 
 
 def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
-    """Every tile with head widths, dtypes and masks to compile it for, by lot: one of the 16-bit dtypes, which differ in
-    conversions alone, and few for architectures that differ little from others."""
+    """Every tile with head widths, dtypes and masks to compile it for, by lot: one of the 16-bit dtypes, which differ
+    in conversions alone, and few for architectures that differ little from others."""
     draw, target, found = random.Random(f"{LOT} {kernel.name} {arch_name}"), arch.parse(arch_name), []
     share = ARCHS[arch_name] * (1 if driver.available() else 3)
     for tile in kernel.tiles:
@@ -75,8 +75,8 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
 
 
 def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
-    """What the CPU backend tries of them, since each head width and mask is a compilation: every pointed case; of the
-    other plain ones the head widths that are this dtype's turn, so that each is tried in one; of the rest four by lot."""
+    """What the CPU backend tries, since each head width and mask is a compilation: every pointed case; of other plain
+    ones the head widths whose turn it is in this dtype, so that each is tried in one; of the rest four by lot."""
     pointed = [*pointed_cases(kernel, dtype)]
     rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
     usual = [case for case in cases if case not in rare and case not in pointed]
