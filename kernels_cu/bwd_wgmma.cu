@@ -35,6 +35,7 @@ constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile'
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
+constexpr bool BIAS_AHEAD = BIAS % 4 == 1;  // a bias of 16 bits is loaded while S^T is multiplied
 constexpr bool KEPT_N0 = RAGGED || DROPOUT;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
@@ -405,9 +406,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const bool scattered = !walk.whole(head, m0);
             if (scattered) {
                 const Place place(first_query, first_key);
-#pragma unroll 8  // of all at once the loads would spill
-                for (int k = 0; k < QUERIES / 2; ++k)
-                    seen |= static_cast<unsigned>(bound.counts(place.at(k).query_row(), place.at(k).key_col())) << k;
+#pragma unroll 16  // of all at once the loads would spill
+                for (int k = 0; k < QUERIES / 2; ++k) {  // without a branch: one load does not wait for the other
+                    const int i = min(place.at(k).query_row(), head0.Sq - 1), j = min(place.at(k).key_col(), head0.Sk - 1);
+                    seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;
+                }
+            }
+            unsigned shifts[QUERIES / 16][4];  // biases of 16 bits
+            if (BIAS_AHEAD) {
+                const Place place(first_query, first_key);
+#pragma unroll
+                for (int k = 0; k < QUERIES / 2; k += 2)
+                    shifts[k / 8][k / 2 % 4] = pack(bound.bias_of(place.at(k)), bound.bias_of(place.at(k + 1)));
             }
 
             wgmma_wait<1>();  // for S^T
@@ -417,20 +427,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             unsigned derivative[QUERIES / 16][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
+                const At at0 = place.at(k), at1 = place.at(k + 1);
+                const float2 bias = BIAS_AHEAD ? unpack(shifts[k / 8][k / 2 % 4])
+                                               : make_float2(bound.bias_of(at0), bound.bias_of(at1));
                 if (Head::STEEP) {
-                    const Dual x0 = bound.raw_dual(S[k], place.at(k)), x1 = bound.raw_dual(S[k + 1], place.at(k + 1));
+                    const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
                     S[k] = x0.value, S[k + 1] = x1.value;
                     derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
                 } else {
-                    S[k] = bound.raw(S[k], place.at(k)), S[k + 1] = bound.raw(S[k + 1], place.at(k + 1));
+                    S[k] = bound.raw(S[k], at0, bias.x), S[k + 1] = bound.raw(S[k + 1], at1, bias.y);
                 }
             }
-            const Range whole = head0.queries_that_see_all<Head::MAPPED>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
             if (scattered) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
                     if (!(seen >> k & 1)) S[k] = -INF;
-            } else if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
+            }
+            const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
+            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
                 int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
