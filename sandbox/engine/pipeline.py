@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -159,7 +160,10 @@ class Loaded:
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
     SpecError where the spec's `args` are not the parameters that the compiler found."""
-    what = kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device
+    defines = kernel.defines(problem, tile)
+    if problem.ragged and device != HOST and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0"):
+        defines["CHECKED_KERNELS"] = 1
+    what = kernel, tuple(defines.items()), snippets.folders(problem), device
     refused, error = _refused.get(what, (None, None))
     if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
         raise error.with_traceback(None)

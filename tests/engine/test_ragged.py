@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from project import ROOT
 
 from sandbox.core import registry
 from sandbox.core.errors import LaunchError, UnsupportedProblem
@@ -119,6 +123,35 @@ def test_offsets_that_make_no_sense(offsets: tuple[int, ...], said: str, device:
                     launch(kernel, problem, bad, device, kernel.tiles[0])
             else:
                 launch(kernel, problem, bad, device, kernel.tiles[0])
+
+
+CHECKED = """
+import numpy as np, sys
+from sandbox.core import registry
+from sandbox.spec import Problem
+from sandbox.verify import trial
+from sandbox.verify.cases import Case, inputs_of
+kernel, offsets = registry.get(sys.argv[1]), np.array(eval(sys.argv[2]), np.int32)
+problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
+given = inputs_of("forward", Case("offsets", problem)) | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+tile = next(tile for tile in kernel.tiles if not kernel.refuses_tile(problem, tile))
+trial.launch(kernel, tile, problem, given, ("cuda", 0))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fwd_minimal", "fwd_wgmma"])
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [((0, 40, 60), ""), ((3, 40, 60), "begin with 0"), ((0, 50, 40), "falls"), ((0, 9, 99), "beyond")],
+)
+def test_checked_kernels_say_what_is_wrong_with_offsets(name: str, offsets: tuple[int, ...], said: str) -> None:
+    """Apart, since the GPU's context is lost."""
+    environment = {**os.environ, "SANDBOX_CHECKED": "1"}
+    command = [sys.executable, "-c", CHECKED, name, repr(offsets)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode == 0) is (said == "")
+    assert said in done.stdout + done.stderr
 
 
 def test_a_kernel_that_does_not_take_them_says_so() -> None:
