@@ -81,7 +81,7 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     }
     if (RAGGED) {
         mbarrier_init(base + FULL_PIECE, 1);
-        mbarrier_init(base + EMPTY_PIECE, 2 + 4 * CONSUMERS);  // a lane of each warp that works on it
+        mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     }
     fence_proxy_async();
 }
@@ -181,8 +181,8 @@ __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned
     }
 }
 
-// Calls f with each of the block's pieces: by a lane, or by a whole warp.
-template <bool BY_WARP, class F>
+// Calls f with each of the block's pieces.
+template <class F>
 __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, const Score& score, F f) {
     const SmemAddress base = smem_address(smem);
 #pragma unroll 1
@@ -190,8 +190,7 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, 
         mbarrier_wait(base + FULL_PIECE, round % 2);
         const Dealt dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
         if (dealt.none()) return;
-        if (BY_WARP) __syncwarp();  // every lane has read it before it may be overwritten
-        if (!BY_WARP || threadIdx.x % 32 == 0) mbarrier_arrive(base + EMPTY_PIECE);
+        mbarrier_arrive(base + EMPTY_PIECE);
         f(Piece(dealt, score));
     }
 }
@@ -201,7 +200,7 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, 
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
 // begin each section at another place, and the last section of long rows has up to four rounds.
-template <bool, class F>
+template <class F>
 __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
     const unsigned blocks = query_tiles<BLOCK_M>(score);
     const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
@@ -288,7 +287,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            for_each_piece<false>(smem, heads, H, score, [&](const Piece& piece) {
+            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = piece.h(H) / group, b = piece.b(H);
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -326,7 +325,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
-            for_each_piece<false>(smem, heads, H, score, [&](const Piece& piece) {
+            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
                 const Sequence sequence(score, piece.b(H));
 #pragma unroll 1
@@ -354,7 +353,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     unsigned used = 0, pieces = 0;
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece<true>(smem, heads, H, score, [&](const Piece& piece) {
+    for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(score, piece.b(H), piece.h(H));
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:

@@ -81,7 +81,8 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
-    launch = steps[0][0] if len(steps) == 1 and steps[0][0] else _in_order(steps, zeroed, names, device)
+    alone = steps[0][0] if len(steps) == 1 and not zeroed else None
+    launch = alone or _in_order(steps, zeroed, names, device)
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
     )  # fmt: skip

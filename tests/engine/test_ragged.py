@@ -19,11 +19,11 @@ from project import ROOT
 from sandbox.core import registry
 from sandbox.core.errors import LaunchError, UnsupportedProblem
 from sandbox.core.options import macros
-from sandbox.engine import choose
-from sandbox.launch import driver
+from sandbox.engine import choose, pipeline
+from sandbox.launch import dlpack, driver
 from sandbox.launch.arguments import score_argument
 from sandbox.launch.dlpack import HOST, Device
-from sandbox.spec import Kernel, Problem
+from sandbox.spec import Kernel, Problem, Tile
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of, ragged_cases
 from sandbox.verify.sequences import sequences_of
@@ -152,6 +152,25 @@ def test_checked_kernels_say_what_is_wrong_with_offsets(name: str, offsets: tupl
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode == 0) is (said == "")
     assert said in done.stdout + done.stderr
+
+
+def test_pieces_are_counted_anew_at_each_launch() -> None:
+    """Whatever the counter's memory held."""
+    kernel, problem = (
+        registry.get("fwd_wgmma"),
+        Problem(0, 2, 0, 0, 32, dtype="float16", lengths=((300, 300), (70, 70))),
+    )
+    tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2)
+    given = inputs_of("forward", Case("twice", problem))
+    made = trial.made_for(kernel, problem).items()
+    arrays = {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
+    views = {name: dlpack.view(x) for name, x in {**given, **arrays}.items()}
+    prepared = pipeline.prepare(kernel, tile, problem, views, HOST)
+    for before in (3.0, None):  # then what the first launch left there
+        arrays["dealt"][...] = arrays["dealt"] if before is None else before
+        arrays["O"].fill(np.nan)
+        prepared.launch(prepared.pointers(views))
+        assert np.array_equal(arrays["O"], launch(kernel, problem, given, HOST, tile)["O"])
 
 
 def test_a_kernel_that_does_not_take_them_says_so() -> None:
