@@ -23,7 +23,7 @@ def judge(curves: dict[str, list[float]]) -> dict[str, Any]:
     """
     losses = {name: np.array(curve) for name, curve in curves.items()}
     apart = {(a, b): float(abs(losses[a] - losses[b]).mean()) for a, b in itertools.combinations(losses, 2)}
-    finest = float(np.spacing(np.float32(losses["plain"].max())))  # a float32 loss resolves no less
+    finest = float(np.spacing(np.float32(losses["sdpa-math"].max())))  # a float32 loss resolves no less
     noises, ratios = {}, {}
     for mine in (name for name in losses if name.startswith("ours")):
         theirs = [
