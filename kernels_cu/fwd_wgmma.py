@@ -13,9 +13,10 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 
 def fed_bytes(p: Problem, t: Tile) -> int:
-    """All of it but O."""
+    """All of it but O: the bias in tiles, where tensor maps can copy it, among it."""
     row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
-    return row * t.BLOCK_M + (row + row_v) * t.STAGES * t.BLOCK_N + 1024
+    bias = 128 * cdiv(t.BLOCK_N, 64) * t.BLOCK_M if p.bias_tiles else 0
+    return row * t.BLOCK_M + t.STAGES * ((row + row_v) * t.BLOCK_N + bias) + 1024
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -40,7 +41,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def most_keys(p: Problem) -> int:
     """BLOCK_N that does not spill where scores are looked up in memory, found by trial."""
-    if not (p.bias or p.mask or p.score):
+    if not (p.mask or p.score or (p.bias and not p.bias_tiles)):
         return 256
     width = max(p.D, p.Dv)
     return 96 if width <= 64 else 80 if width <= 128 else 48
@@ -122,5 +123,5 @@ kernel = Kernel(
     supports=supports,
     check_tile=check_tile,
     rank=rank,
-    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "H", "heads", "group", "score"),
+    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "bias_map", "H", "heads", "group", "score"),
 )

@@ -47,13 +47,12 @@ __device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
 // Of key tiles `tile` .. `end`, KEYS keys each, the first one of which some of query rows m0 .. m1 see something; or `end`.
 template <int KEYS>
 __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {
-    if (!MAPPED) return tile;
 #pragma unroll 1
-    for (int bit = tile * (KEYS / MAP_N); tile < end && bit * MAP_N < score.Sk; bit = (bit / 32 + 1) * 32) {
+    for (int bit = tile * (KEYS / MAP_N); MAPPED && tile < end && bit * MAP_N < score.Sk; bit = (bit / 32 + 1) * 32) {
         const unsigned word = map_word<SOMETHING>(m0, m1, bit / 32) & ~0u << bit % 32;
         if (word) return min((bit / 32 * 32 + __ffs(word) - 1) / (KEYS / MAP_N), end);
     }
-    return end;
+    return MAPPED ? end : tile;
 }
 
 // How many there are, by all lanes of a warp.
