@@ -36,6 +36,9 @@
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+#ifndef ONE_SECTION
+#define ONE_SECTION 0
+#endif
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
@@ -53,6 +56,10 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
+#ifndef AT_ONCE
+#define AT_ONCE (BLOCK_N == 64 && D_PAD <= 128 && DV_PAD <= 128 ? 32 : 8)
+#endif
+static_assert(BLOCK_N / 2 % AT_ONCE == 0 || !Head::SCATTERED, "a thread's scores are looked up in whole turns");
 constexpr bool BIAS_TILES = BIAS & 8;
 using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 
@@ -175,11 +182,13 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 //
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
-// begin each section at another place, and the last section of long rows has up to four rounds.
+// begin each section at another place, and the last section of long rows has up to four rounds. In a window most pieces are
+// alike and read few keys: one section, in which the short pieces of all heads come last.
 template <class F>
 __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
     const unsigned blocks = query_tiles<BLOCK_M>(score);
-    const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
+    const unsigned section = CAUSAL && !(Head::FIRST && ONE_SECTION) ? max(2 * gridDim.x / blocks, 1) : heads;
+    const unsigned last = section < 16 ? 2 * section : section;
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : section;
@@ -402,10 +411,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
-            if (Head::SCATTERED) {
+            if (Head::SCATTERED && !tile.whole) {  // looked up AT_ONCE, for want of registers
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
+                for (int begin = 0; begin < BLOCK_N / 2; begin += 32) {
+                    unsigned seen = 0;
+#pragma unroll 1
+                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); i += AT_ONCE) {
+#pragma unroll
+                        for (int k = 0; k < AT_ONCE; ++k)
+                            seen |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << i % 32 + k;
+                    }
+#pragma unroll
+                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); ++i)
+                        if (!(seen >> i % 32 & 1)) S[i] = -INF;
+                }
                 return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};

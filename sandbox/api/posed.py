@@ -59,7 +59,12 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
 def _check_map(view: ArrayView, p: Problem) -> None:
     if p.mask:
         raise UnsupportedProblem("score has a block map, of its own mask alone: leave out mask=, or with_blocks")
-    if view.shape != p.block_map or view.dtype != "int32" or view.strides != dense_strides(view.shape):
+    if (
+        view.shape != p.block_map
+        or view.dtype != "int32"
+        or view.strides != dense_strides(view.shape)
+        or view.alignment < 16
+    ):
         raise UnsupportedProblem(
             f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of "
             f"the score and {p}, contiguous, {p.block_map}, int32"
