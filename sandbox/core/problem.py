@@ -137,8 +137,7 @@ class Problem:
         """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, D also as D/Dv, and the other fields by name.
 
         `lengths` makes it a ragged batch, B and S then being those of its sequences: pairs, or text as "64,128x256".
-        `alibi` may also be True, one slope a head; `bias` and `mask` also text of four numbers, or of the names of
-        what they are, such as "1,H,Sq,Sk".
+        `alibi` may also be True, one slope a head; `bias` and `mask` text of numbers, or their names, as "1,H,Sq,Sk".
         """
         parts = [part.strip() for part in shape.split(",")]
         heads = parts[1].split("/") if len(parts) > 1 else []
