@@ -35,7 +35,8 @@ constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile'
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
-constexpr bool BIAS_AHEAD = BIAS % 4 == 1;  // a bias of 16 bits is loaded while S^T is multiplied
+constexpr bool BIAS_AHEAD = BIAS == 1;       // a bias of 16 bits is loaded while S^T is multiplied
+constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
 constexpr bool KEPT_N0 = RAGGED || DROPOUT;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
@@ -406,7 +407,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const bool scattered = !walk.whole(head, m0);
             if (scattered) {
                 const Place place(first_query, first_key);
-#pragma unroll 16  // of all at once the loads would spill
+#pragma unroll LOOKS
                 for (int k = 0; k < QUERIES / 2; ++k) {  // without a branch: one load does not wait for the other
                     const int i = min(place.at(k).query_row(), head0.Sq - 1), j = min(place.at(k).key_col(), head0.Sk - 1);
                     seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;

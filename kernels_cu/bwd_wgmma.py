@@ -41,7 +41,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
     if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
-        return f"{p.H // p.Hk} heads of {p.Sq} queries with a mask are not built: {MAP_WORDS * 2048} rows a group at most"
+        return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
     if p.ragged and max(p.rows) > 2**30:
         return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
     return None
