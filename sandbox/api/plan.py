@@ -151,14 +151,13 @@ def _plan(
     if missing := results.keys() - {*prepared.tensor_names}:
         raise UnsupportedProblem(f"{kernel.name} does not give {', '.join(sorted(missing))}")
     names = [*given, *makers]
-    launch, order = prepared.launch, [names.index(name) for name in prepared.tensor_names]
-    as_given, news, count = order == list(range(len(names))), tuple(makers.values()), len(results)
+    launch, taken = prepared.launch, pipeline.picked(prepared.tensor_names, names)
+    news, count = tuple(makers.values()), len(results)
     pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
 
     def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
         made = [new() for new in news]
-        every = (*addresses, *map(pointer, made))
-        launch(every if as_given else tuple(every[i] for i in order), stream())
+        launch(taken((*addresses, *map(pointer, made))), stream())
         return tuple(made[:count])
 
     return _handing_plan(plan, handed) if handed else plan

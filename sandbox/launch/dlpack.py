@@ -177,7 +177,8 @@ class _PyTorch(Library):
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         torch = sys.modules["torch"]
-        return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
+        nothing = torch.empty(0, dtype=getattr(torch, dtype), device=like.device)
+        return partial(nothing.new_empty_strided, shape, strides)  # half the time of torch.empty_strided
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
