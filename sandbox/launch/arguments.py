@@ -112,7 +112,8 @@ class ArgumentBlock:
     """The arguments of one entry point for one problem, packed.
 
     `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec, a
-    tensor as often as arguments follow it. `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that no map can describe.
+    tensor as often as arguments follow it. `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that
+    no map can describe.
     """
 
     def __init__(

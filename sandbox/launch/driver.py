@@ -130,8 +130,8 @@ class Device:
 
 
 def _called(device: Device, call: Callable[..., int], *arguments: Any) -> int:
-    """The status of a driver's function called by ctypes, in the device's context, which is bound already but in a thread
-    new to CUDA, or where another device is current."""
+    """The status of a driver's function called by ctypes, in the device's context, which is bound already but in a
+    thread new to CUDA, or where another device is current."""
     if device_count() == 1 or _current_context() == int(device.context):
         status = call(*arguments)
         if status != _INVALID_CONTEXT:

@@ -72,8 +72,8 @@ def map_slot(place: TensorMap, box: Box, before: int, dtype: str, encode: Encode
 
 
 def _begins_with_address(place: TensorMap, box: Box, dtype: str, encode: Encode) -> bool:
-    """Whether maps of `box` at two addresses that agree in no bit are the same but for the first word. Leaves the map of
-    `box` in `place`."""
+    """Whether maps of `box` at two addresses that agree in no bit are the same but for the first word, the address.
+    Leaves the map of `box` in `place`."""
     here, other = box.data or 0, new_map()
     box.data = here ^ _EVERY_BIT
     try:
