@@ -130,12 +130,18 @@ class Device:
 
 
 def _called(device: Device, call: Callable[..., int], *arguments: Any) -> int:
-    """The status of a driver's function called by ctypes, in the device's context, which is bound already but in a
-    thread new to CUDA, or where another device is current."""
+    """The status of a driver's function called by ctypes, in the device's context.
+
+    In a thread new to CUDA, such as autograd's, the first GPU's stays bound, as CUDA's runtime would leave it;
+    otherwise what was bound is bound again.
+    """
     if device_count() == 1 or _current_context() == int(device.context):
         status = call(*arguments)
         if status != _INVALID_CONTEXT:
             return status
+    if device.ordinal == 0 and _current_context() is None:
+        _call("cuCtxSetCurrent", device.context)
+        return call(*arguments)
     with device.current():
         return call(*arguments)
 
