@@ -2,7 +2,8 @@
 
 from .core.integers import cdiv
 from .core.kernel import COMPUTATIONS, Arch, Computation, Dim3, Entry, Kernel
-from .core.problem import ITEMSIZE, Causal, Problem, normalise_causal
+from .core.normalise import Causal, normalise_causal
+from .core.problem import ITEMSIZE, Problem
 from .core.score import Score
 from .core.tile import Tile
 

@@ -162,12 +162,12 @@ class Slot:
         deterministic = torch.are_deterministic_algorithms_enabled()
         options = causal, scale, *self._backward, None, deterministic, what
         if not what.dropout:
-            return run_backward(arrays, options)  # type: ignore[return-value]
+            return run_backward(arrays, options)
         forward = plan_forward((*arrays[1:4], *arrays[6:]), (causal, scale, *self._forward, None, False, what))[0]
         if isinstance(forward, Refusal):
             raise UnsupportedProblem(forward.reason)
         try:
-            return run_backward(arrays, options)  # type: ignore[return-value]
+            return run_backward(arrays, options)
         except UnsupportedProblem as refusal:
             raise SandboxError(f"what our forward has dropped, no backward of ours differentiates: {refusal}") from None
 

@@ -6,6 +6,7 @@ __all__ = [
     "jsonl",
     "kernel",
     "log",
+    "normalise",
     "options",
     "picture",
     "place",

@@ -41,6 +41,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "DROPOUT": int(problem.dropout > 0),
         "KEY_LENGTHS": int(problem.key_lengths),
         "RAGGED": int(bool(problem.ragged)),
+        "BLOCK_MAP": int(problem.block_map[3] > 0),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
     }
     asked = {name: value for name, value in found.items() if value}
@@ -68,6 +69,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("mask", problem.mask, "bhi"),
         ("sink", every[1:2] if problem.sink else (), "h"),
         ("seed", (1,) if problem.dropout else (), ""),
+        ("block_map", problem.block_map if problem.block_map[3] else (), "bhi"),
     ):
         if shape:
             yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))
