@@ -155,7 +155,7 @@ def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Pla
     try:
         addresses = tuple(map(library.pointer, arrays))
         bits = addresses[0] | addresses[1] | addresses[2] | 16
-        key = (*map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
+        key = (*library.signatures(arrays), bits & -bits, 0 in addresses, *options)
         plan = _plans.get(key)
     except _NO_KEY:
         key, plan = None, None
@@ -175,7 +175,7 @@ def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any
     try:
         addresses = tuple(map(library.pointer, arrays))
         bits = reduce(or_, addresses[:5], 16)  # lse and what follows is read number by number
-        key = ("backward", *map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
+        key = ("backward", *library.signatures(arrays), bits & -bits, 0 in addresses, *options)
         plan = _plans.get(key)
     except _NO_KEY:
         key, plan = None, None

@@ -20,7 +20,6 @@ from ..core import log
 from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.tile import Tile
-from ..launch.array_view import SEEDS
 from .asked import NOTHING, Asked, asked, ragged
 from .passes import Refusal, plan_forward, run_backward, run_forward
 
@@ -122,9 +121,7 @@ class Slot:
 
     def remove(self) -> None:
         """Takes them out of it."""
-        if self._library is not None:
-            self._library._destroy()
-        self._library = None
+        self._library = None  # whose end it is
 
     def _take(self, name: str, device: str, ours: Callable[..., Any]) -> None:
         theirs = torch.library.get_kernel(f"aten::{name}", device) if hasattr(torch.library, "get_kernel") else None
@@ -182,7 +179,7 @@ def _state(q: Tensor, dropout: float) -> Tensor:
     """PyTorch's rng_state, two 64-bit numbers, of which the first is our seed."""
     if not dropout:
         return q.new_empty(2, dtype=torch.uint64)
-    return torch.randint(*SEEDS, (2,), dtype=torch.int64, device=q.device).view(torch.uint64)
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device).view(torch.uint64)
 
 
 def _window(left: int | None, right: int | None) -> tuple[int | None, int | None] | None:

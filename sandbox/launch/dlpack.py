@@ -8,9 +8,9 @@ library is imported here that the caller has not imported already.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -106,10 +106,11 @@ class _CuPy(Library):
 class _PyTorch(Library):
     name = "PyTorch"
 
-    def signature(self, array: Any) -> Hashable:
-        return array.shape, array.stride(), array.dtype, array.device
+    # Without Python frames: both are asked at each launch.
+    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]
 
-    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]  # no Python frame: five calls a launch
+    def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+        return *map(_TORCH_KIND, arrays), *map(_TORCH_STRIDE, arrays)
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
@@ -235,6 +236,7 @@ class _Capsule(Library):
         )
 
 
+_TORCH_KIND, _TORCH_STRIDE = attrgetter("shape", "dtype", "device"), methodcaller("stride")
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}

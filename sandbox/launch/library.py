@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from .array_view import ArrayView
@@ -31,6 +31,10 @@ class Library:
     def signature(self, array: Any) -> Hashable:
         """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
         raise NotImplementedError
+
+    def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+        """The same of several, one after the other or otherwise."""
+        return tuple(map(self.signature, arrays))
 
     def pointer(self, array: Any) -> int:
         """Address of the first element."""

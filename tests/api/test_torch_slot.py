@@ -13,6 +13,7 @@ from sandbox.core.errors import SandboxError, UnsupportedProblem
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 Tensor = torch.Tensor
@@ -69,6 +70,21 @@ def test_scaled_dot_product_attention_is_ours(options: dict[str, object]) -> Non
     for x, y in zip(ours, theirs, strict=True):
         assert x.shape == y.shape
         assert (x - y).abs().max() < 1e-5
+
+
+def test_results_lie_as_those_of_pytorchs_operators() -> None:
+    """Which is what its compiler counts on, whatever the layout of q, k and v."""
+    forward, backward = (getattr(torch.ops.aten, name) for name in OPERATORS)
+    heads_last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(4, 2, 2)]
+    for q, k, v in (tensors(4, 2, 2), heads_last):
+        found = []
+        for _ in range(2):
+            results = forward(q, k, v)
+            found.append([x.stride() for x in (*results, *backward(q, q, k, v, *results, 0.0, False))])
+            with sandbox.use_in_torch(**EXACT):
+                results = forward(q, k, v)
+                found.append([x.stride() for x in (*results, *backward(q, q, k, v, *results, 0.0, False))])
+        assert found[0] == found[1] == found[2]
 
 
 def test_what_is_not_ours_stays_pytorchs(caplog: pytest.LogCaptureFixture) -> None:
@@ -317,7 +333,7 @@ def test_dense_on_a_gpu(dropout: float, causal: bool) -> None:
         assert torch.equal(lse, expected[1])
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         torch.manual_seed(1)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             found = sdpa(*leaves, dropout_p=dropout, is_causal=causal, enable_gqa=True)
         state = (
             found.grad_fn._saved_rng_state
@@ -337,19 +353,37 @@ def test_dense_on_a_gpu(dropout: float, causal: bool) -> None:
             )
 
 
+OFFSETS = (0, 5, 135, 135, 212)
+
+
 @pytest.mark.gpu
 def test_ragged_on_a_gpu() -> None:
-    """PyTorch's nested tensors, whose attention is ours within the context, as `attention_varlen` has it."""
-    lengths = [5, 130, 0, 77]
-    rows = [on_gpu(n, 4, 64) for n in lengths]
+    """`attention_varlen`'s results and gradients, an empty sequence among them."""
+    x, dout = on_gpu(212, 4, 64), on_gpu(212, 4, 64, 1)[..., 0]
+    offsets = torch.tensor(OFFSETS, device="cuda", dtype=torch.int32)
+    lengths = offsets, offsets, 130, 130, 0.0, True
+    with sandbox.use_in_torch():
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(x, x, x, *lengths, False, window_size_left=50)
+        found = torch.ops.aten._flash_attention_backward(dout, x, x, x, out, lse, *lengths, *state, window_size_left=50)
+    leaves = [x.clone().requires_grad_() for _ in range(3)]
+    options = {"causal": True, "window": (50, None)}
+    expected = sandbox.attention_varlen(*leaves, offsets, return_lse=True, **options)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    for a, b in zip(found, torch.autograd.grad(expected[0], leaves, dout), strict=True):
+        assert (a - b).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+def test_nested_tensors_on_a_gpu() -> None:
+    rows = [on_gpu(n, 4, 64) for n in (5, 130, 77)]
     jagged = [torch.nested.nested_tensor(rows, layout=torch.jagged).requires_grad_() for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in jagged)
-    with sandbox.use_in_torch():
-        out = sdpa(q, k, v, is_causal=True).transpose(1, 2)
+    with sandbox.use_in_torch(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = sdpa(q, k, v).transpose(1, 2)
         out.values().sum().backward()
     packed = [torch.cat(rows).requires_grad_() for _ in range(3)]
-    offsets = torch.tensor([0, 5, 135, 135, 212], device="cuda", dtype=torch.int32)
-    expected = sandbox.attention_varlen(*packed, offsets, causal=True)
+    expected = sandbox.attention_varlen(*packed, torch.tensor([0, 5, 135, 212], device="cuda", dtype=torch.int32))
     expected.sum().backward()
     assert torch.equal(out.values(), expected)
     for x, y in zip(jagged, packed, strict=True):
