@@ -75,12 +75,12 @@ def _mask(
     return masking_utils.sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **where, **whole)
 
 
-def _said_by_the_layer(mask_function: Callable[..., Any]) -> bool:
+def _said_by_the_layer(mask_function: Any) -> bool:
     """Whether it is causal or not, with a sliding window or without, and nothing else, such as packed sequences."""
     plain = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     if mask_function in plain:
         return True
-    made = masking_utils.sliding_window_causal_mask_function(1)  # one that is, an `and` of the window and of causal
+    made: Any = masking_utils.sliding_window_causal_mask_function(1)  # an `and` of the window and of causal
     if getattr(mask_function, "__code__", None) is not made.__code__:
         return False
     window, causal = made.__closure__[0].cell_contents
