@@ -48,6 +48,7 @@ class Row(NamedTuple):
     value: Callable[[Problem], object] | None = None  # None: of a tensor, filled in at launch
     tensor: str = ""  # whose address it follows
     rows: Callable[[Tile], int] | None = None  # of a tensor map's box
+    used: Callable[[Problem], bool] = lambda p: True  # else all zeros
     optional: bool = False  # a null pointer where there is no such tensor
 
 
@@ -76,6 +77,7 @@ ARGUMENTS: dict[str, Row] = {
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
+    "bias_map": Row(TensorMap, tensor="bias", rows=lambda t: _WARPGROUP_ROWS, used=lambda p: p.bias_tiles),
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
     "dealt": Row(ctypes.c_void_p, tensor="dealt"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
@@ -139,7 +141,7 @@ class ArgumentBlock:
         self.values: list[Any] = []
         for name in entry.args:
             row = ARGUMENTS[name]
-            absent = row.optional and row.tensor not in tensors
+            absent = (row.optional and row.tensor not in tensors) or not row.used(problem)
             if row.value is not None or absent or (name in SCRATCH and SCRATCH[name].shape(problem) is None):
                 self.values.append(row.value(problem) if row.value is not None else row.ctype())
                 continue
