@@ -20,6 +20,9 @@
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ | LSE, delta | mbarriers
 // clang-format on
 //
+// What of an option does not depend on a dot product, dropout's bits, a mask's, biases of 16 bits, is found out while S^T is
+// multiplied, and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
+//
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold them;
 // `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
