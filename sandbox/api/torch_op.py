@@ -11,7 +11,7 @@ backward's own is a refusal. Three ways lead there:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -285,20 +285,14 @@ _REMEDIES = {
 }
 
 
-def _refuse_strangers(inputs: Iterable[Any]) -> None:
-    """Raises UnsupportedProblem for tensors that could not be computed on."""
-    for x in inputs:
-        if type(x) is not Tensor and (remedy := _REMEDIES.get(type(x).__name__)):
-            raise UnsupportedProblem(f"attention does not take a {type(x).__name__}: {remedy}")
-
-
 def watched(operator: Any, function: Any, *inputs: Any) -> Results:
     """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
     if forward_ad._current_level >= 0:
         return _uncompiled(function, *inputs)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return operator(*inputs)
-    _refuse_strangers(inputs)
+    for kind in {type(x).__name__ for x in inputs} & {*_REMEDIES}:
+        raise UnsupportedProblem(f"attention does not take a {kind}: {_REMEDIES[kind]}")
     stack = torch._C._functorch.peek_interpreter_stack()
     functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
     return operator(*inputs) if functionalizing else function.apply(*inputs)

@@ -156,7 +156,7 @@ def test_distributed_tensors_are_refused(call, distributed) -> None:
 def test_masked_tensors_are_refused(call) -> None:
     masked = torch.masked.masked_tensor(Q, Q > 0)
     for arrays in ((masked, masked, masked), (masked, K, V), (Q, masked, masked)):
-        with pytest.raises(UnsupportedProblem, match="attention does not take a MaskedTensor: .* mask="):
+        with pytest.raises(UnsupportedProblem, match=r"attention does not take a MaskedTensor: .* mask="):
             call(*arrays)
 
 
