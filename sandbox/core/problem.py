@@ -266,9 +266,11 @@ class Problem:
         are not known."""
         return self._flops(self.D + self.Dv)
 
-    def flops_of(self, computes: str) -> int:
-        """`flops`, or for a "backward" its five matrix products instead of two: 2.5 times as many where Dv is D."""
-        return {"forward": self.flops, "backward": self._flops(3 * self.D + 2 * self.Dv)}.get(computes, 0)
+    def flops_of(self, computes: str, pairs: int | None = None) -> int:
+        """`flops`, or for a "backward" its five matrix products instead of two: 2.5 times as many where Dv is D.
+        `pairs`: how many (query, key) pairs all heads see together, where somebody has counted them."""
+        widths = {"forward": self.D + self.Dv, "backward": 3 * self.D + 2 * self.Dv}.get(computes, 0)
+        return self._flops(widths) if pairs is None else 2 * pairs * widths
 
     def _flops(self, widths: int) -> int:
         """Of matrix products whose head widths are that many together."""
