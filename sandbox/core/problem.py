@@ -266,14 +266,12 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Forward floating-point operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a
-        window the pairs that are seen count, no others. Of a ragged batch those of its sequences; 0 where their lengths
-        are not known."""
+        """Forward operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a window of the
+        pairs that are seen; of a ragged batch of its sequences, or 0 where their lengths are not known."""
         return self._flops(self.D + self.Dv)
 
     def flops_of(self, computes: str, pairs: int | None = None) -> int:
-        """`flops`, or for a "backward" its five matrix products instead of two: 2.5 times as many where Dv is D.
-        `pairs`: how many (query, key) pairs all heads see together, where somebody has counted them."""
+        """`flops`; of a "backward" for five matrix products, not two. `pairs`: that all heads see, where counted."""
         widths = {"forward": self.D + self.Dv, "backward": 3 * self.D + 2 * self.Dv}.get(computes, 0)
         return self._flops(widths) if pairs is None else 2 * pairs * widths
 
