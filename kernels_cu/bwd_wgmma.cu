@@ -24,6 +24,12 @@
 // the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold them;
 // `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
+#ifndef ORDERED
+#define ORDERED 0
+#else
+#define bwd_wgmma bwd_ordered
+#define bwd_wgmma_dq bwd_ordered_dq
+#endif
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -63,7 +69,8 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shar
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-static_assert(FULL_dS + 16 <= SMEM_BYTES, "the mbarriers have 256 bytes");
+constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the number of the block's piece
+static_assert(CLAIM_AT + 4 <= SMEM_BYTES, "the mbarriers have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -86,22 +93,40 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads.
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
+// ORDERED: the last of them first.
 struct Walk {
     int begin, end, group;
 
     __device__ __forceinline__ Walk(Range queries, int group)
         : begin(queries.begin / BLOCK_M * BLOCK_M), end(queries.end), group(group) {}
-    __device__ __forceinline__ int tiles() const { return begin < end ? group * ((end - begin + BLOCK_M - 1) / BLOCK_M) : 0; }
+    __device__ __forceinline__ int tiles_of_head() const { return (end - begin + BLOCK_M - 1) / BLOCK_M; }
+    __device__ __forceinline__ int tiles() const { return begin < end ? group * tiles_of_head() : 0; }
+
+    __device__ __forceinline__ int first() const { return ORDERED ? begin + (tiles_of_head() - 1) * BLOCK_M : begin; }
+    // The tile after m0; whether it is of the same head.
+    __device__ __forceinline__ bool next(int& m0) const {
+        m0 += ORDERED ? -BLOCK_M : BLOCK_M;
+        return ORDERED ? m0 >= begin : m0 < end;
+    }
 
     // Calls f(i, head of the group, m0) with each, i counting.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
         unsigned i = 0;
+        if (ORDERED && begin >= end) return;
 #pragma unroll 1
-        for (int head = 0; head < group; ++head)
+        for (int head = 0; head < group; ++head) {
+            if (ORDERED) {
+                int m0 = first();
 #pragma unroll 1
-            for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
+                do f(i++, head, m0);
+                while (next(m0));
+            } else {
+#pragma unroll 1
+                for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
+            }
+        }
     }
 };
 
@@ -119,6 +144,11 @@ template <bool B>
 struct Constant {
     static constexpr bool value = B;
 };
+
+// ORDERED: dQ_accum begins with a counter of pieces, at 0, and one for each half of each query tile, at TURNS, of the key tiles
+// that have added to it. Where the sums begin, with so many query tiles of all heads:
+constexpr long long TURNS = 4;
+__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? TURNS + (2 * query_tiles + 3) / 4 * 4 : 0; }
 
 __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
     float zero = 0.0f;
@@ -158,15 +188,32 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
-    if (threadIdx.x == 0) init_barriers(base);
+    if (threadIdx.x == 0) {
+        init_barriers(base);
+        if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
+    }
     __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int n0 = blockIdx.x * BLOCK_N, kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group;
+    // Who waits for a piece waits for one of a lower number: it has been claimed by a block that runs.
+    const unsigned claim = ORDERED ? *reinterpret_cast<unsigned*>(smem + CLAIM_AT) : 0;
+    const int key_tile = ORDERED ? claim % gridDim.x : blockIdx.x, n0 = key_tile * BLOCK_N, H = gridDim.y * group;
+    const int kv_head = ORDERED ? claim / gridDim.x % gridDim.y : blockIdx.y, b = ORDERED ? claim / gridDim.x / gridDim.y : blockIdx.z;
     const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
     const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
+    const int tiles_of_head = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+    const auto tile_number = [&](int head, int m0) {
+        return (static_cast<long long>(b) * H + kv_head * group + head) * tiles_of_head + m0 / BLOCK_M;
+    };
     const auto dQ_tile = [&](int head, int m0) {
-        const int tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
-        return dQ_accum + ((static_cast<long long>(b) * H + kv_head * group + head) * tiles + m0 / BLOCK_M) * DQ_TILE;
+        const long long all = static_cast<long long>(gridDim.z) * H * tiles_of_head;
+        return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
+    };
+    // ORDERED: whoever adds to a consumer's half of a query tile waits for the key tiles before, and lets the next one on.
+    const auto turn_of = [&](int head, int m0, unsigned consumer) {
+        return reinterpret_cast<unsigned*>(dQ_accum) + TURNS + 2 * tile_number(head, m0) + consumer;
+    };
+    const auto turns_before = [&](int m0) {
+        return key_tile - (Head::FIRST ? head0.keys(m0, m0 + BLOCK_M).begin / BLOCK_N : 0);
     };
 
     if (warp < 4) {
@@ -205,14 +252,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
-        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
+        } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
-                mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
-                send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
-                send_commit();
-                send_wait_read();
-                mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+                if (SHARED_KEYS) {  // the consumer adds by itself
+                    await_count(turn_of(head, m0, consumer), turns_before(m0));
+                    mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+                    mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
+                } else {
+                    mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
+                    if (ORDERED) await_count(turn_of(head, m0, consumer), turns_before(m0));
+                    send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
+                    send_commit();
+                    send_wait_read();
+                    mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+                    if (ORDERED) send_wait();
+                }
+                if (ORDERED) arrive_at_count(turn_of(head, m0, consumer));
             });
         }
         return;
@@ -279,17 +335,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     } else {
         mbarrier_wait(base + FULL_K, 0);
         mbarrier_wait(base + FULL_V, 0);
-        int m0 = walk.begin, head = 0;
+        int m0 = walk.first(), head = 0;
         unsigned i = 0;
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
         const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
             if (SHARED_KEYS) {
+                if (ORDERED) mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2);
                 float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) {
                     const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
                     add_fragment(to + k * 128, sums);
+                }
+                if (ORDERED) {
+                    __syncwarp();  // all lanes have added
+                    if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
                 }
             } else {
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
@@ -439,8 +500,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 wgmma_settled(dQ);
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
-            m0 += BLOCK_M;
-            if (m0 >= walk.end) ++head, m0 = walk.begin;
+            if (!walk.next(m0)) ++head, m0 = walk.first();
             ++i;
         };
         if (LATE_DQ) {
@@ -471,7 +531,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
     if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0, warp - 4);
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H, n0,
+                                                    warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -515,7 +576,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const int row0 = blockIdx.x * BLOCK_M + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
     const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
-    const float* from = dQ_accum + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
+    const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
+    const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     float zero = 0.0f;
 #pragma unroll
     for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side

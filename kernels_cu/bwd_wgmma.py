@@ -1,5 +1,7 @@
 """Spec of `bwd_wgmma.cu`."""
 
+from dataclasses import replace
+
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 SMEM = 232448  # bytes that a block may have
@@ -51,7 +53,13 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-kernel = Kernel(
+def ordered_dQ(p: Problem) -> tuple[int, ...]:
+    """dQ_accum: a counter of pieces, two for each query tile, and the sums."""
+    rows = p.B * p.H * cdiv(p.Sq, 128) * 128
+    return (8 + rows // 32 + rows * (1 << max(p.D - 1, 31).bit_length()),)
+
+
+in_any_order = Kernel(
     name="bwd_wgmma",
     computes="backward",
     rung=4,
@@ -85,3 +93,15 @@ kernel = Kernel(
         ),
     ),
 )
+
+in_order = replace(
+    in_any_order,
+    name="bwd_ordered",
+    summary="bwd_wgmma, whose blocks add to dQ in the order of the keys: the same bits every time",
+    deterministic=True,
+    macros={"ORDERED": 1},
+    scratch={"dQ_accum": ordered_dQ},
+    then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
+)
+
+kernels = (in_any_order, in_order)

@@ -291,6 +291,14 @@ extern "C" void sandbox_send_wait_read() {
     sent.count = left;
 }
 
+extern "C" void sandbox_send_wait() {
+    sandbox_send_wait_read();
+    current->add_departed();
+}
+
+// Lets the others go on: of a thread that waits for another block.
+extern "C" void sandbox_yield() { pause(); }
+
 extern "C" void sandbox_generic_write(const char* at, unsigned bytes) {
     const SharedMemory& smem = current->smem;
     if (at < smem.dynamic || at + bytes > smem.dynamic + smem.dynamic_bytes) return;

@@ -78,6 +78,8 @@ void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Sit
 void sandbox_send_sums(float* to, const char* from, unsigned bytes, Site site);
 void sandbox_send_commit();
 void sandbox_send_wait_read();
+void sandbox_send_wait();
+void sandbox_yield();
 // Ordinary writes that the async proxy does not see before the fence.
 void sandbox_generic_write(const char* at, unsigned bytes);
 void sandbox_fence_proxy_async();

@@ -112,7 +112,8 @@ def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
         named["block_map"] = None  # that `score` points to
-    return {name: SCRATCH[name].shape(problem) for name in named if name not in COMPUTATIONS[kernel.computes].writes}
+    shapes = {name: kernel.scratch.get(name, SCRATCH[name].shape) for name in named}
+    return {name: shape(problem) for name, shape in shapes.items() if name not in COMPUTATIONS[kernel.computes].writes}
 
 
 class _Slots:

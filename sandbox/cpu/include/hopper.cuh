@@ -46,6 +46,14 @@ inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3,
 }
 inline void send_commit() { cpu::sandbox_send_commit(); }
 inline void send_wait_read() { cpu::sandbox_send_wait_read(); }
+inline void send_wait() { cpu::sandbox_send_wait(); }
+
+// ---- counters in global memory
+
+inline void await_count(const unsigned* counter, unsigned arrivals) {
+    while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield();
+}
+inline void arrive_at_count(unsigned* counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
 
 // ---- warpgroup MMA
 
