@@ -93,40 +93,22 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
-// ORDERED: the last of them first.
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads.
 struct Walk {
     int begin, end, group;
 
     __device__ __forceinline__ Walk(Range queries, int group)
         : begin(queries.begin / BLOCK_M * BLOCK_M), end(queries.end), group(group) {}
-    __device__ __forceinline__ int tiles_of_head() const { return (end - begin + BLOCK_M - 1) / BLOCK_M; }
-    __device__ __forceinline__ int tiles() const { return begin < end ? group * tiles_of_head() : 0; }
-
-    __device__ __forceinline__ int first() const { return ORDERED ? begin + (tiles_of_head() - 1) * BLOCK_M : begin; }
-    // The tile after m0; whether it is of the same head.
-    __device__ __forceinline__ bool next(int& m0) const {
-        m0 += ORDERED ? -BLOCK_M : BLOCK_M;
-        return ORDERED ? m0 >= begin : m0 < end;
-    }
+    __device__ __forceinline__ int tiles() const { return begin < end ? group * ((end - begin + BLOCK_M - 1) / BLOCK_M) : 0; }
 
     // Calls f(i, head of the group, m0) with each, i counting.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
         unsigned i = 0;
-        if (ORDERED && begin >= end) return;
 #pragma unroll 1
-        for (int head = 0; head < group; ++head) {
-            if (ORDERED) {
-                int m0 = first();
+        for (int head = 0; head < group; ++head)
 #pragma unroll 1
-                do f(i++, head, m0);
-                while (next(m0));
-            } else {
-#pragma unroll 1
-                for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
-            }
-        }
+            for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
     }
 };
 
@@ -145,10 +127,33 @@ struct Constant {
     static constexpr bool value = B;
 };
 
-// ORDERED: dQ_accum begins with a counter of pieces, at 0, and one for each half of each query tile, at TURNS, of the key tiles
-// that have added to it. Where the sums begin, with so many query tiles of all heads:
-constexpr long long TURNS = 4;
-__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? TURNS + (2 * query_tiles + 3) / 4 * 4 : 0; }
+// ORDERED: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
+// but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
+// added to it. Where the sums begin, with so many query tiles of all heads:
+constexpr long long ADDED = 4;
+__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
+
+// The keys of a block. ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a
+// block has begun. Heads come in sections of SECTION pieces at least; of a section first the first piece of each head, then the
+// second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together do not
+// meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait for.
+constexpr int SECTION = 132;
+struct Piece {
+    int key_tile, kv_head, b;
+
+    __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
+        if (!ORDERED) return;
+        const unsigned heads = gridDim.y * gridDim.z, most = (SECTION + gridDim.x - 1) / gridDim.x;  // of a section
+        const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
+        const unsigned head = first + place % own;
+        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
+    }
+    // How many pieces of the head add to query tile m0 before this one.
+    __device__ __forceinline__ int before(const Head& head, int m0) const {
+        const Range keys = head.keys(m0, m0 + BLOCK_M);
+        return Head::LAST ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
+    }
+};
 
 __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
     float zero = 0.0f;
@@ -159,7 +164,7 @@ __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
 
 // P^T or dS^T of a warp (16 keys, from chunk `chunk` on, times QUERIES queries) to rows of queries in shared memory.
 __device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, const unsigned (&pairs)[QUERIES / 16][4]) {
-    const unsigned lane = threadIdx.x % 32;
+    const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
 #pragma unroll
     for (int step = 0; step < QUERIES / 16; ++step) {
         const unsigned (&x)[4] = pairs[step];
@@ -192,28 +197,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
     }
-    __syncthreads();  // the mbarriers are there before anybody uses them
+    __syncthreads();  // the mbarriers, and the claim, are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    // Who waits for a piece waits for one of a lower number: it has been claimed by a block that runs.
-    const unsigned claim = ORDERED ? *reinterpret_cast<unsigned*>(smem + CLAIM_AT) : 0;
-    const int key_tile = ORDERED ? claim % gridDim.x : blockIdx.x, n0 = key_tile * BLOCK_N, H = gridDim.y * group;
-    const int kv_head = ORDERED ? claim / gridDim.x % gridDim.y : blockIdx.y, b = ORDERED ? claim / gridDim.x / gridDim.y : blockIdx.z;
+    const auto claimed = [&] { return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0); };
+    const Piece piece = claimed();
+    const int n0 = piece.key_tile * BLOCK_N, kv_head = piece.kv_head, b = piece.b, H = gridDim.y * group;
     const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
     const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
-    const int tiles_of_head = (score.Sq + BLOCK_M - 1) / BLOCK_M;
     const auto tile_number = [&](int head, int m0) {
-        return (static_cast<long long>(b) * H + kv_head * group + head) * tiles_of_head + m0 / BLOCK_M;
+        const int tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+        return (static_cast<long long>(b) * H + kv_head * group + head) * tiles + m0 / BLOCK_M;
     };
     const auto dQ_tile = [&](int head, int m0) {
-        const long long all = static_cast<long long>(gridDim.z) * H * tiles_of_head;
+        const long long all = static_cast<long long>(gridDim.z) * H * ((score.Sq + BLOCK_M - 1) / BLOCK_M);
         return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
     };
-    // ORDERED: whoever adds to a consumer's half of a query tile waits for the key tiles before, and lets the next one on.
-    const auto turn_of = [&](int head, int m0, unsigned consumer) {
-        return reinterpret_cast<unsigned*>(dQ_accum) + TURNS + 2 * tile_number(head, m0) + consumer;
-    };
-    const auto turns_before = [&](int m0) {
-        return key_tile - (Head::FIRST ? head0.keys(m0, m0 + BLOCK_M).begin / BLOCK_N : 0);
+    const auto added = [&](int head, int m0, unsigned consumer) {  // pieces, so far
+        return reinterpret_cast<unsigned*>(dQ_accum) + ADDED + 2 * tile_number(head, m0) + consumer;
     };
 
     if (warp < 4) {
@@ -237,16 +237,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
         } else if (warp == 1) {
-            const bool of_LSE = lane < 16;  // the other half: delta
-            const float* const column = (of_LSE ? LSE : delta) + static_cast<long long>(b) * H * score.Sq + lane % 16;
             walk.for_each([&](unsigned i, int head, int m0) {
-                const float* const from = column + static_cast<long long>(kv_head * group + head) * score.Sq + m0;
-                const int rows = score.Sq - m0 - lane % 16;  // from the lane's first on
+                const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
+                const bool of_LSE = lane < 16;                // the other half: delta
+                const int row = m0 + lane % 16;               // the lane's first
+                const int query_head = b * H + kv_head * group + head;
+                const float* const from = (of_LSE ? LSE : delta) + static_cast<long long>(query_head) * score.Sq + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16) {
-                    const float x = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
+                    const float x = row + t < score.Sq ? from[t] : of_LSE ? -INF : 0.0f;
                     to[t] = !of_LSE || x == -INF ? x : -x * Head::LOG2E;  // of a row that sees no key P is 0
                 }
                 __syncwarp();  // written before the arrival says so
@@ -255,20 +256,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
-                if (SHARED_KEYS) {  // the consumer adds by itself
-                    await_count(turn_of(head, m0, consumer), turns_before(m0));
+                if (SHARED_KEYS) {  // the consumer adds by itself, when it may
+                    await_count(added(head, m0, consumer), piece.before(head0, m0));
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 } else {
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
-                    if (ORDERED) await_count(turn_of(head, m0, consumer), turns_before(m0));
-                    send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
+                    if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
+                    float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
+                    const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
+                    if (ORDERED && piece.before(head0, m0) == 0) send_floats(to, from, 4 * DQ_SHARE);
+                    else send_sums(to, from, 4 * DQ_SHARE);
                     send_commit();
                     send_wait_read();
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     if (ORDERED) send_wait();
                 }
-                if (ORDERED) arrive_at_count(turn_of(head, m0, consumer));
+                if (ORDERED) arrive_at_count(added(head, m0, consumer));
             });
         }
         return;
@@ -276,7 +280,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     registers_take<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer, turn = 4 + consumer, next_turn = 5 - consumer;
-    const int q = lane % 4;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
@@ -335,18 +338,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     } else {
         mbarrier_wait(base + FULL_K, 0);
         mbarrier_wait(base + FULL_V, 0);
-        int m0 = walk.first(), head = 0;
+        int m0 = walk.begin, head = 0;
         unsigned i = 0;
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
         const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
             if (SHARED_KEYS) {
                 if (ORDERED) mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2);
+                const bool first = ORDERED && piece.before(head0, m0) == 0;
                 float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) {
                     const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                    add_fragment(to + k * 128, sums);
+                    if (first) store_fragment(to + k * 128, sums);
+                    else add_fragment(to + k * 128, sums);
                 }
                 if (ORDERED) {
                     __syncwarp();  // all lanes have added
@@ -374,7 +379,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
             const unsigned dS_before = dS_AT + (i % 2 ^ 1) * Pairs::BYTES;
             const float* const stats =  // of the lane's first queries
-                reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + 2 * q;
+                reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + thread_index_x() % 4 * 2;
             float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
             await(FULL_Q, i);
             multiply_rows(S, K_AT, Q_at);
@@ -500,7 +505,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 wgmma_settled(dQ);
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
-            if (!walk.next(m0)) ++head, m0 = walk.first();
+            m0 += BLOCK_M;
+            if (m0 >= walk.end) ++head, m0 = walk.begin;
             ++i;
         };
         if (LATE_DQ) {
@@ -528,11 +534,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         wgmma_settled(dV_rmem);
     }
 
+    const Piece done = claimed();  // asked again, or it would be kept all the time
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
     if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H, n0,
-                                                    warp - 4);
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done.b, done.kv_head,
+                                                    H, n0, warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -552,8 +559,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
             const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
             const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            send_box(dV_map, at * 64, n0 + own_keys, kv_head, b, base + V_AT + from);
-            send_box(dK_map, at * 64, n0 + own_keys, kv_head, b, base + K_AT + from);
+            send_box(dV_map, at * 64, n0 + own_keys, done.kv_head, done.b, base + V_AT + from);
+            send_box(dK_map, at * 64, n0 + own_keys, done.kv_head, done.b, base + K_AT + from);
         }
         send_commit();
         send_wait_read();  // shared memory lives as long as the block
@@ -578,12 +585,15 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
     const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
+    const Range keys = Head(score, b, h).keys(blockIdx.x * BLOCK_M, (blockIdx.x + 1) * BLOCK_M);
+    const bool untouched = ORDERED && keys.begin >= keys.end;  // rows that see no keys
     float zero = 0.0f;
 #pragma unroll
     for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
         const int chunk = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8), col = col0 + 8 * chunk;
         float sums[2][8];
         fetch_rows(sums, from + chunk * 512, g);
+        for (int k = 0; k < (untouched ? 16 : 0); ++k) sums[k / 8][k % 8] = 0.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             unsigned packed[4];

@@ -97,6 +97,11 @@ __device__ __forceinline__ void send_sums(float* to, SmemAddress from, unsigned 
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
+// The same, but what was there is replaced.
+__device__ __forceinline__ void send_floats(float* to, SmemAddress from, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
 // Waits until the boxes and sums that this thread has sent have left shared memory.
 __device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 

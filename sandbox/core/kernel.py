@@ -69,7 +69,8 @@ class Kernel(Entry):
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # of one of several kernels that share a `.cu`
-    scratch: Mapping[str, Callable[[Problem], tuple[int, ...]]] = field(default_factory=dict, hash=False)  # of other shapes
+    scratch: Mapping[str, Callable[[Problem], tuple[int, int]]] = field(default_factory=dict, hash=False)
+    """Scratch of other sizes than all kernels': numbers, and of these the first that have to be zeros."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/sequence.cuh
     deterministic: bool = True  # False: sums by atomics, in any order
