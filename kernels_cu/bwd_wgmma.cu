@@ -21,7 +21,8 @@
 // clang-format on
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
-// the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold them;
+// the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
+// order of the keys, so that they do not. dQ_accum holds the accumulators as the lanes hold them;
 // `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED

@@ -29,6 +29,7 @@
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
+#include "dealing.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -41,9 +42,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 #endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
-constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
-constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : 232;
+constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers; so does dealing
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : RAGGED ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -60,10 +61,11 @@ constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 
 static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers, 8 bytes each: of each stage, and of each consumer's Q.
+// The mbarriers, 8 bytes each: of each stage, of each consumer's Q, and of the piece that was dealt, which is after them.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
-                   EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
-constexpr unsigned TOLD_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage, in a walk by the block map
+                   EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
+                   FULL_PIECE = EMPTY_Q + 8 * CONSUMERS, EMPTY_PIECE = FULL_PIECE + 8, PIECE_AT = EMPTY_PIECE + 8;
+constexpr unsigned TOLD_AT = PIECE_AT + 16;  // of each stage, in a walk by the block map
 static_assert(TOLD_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
@@ -76,6 +78,10 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
         mbarrier_init(base + EMPTY_Q + 8 * consumer, O_APART ? 4 : 1);
+    }
+    if (RAGGED) {
+        mbarrier_init(base + FULL_PIECE, 1);
+        mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     }
     fence_proxy_async();
 }
@@ -97,9 +103,9 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
     int tiles;
 #if RAGGED
     int sequence;
-    __device__ __forceinline__ Piece(RowTile rows, unsigned head, const Score& score)
-        : m0(rows.row0), head(head), range(tiles_of(Head(score, rows.b, head), m0, m0 + BLOCK_M)),
-          tiles(range.end - range.begin), sequence(rows.b) {}
+    __device__ __forceinline__ Piece(Dealt dealt, const Score& score)
+        : m0(dealt.row0), head(dealt.head), range(tiles_of(Head(score, dealt.b, head), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin), sequence(dealt.b) {}
     __device__ __forceinline__ int b(int) const { return sequence; }
     __device__ __forceinline__ int h(int) const { return head; }
 #else
@@ -154,13 +160,48 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
+#if RAGGED
+// Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then.
+__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned group, unsigned* dealt, const Score& score) {
+    const SmemAddress base = smem_address(smem);
+    const LongestFirst pieces(score);
+    const bool leader = threadIdx.x % 32 == 0;
+    unsigned number = blockIdx.x;
+#pragma unroll 1
+    for (unsigned round = 0;; ++round) {
+        const Dealt piece = pieces.piece(number, heads, group);
+        if (leader) {
+            mbarrier_wait(base + EMPTY_PIECE, round % 2 ^ 1);
+            *reinterpret_cast<Dealt*>(smem + PIECE_AT) = piece;
+            mbarrier_arrive(base + FULL_PIECE);
+        }
+        if (piece.none()) return;
+        if (leader) number = gridDim.x + atomicAdd(dealt, 1u);
+        number = __shfl_sync(0xffffffffu, number, 0);
+    }
+}
+
+// Calls f with each of the block's pieces.
+template <class F>
+__device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, const Score& score, F f) {
+    const SmemAddress base = smem_address(smem);
+#pragma unroll 1
+    for (unsigned round = 0;; ++round) {
+        mbarrier_wait(base + FULL_PIECE, round % 2);
+        const Dealt dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
+        if (dealt.none()) return;
+        mbarrier_arrive(base + EMPTY_PIECE);
+        f(Piece(dealt, score));
+    }
+}
+#else
 // Calls f with each of the block's pieces.
 //
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
 // begin each section at another place, and the last section of long rows has up to four rounds.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
     const unsigned blocks = query_tiles<BLOCK_M>(score);
     const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
 #pragma unroll 1
@@ -170,15 +211,11 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
 #pragma unroll 1
         for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
             if (i >= size * blocks) continue;
-#if RAGGED
-            const RowTile rows = query_tile<BLOCK_M>(score, CAUSAL ? blocks - 1 - i / size : i % blocks, 0);
-            if (!rows.surplus()) f(Piece(rows, CAUSAL ? head + i % size : i / blocks, score));
-#else
             f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
-#endif
         }
     }
 }
+#endif
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
@@ -238,7 +275,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     int H,
     int heads,                                    // B * H
     int group,                                    // H / Hk
-    const __grid_constant__ Score score) {
+    const __grid_constant__ Score score,
+    unsigned* dealt) {                            // pieces of a ragged batch that were dealt, beyond each block's first
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
@@ -249,7 +287,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            for_each_piece(heads, H, score, [&](const Piece& piece) {
+            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = piece.h(H) / group, b = piece.b(H);
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -287,7 +325,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
-            for_each_piece(heads, H, score, [&](const Piece& piece) {
+            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
                 const Sequence sequence(score, piece.b(H));
 #pragma unroll 1
@@ -299,6 +337,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 ++pieces;
             });
         }
+#if RAGGED
+        if (warp == 2) deal_pieces(smem, heads, group, dealt, score);
+#endif
         return;
     }
 
@@ -312,7 +353,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     unsigned used = 0, pieces = 0;
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece(heads, H, score, [&](const Piece& piece) {
+    for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(score, piece.b(H), piece.h(H));
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:

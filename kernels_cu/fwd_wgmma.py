@@ -62,10 +62,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
         (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
-        (
-            t.BLOCK_M < 192 or not (p.ragged and p.causal),
-            "BLOCK_M=192 of a causal ragged batch spills: take 128 rows",
-        ),
+        (consumers < 3 or not p.ragged, "BLOCK_M=192 spills of a ragged batch: 128 rows do not"),
         (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
             f"tile {t} spills with a bias, mask or score of one's own: at most 128 rows and {most_keys(p)} keys do not",
@@ -122,5 +119,5 @@ kernel = Kernel(
     supports=supports,
     check_tile=check_tile,
     rank=rank,
-    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "H", "heads", "group", "score"),
+    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "H", "heads", "group", "score", "dealt"),
 )

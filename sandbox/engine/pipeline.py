@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,7 +79,9 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
-    launch = steps[0][0] if len(steps) == 1 and steps[0][0] else _in_order(steps, zeroed_of(kernel, problem), names, device)
+    zeroed = zeroed_of(kernel, problem)
+    alone = steps[0][0] if len(steps) == 1 and not zeroed else None
+    launch = alone or _in_order(steps, zeroed, names, device)
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
     )  # fmt: skip
@@ -157,7 +160,10 @@ class Loaded:
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
     SpecError where the spec's `args` are not the parameters that the compiler found."""
-    what = kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device
+    defines = kernel.defines(problem, tile)
+    if problem.ragged and device != HOST and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0"):
+        defines["CHECKED_KERNELS"] = 1
+    what = kernel, tuple(defines.items()), snippets.folders(problem), device
     refused, error = _refused.get(what, (None, None))
     if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
         raise error.with_traceback(None)
@@ -239,27 +245,16 @@ def compile(
     UnknownKernel.
     """
     owner = entry_owner(kernel) if isinstance(kernel, str) else kernel
-    return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, D, dtype, causal, arch, tile)
-
-
-def compile_entry(
-    kernel: Kernel, entry: str, D: int, dtype: str, causal: bool | str, arch: str | None = None,
-    tile: Tile | str | None = None,
-) -> Compiled:  # fmt: skip
-    """`compile` of one entry of any kernel, not of the registry alone. Raises UnknownKernel when it has none such."""
-    name = kernel.entry(entry).name
-    return next(c for c in compile_entries(kernel, D, dtype, causal, arch, tile) if c.entry == name)
-
-
-def compile_entries(
-    kernel: Kernel, D: int, dtype: str, causal: bool | str, arch: str | None = None, tile: Tile | str | None = None
-) -> tuple[Compiled, ...]:
-    """`compile` of every entry of a kernel, in the order of its launches."""
-    if arch is None:
-        arch = arch_here(kernel)
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
-    chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
-    return compile_problem(kernel, problem, chosen, arch)
+    target = arch or arch_here(owner)
+    chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
+    return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, problem, chosen, target)
+
+
+def compile_entry(kernel: Kernel, entry: str, problem: Problem, tile: Tile, arch: str) -> Compiled:
+    """`compile_problem` of one entry. Raises UnknownKernel when the kernel has none such."""
+    name = kernel.entry(entry).name
+    return next(c for c in compile_problem(kernel, problem, tile, arch) if c.entry == name)
 
 
 def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, arch: Arch) -> architectures.Occupancy:

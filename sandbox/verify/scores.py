@@ -129,8 +129,11 @@ def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
-def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int) -> dict[str, Any]:
-    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads."""
+def part_options(
+    p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int, number: int = 0
+) -> dict[str, Any]:
+    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads. The
+    problem's first batch entry is that of the given number, as a sequence of a ragged batch is."""
 
     def cut(name: str, *at: int | slice) -> Array:
         x = given[name]
@@ -147,7 +150,7 @@ def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: in
         if name in given:
             part[name] = host_array(given[name])[i : i + 1]
     part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.") or name == "seed"}
-    return {**reference_options(p, part), "part": Part(b, h, start, p.Sq)}
+    return {**reference_options(p, part), "part": Part(number + b, h, start, p.Sq)}
 
 
 def seen(p: Problem, given: Mapping[str, Array]) -> Array:
