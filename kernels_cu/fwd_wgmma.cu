@@ -25,7 +25,8 @@
 // rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
 //
 // A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
-// of the next one is written, and none of its NaNs is multiplied by a P of 0.
+// of the next one is written, and none of its NaNs is multiplied by a P of 0. Nobody knows its lengths before: a third warp of
+// the producers deals out pieces, the longest first, as blocks come for them (dealing.cuh; experiments/015_ragged: 4 ... 46%).
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
@@ -37,6 +38,9 @@
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+#ifndef ONE_SECTION
+#define ONE_SECTION 0
+#endif
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
@@ -54,8 +58,17 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
+#ifndef AT_ONCE
+#define AT_ONCE (BLOCK_N == 64 && D_PAD <= 128 && DV_PAD <= 128 ? 32 : 8)
+#endif
+static_assert(BLOCK_N / 2 % AT_ONCE == 0 || !Head::SCATTERED, "a thread's scores are looked up in whole turns");
+constexpr bool BIAS_TILES = BIAS & 8;
+using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
+
 // Shared memory, in bytes from its beginning.
-constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES, O_AT = V_AT + STAGES * Values::BYTES;
+constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
+constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
+constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
 constexpr bool O_APART = O_AT + CONSUMERS * Outputs::BYTES + 1024 <= 232448;  // else O leaves through Q's place
 constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 0);
 static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
@@ -126,6 +139,18 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
 constexpr unsigned LAST_TILE = 1 << CONSUMERS;
 __device__ __forceinline__ unsigned& told_of(char* smem, unsigned stage) {
     return reinterpret_cast<unsigned*>(smem + TOLD_AT)[stage];
+}
+
+// The bias of a tile of keys, which comes and goes with K.
+__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const Piece& piece, int H, int n0,
+                                             SmemAddress base, unsigned stage) {
+#if BIAS
+    const int h = score.bias.stride_h ? piece.h(H) : 0, b = score.bias.stride_b ? piece.b(H) : 0;
+#pragma unroll 1
+    for (int consumer = 0; consumer < CONSUMERS; ++consumer)
+        Biases::add(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.m0 + 64 * consumer, h, b,
+                    base + FULL_K + 8 * stage);
+#endif
 }
 
 // A piece's tiles, of which something is seen; where nothing is, the first of them.
@@ -199,11 +224,13 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, 
 //
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
-// begin each section at another place, and the last section of long rows has up to four rounds.
+// begin each section at another place, and the last section of long rows has up to four rounds. In a window most pieces are
+// alike and read few keys: one section, in which the short pieces of all heads come last.
 template <class F>
 __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
     const unsigned blocks = query_tiles<BLOCK_M>(score);
-    const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
+    const unsigned section = CAUSAL && !(Head::FIRST && ONE_SECTION) ? max(2 * gridDim.x / blocks, 1) : heads;
+    const unsigned last = section < 16 ? 2 * section : section;
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : section;
@@ -272,6 +299,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap bias_map,   // likewise, where BIAS_TILES
     int H,
     int heads,                                    // B * H
     int group,                                    // H / Hk
@@ -297,7 +325,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     if (Head::MAPPED && full == FULL_K) told_of(smem, stage) = told;
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
-                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
+                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
+                                  full == FULL_K ? BIAS_BYTES : 0);
+                    if (BIAS_TILES && full == FULL_K) request_bias(bias_map, score, piece, H, n0, base, stage);
                 };
                 // Each in the order in which they are used.
                 if constexpr (Head::MAPPED) {
@@ -403,16 +433,40 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
-        const auto finish_scores = [&](Told tile) {  // raw scores of dot products, -INF where a row does not see
+        const auto finish_scores = [&](int j, Told tile) {  // raw scores of dot products, -INF where a row does not see
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
+            const SmemAddress bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
 #pragma unroll
-            for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
+            for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
+                unsigned pair[4];  // 16 x 16 of the bias, as S lies
+                ldmatrix_x4(pair, bias_smem + Biases::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const float2 shift = unpack(pair[k]);
+                    const int i = 8 * step + 2 * k;
+                    S[i] = bound.raw(S[i], at(i), shift.x);
+                    S[i + 1] = bound.raw(S[i + 1], at(i + 1), shift.y);
+                }
+            }
+            if (BIAS_TILES) release_K(j);
+#pragma unroll
+            for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
-            if (Head::SCATTERED) {
+            if (Head::SCATTERED && !tile.whole) {  // looked up AT_ONCE, for want of registers
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
+                for (int begin = 0; begin < BLOCK_N / 2; begin += 32) {
+                    unsigned seen = 0;
+#pragma unroll 1
+                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); i += AT_ONCE) {
+#pragma unroll
+                        for (int k = 0; k < AT_ONCE; ++k)
+                            seen |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << i % 32 + k;
+                    }
+#pragma unroll
+                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); ++i)
+                        if (!(seen >> i % 32 & 1)) S[i] = -INF;
+                }
                 return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
@@ -452,8 +506,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
-            release_K(lead);
-            finish_scores(first);
+            if (!BIAS_TILES) release_K(lead);
+            finish_scores(lead, first);
             rows.raise_maximum(S, exponent);
             rows.exponentiate(P, S, exponent, rows.l);
             drop(first);
@@ -467,9 +521,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 multiplied();
                 const Told tile = told(j);
                 release_V(j - 1);
-                release_K(j);
+                if (!BIAS_TILES) release_K(j);
                 if (j == last) release_Q();
-                finish_scores(tile);
+                finish_scores(j, tile);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];

@@ -163,7 +163,7 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
 
 
 def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
-    """What the "block_map" kernels compute, as kernels_cu/include/block_map.cuh describes it: 32 keys that no row of 64
+    """What the "block_map" kernels compute, as include/block_map.cuh describes it: 128 keys that no row of 64
     reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own."""
     B, H, rows, words = p.block_map
     hides = bool(p.score and p.score.hides)
@@ -178,15 +178,10 @@ def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
         diagonal = n - p.Sq if p.key_lengths and p.causal != "top-left" else p.diagonal
         begin = 0 if first is None or not by_rows else max(0, m0 + diagonal - first)
         end = n if last is None or not by_rows else min(n, min(m0 + 64, p.Sq) + diagonal + last)
-        for key in range(0, n, 16):
-            if key // 32 * 32 < end and key // 32 * 32 + 32 > begin:
-                pairs = left[b, h, m0 : m0 + 64, key : key + 16][:, : max(1, n - key)]
+        for key in range(0, -(-n // 128) * 128, 16):  # keys beyond the last are as the last
+            if begin < key // 128 * 128 + 128 and key // 128 * 128 < end:
+                pairs = left[b, h, m0 : m0 + 64, min(key, n - 1) : max(min(key, n - 1) + 1, min(key + 16, n))]
                 bits[b, h, row, :, key // 16] = pairs.any(), pairs.all()
-        if n % 32 and n % 32 <= 16 and n // 32 * 32 < end and n // 32 * 32 + 32 > begin:  # keys beyond are as the last
-            bits[b, h, row, :, n // 32 * 2 + 1] = (
-                left[b, h, m0 : m0 + 64, n - 1].any(),
-                left[b, h, m0 : m0 + 64, n - 1].all(),
-            )
     return np.packbits(bits, axis=-1, bitorder="little").view("<i4").reshape(B, H, rows, words)
 
 
