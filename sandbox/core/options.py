@@ -42,6 +42,9 @@ def macros(problem: Problem) -> dict[str, int]:
         "KEY_LENGTHS": int(problem.key_lengths),
         "RAGGED": int(bool(problem.ragged)),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
+        # 8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v
+        "DESCALE": sum(bit for bit, one in zip((1, 2, 4), problem.descale, strict=False) if isinstance(one, tuple))
+        + 8 * problem.float8,
     }
     asked = {name: value for name, value in found.items() if value}
     if asked:
@@ -68,6 +71,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("mask", problem.mask, "bhi"),
         ("sink", every[1:2] if problem.sink else (), "h"),
         ("seed", (1,) if problem.dropout else (), ""),
+        *((f"descale_{x}", n, "bh") for x, n in zip("qkv", problem.descale, strict=False) if isinstance(n, tuple)),
     ):
         if shape:
             yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))
@@ -90,6 +94,8 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
         fields += [("bottom_right", _INT)]
     if problem.ragged:
         fields += [("rows_q", _INT), ("rows_k", _INT), ("sequences", _INT)]
+    if problem.float8:
+        fields += [("descale", ctypes.c_float), ("group", _INT)]
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]
     if problem.score and not problem.score.structure[2]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
+from ..core.dtypes import ITEMSIZE
 from ..core.errors import UnsupportedProblem
-from ..core.problem import ITEMSIZE, Problem
+from ..core.problem import Problem
 
 
 class Tensor(Protocol):
@@ -99,7 +100,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> tuple[Box, int]:
     ever touched.
     """
     of_keys = name in ("K", "V", "dK", "dV")
-    itemsize, width, heads = ITEMSIZE[p.dtype], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
+    itemsize, width, heads = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
     size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
     stride, before = [s * itemsize for s in reversed(tensor.strides[:3])], 0
     if p.ragged:

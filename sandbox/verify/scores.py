@@ -18,6 +18,7 @@ from ..reference import Meaning, Part, Shape
 
 Array = NDArray[Any]
 
+_OTHER = {"float8_e4m3": "float8_e5m2", "float8_e5m2": "float8_e4m3"}
 OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the other on a problem, as they are asked for
     "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
     "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
@@ -30,6 +31,8 @@ OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the oth
     "sink": lambda p: {"sink": True},
     "key_lengths": lambda p: {"key_lengths": True},
     "score": lambda p: {"score": documents(p)},
+    "descale": lambda p: {"descale": ((p.B, p.H), 0.75, (p.B, p.Hk))} if p.float8 else {},
+    "v_dtype": lambda p: {"v_dtype": _OTHER[p.dtype], "out_dtype": "float16"} if p.float8 else {},
     "Dv": lambda p: {"Dv": max(8, p.D // 2)},
     "dropout": lambda p: {"dropout": 0.3},
     "all dropped": lambda p: {"dropout": 1.0},
@@ -82,7 +85,7 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
     if p.alibi:
         found["slopes"] = rng.uniform(0.05, 0.5, p.alibi).astype(np.float32)
     if p.bias:
-        found["bias"] = rng.standard_normal(p.bias).astype(numpy_dtype(p.bias_dtype or p.dtype))
+        found["bias"] = rng.standard_normal(p.bias).astype(numpy_dtype(p.bias_dtype or p.dtype_of("O")))
     if p.mask:
         rows, keys = p.mask[2:]
         hidden = [
@@ -95,6 +98,9 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
         found["sink"] = rng.standard_normal(p.H).astype(np.float32)
     if p.dropout:
         found["seed"] = rng.integers(-(2**63), 2**63, 1)
+    for x, one in zip("qkv", p.descale, strict=False):
+        if isinstance(one, tuple):
+            found[f"descale_{x}"] = rng.uniform(0.5, 1.5, one).astype(np.float32)
     if p.key_lengths:
         lengths = rng.integers(0, p.Sk + 1, p.B).astype(np.int32)
         lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
@@ -126,6 +132,9 @@ def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     score = p.score and dataclasses.replace(p.score, tensors={name: given[f"score.{name}"] for name in p.score.tensors})
     if "seed" in given:
         tensors |= {"dropout": p.dropout, "seed": int(given["seed"][0])}
+    if p.descale:
+        numbers = (given.get(f"descale_{x}", one) for x, one in zip("qkv", p.descale, strict=True))
+        tensors["descale"] = tuple(numbers)
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
@@ -143,6 +152,9 @@ def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: in
             part[name] = cut(name, b, h, rows, slice(None))[None, None]
     if "slopes" in given:
         part["slopes"] = cut("slopes", *(b, h)[-given["slopes"].ndim :]).reshape(1)
+    for name, n in (("descale_q", h), ("descale_k", h // (p.H // p.Hk)), ("descale_v", h // (p.H // p.Hk))):
+        if name in given:
+            part[name] = cut(name, b, n).reshape(1, 1)
     for name, i in (("sink", h), ("key_lengths", b)):
         if name in given:
             part[name] = host_array(given[name])[i : i + 1]

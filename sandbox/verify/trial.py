@@ -81,7 +81,11 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
     a backward the gradients of bias and sink among them, where the problem has them."""
     asked = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
     names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, there in asked.items() if there))
-    dtypes = {"dbias": problem.bias_dtype or problem.dtype, **dict.fromkeys(("LSE", "delta", "dsink"), "float32")}
+    dtypes = {
+        "O": problem.dtype_of("O"),
+        "dbias": problem.bias_dtype or problem.dtype,
+        **dict.fromkeys(("LSE", "delta", "dsink"), "float32"),
+    }
     return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}
 
 
