@@ -25,7 +25,14 @@ def normalise_dtype(name: str, dtype: str) -> str:
     return found
 
 
-def normalise_v_dtype(dtype: str, v_dtype: str) -> str:
+def normalise(dtype: str, v_dtype: str, out_dtype: str) -> dict[str, str]:
+    """The three fields of a Problem. Raises SpecError for what no kernel takes."""
+    dtype = normalise_dtype("dtype", dtype)
+    v_dtype, out_dtype = _normalise_v_dtype(dtype, v_dtype), _normalise_out_dtype(dtype, out_dtype)
+    return {"dtype": dtype, "v_dtype": v_dtype, "out_dtype": out_dtype}
+
+
+def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
     """ "" where v is as q. Raises SpecError for a mixture that no kernel takes."""
     if not v_dtype or (found := normalise_dtype("v_dtype", v_dtype)) == dtype:
         return ""
@@ -38,7 +45,7 @@ def default_out_dtype(dtype: str) -> str:
     return "bfloat16" if dtype in FLOAT8 else dtype
 
 
-def normalise_out_dtype(dtype: str, out_dtype: str) -> str:
+def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
     """ "" where it is what out has by itself: q's, bfloat16 of float8. Raises SpecError."""
     if not out_dtype or out_dtype == default_out_dtype(dtype):
         return ""

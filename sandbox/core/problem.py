@@ -85,9 +85,8 @@ class Problem:
         self._check_ragged()
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
-        set_(self, "dtype", dtypes.normalise_dtype("dtype", self.dtype))
-        set_(self, "v_dtype", dtypes.normalise_v_dtype(self.dtype, self.v_dtype))
-        set_(self, "out_dtype", dtypes.normalise_out_dtype(self.dtype, self.out_dtype))
+        for name, dtype in dtypes.normalise(self.dtype, self.v_dtype, self.out_dtype).items():
+            set_(self, name, dtype)
         if self.Hk == 0:
             set_(self, "Hk", self.H)
         if self.H and self.H % self.Hk:
@@ -142,10 +141,7 @@ class Problem:
                 raise SpecError(f"{name}={shape} must be four numbers, each 1 or that of (B, H, Sq, Sk) = {full}")
         own = self.dtype_of("O")
         if self.bias_dtype and (not self.bias or self.bias_dtype not in (own, "float32")):
-            whose = "out" if self.float8 else "q"
-            raise SpecError(
-                f"bias_dtype={self.bias_dtype!r} must be that of a bias: {whose}'s dtype, {own}, or float32"
-            )
+            raise SpecError(f"bias_dtype={self.bias_dtype!r} must be that of a bias: out's dtype, {own}, or float32")
         set_(self, "bias_dtype", "" if self.bias_dtype == own else self.bias_dtype)
         for name in ("sink", "key_lengths"):
             if not isinstance(getattr(self, name), bool):

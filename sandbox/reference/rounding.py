@@ -41,7 +41,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
 
     Any shape. x is taken to float32 first. ValueError for an unknown dtype.
     """
-    with np.errstate(over="ignore"):  # overflow to inf is the dtype's answer, not a fault
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is the dtype's answer, not a fault
         wide: NDArray[np.float32] = np.asarray(x).astype(np.float32, copy=False)
         if most := MOST.get(dtype_name(dtype)):
             wide = np.clip(wide, np.float32(-most), np.float32(most))
