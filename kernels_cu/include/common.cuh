@@ -97,6 +97,7 @@ template <class T>
 struct __align__(4 * sizeof(T)) Four {
     unsigned words[sizeof(T)];
 };
+using dtype4 = Four<dtype>;
 template <class T>
 __device__ __forceinline__ float4 to_float4(Four<T> x) {
     const T* e = reinterpret_cast<const T*>(x.words);
@@ -105,7 +106,7 @@ __device__ __forceinline__ float4 to_float4(Four<T> x) {
 
 // Whether each row of head (b, h) begins where a Four may: alike in all threads of a block that has one head.
 template <class T>
-__device__ __forceinline__ bool aligned_for_four(View<const T> tensor, int b, int h) {
+__device__ __forceinline__ bool aligned_for_dtype4(View<const T> tensor, int b, int h) {
     const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
     return (head | tensor.stride_s * sizeof(T)) % sizeof(Four<T>) == 0;
 }
@@ -122,7 +123,7 @@ __device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, in
     const T* from = tensor.row(b, h, row) + col;
     const long long step = Y * tensor.stride_s;
     tile += threadIdx.y * PITCH + 4 * threadIdx.x;
-    if (WIDTH % 4 == 0 && aligned_for_four(tensor, b, h)) {
+    if (WIDTH % 4 == 0 && aligned_for_dtype4(tensor, b, h)) {
         Four<T> values[R][C];
 #pragma unroll
         for (int r = 0; r < R; ++r, from += step)

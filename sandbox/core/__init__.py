@@ -1,11 +1,13 @@
 """What everything else speaks of: problem, tile, kernel and their registry, errors, the log, JSON lines."""
 
 __all__ = [
+    "dtypes",
     "errors",
     "integers",
     "jsonl",
     "kernel",
     "log",
+    "normalise",
     "options",
     "picture",
     "place",

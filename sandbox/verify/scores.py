@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.dtypes import FLOAT8
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
@@ -18,7 +19,6 @@ from ..reference import Meaning, Part, Shape
 
 Array = NDArray[Any]
 
-_OTHER = {"float8_e4m3": "float8_e5m2", "float8_e5m2": "float8_e4m3"}
 OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the other on a problem, as they are asked for
     "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
     "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
@@ -31,8 +31,6 @@ OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the oth
     "sink": lambda p: {"sink": True},
     "key_lengths": lambda p: {"key_lengths": True},
     "score": lambda p: {"score": documents(p)},
-    "descale": lambda p: {"descale": ((p.B, p.H), 0.75, (p.B, p.Hk))} if p.float8 else {},
-    "v_dtype": lambda p: {"v_dtype": _OTHER[p.dtype], "out_dtype": "float16"} if p.float8 else {},
     "Dv": lambda p: {"Dv": max(8, p.D // 2)},
     "dropout": lambda p: {"dropout": 0.3},
     "all dropped": lambda p: {"dropout": 1.0},
@@ -46,6 +44,15 @@ TOGETHER = (
     ("padding", "Dv", "sink"),
     ("dropout", "softcap", "left window"),
     ("window", "row bias", "alibi", "sink", "key_lengths", "score", "dropout"),
+)
+
+
+_OTHER = {"float8_e4m3": "float8_e5m2", "float8_e5m2": "float8_e4m3"}
+OF_FLOAT8: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # what float8 has besides, each with another option
+    lambda p: {"descale": ((p.B, p.H), 0.75, (p.B, p.Hk))},
+    lambda p: {"descale": (1.5, (1, p.Hk), 0.5), "out_dtype": "float32", "softcap": 2.0},
+    lambda p: {"v_dtype": _OTHER[p.dtype], "out_dtype": "float16", "window": (max(2, p.Sk // 5), None)},
+    lambda p: {"v_dtype": _OTHER[p.dtype], "descale": ((p.B, 1), (p.B, p.Hk), 2.0), "alibi": (p.H,)},
 )
 
 
@@ -72,6 +79,12 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
             p = dataclasses.replace(p, **OPTIONS[name](p))
         if kernel.refuses(p) is None:
             yield " + ".join(names), p
+    for n, more in enumerate(OF_FLOAT8):
+        for dtype in FLOAT8 if FLOAT8.keys() <= {*kernel.dtypes} else ():
+            p = problem(dtype=dtype, causal=("bottom-right", False)[n % 2])
+            p = dataclasses.replace(p, **more(p))
+            if kernel.refuses(p) is None:
+                yield "float8", p
 
 
 def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
