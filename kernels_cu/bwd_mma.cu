@@ -332,7 +332,16 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const auto first_row = [&] { return queries().begin / BLOCK_M * BLOCK_M; };
     const auto row_end = [&] { return queries().end; };
     int h = kv_head * group, m0 = first_row();  // the query tiles of each head that shares these keys
+    const int heads_end = h + group;
+    const auto find = [&](int& h, int& m0) {  // from there on the next tile that the block map leaves, if there is one
+        for (; h < heads_end; ++h, m0 = first_row()) {
+            m0 = Head(score, b, h).next_query_tile<BLOCK_M, BLOCK_N>(m0, row_end(), n0());
+            if (m0 < row_end()) return true;
+        }
+        return false;
+    };
     int left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // to walk
+    if (Head::MAPPED) left = find(h, m0);
     unsigned stage = STAGES_AT;  // where in shared memory
     if (left > 0) {
         request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, sequence.key(K, kv_head, 0), K.stride_s, n0(), sequence.Sk);
@@ -344,21 +353,27 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     for (; left > 0; --left) {
         cp_async_wait<0>();
         __syncthreads();  // the stage is there for everybody; everybody has used the other one, dS^T and P^T
-        if (left > 1) {
+        int next_h = h, next_m0 = m0 + BLOCK_M;  // by the block map
+        if (Head::MAPPED) {
+            left = 1 + find(next_h, next_m0);
+            if (left > 1) request_stage(2 * STAGES_AT + STAGE - stage, next_h, next_m0);
+        } else if (left > 1) {
             const bool last = m0 + BLOCK_M >= row_end();  // of this head
             request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
         const Head head(sequence, h);
-        const Range seen = head.queries_that_see_all(n0(), n0() + BLOCK_N);
+        const Range seen = head.queries_that_see_all<Head::MAPPED>(n0(), n0() + BLOCK_N);
         const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
-        const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq;  // rows from Sq on are zeros: 0 * inf is NaN
+        const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq ||  // rows from Sq on are zeros: 0 * inf is NaN
+                            (Head::MAPPED && !head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
         own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
         __syncthreads();  // dS^T and P^T are whole before others' are read
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
         const long long tile = sequence.first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
-        if (m0 >= row_end()) ++h, m0 = first_row();
+        if (Head::MAPPED) h = next_h, m0 = next_m0;
+        else if (m0 >= row_end()) ++h, m0 = first_row();
     }
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
     if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))

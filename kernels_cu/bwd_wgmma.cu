@@ -13,7 +13,7 @@
 //     other       P0  | dS0 |   ......  dQ0 out |  P1  | dS1 |  ......            what it does meanwhile
 //
 //   BLOCK_N = 128: a consumer owns 64 keys. P^T and dS^T stay in its registers; dS also goes to shared memory for dQ, of
-//     which a consumer computes 64 rows, or, where a tile has but 64, 64 columns.
+//     which a consumer computes 64 rows, or, where a tile has but 64, half of the columns.
 //   BLOCK_N = 64 (HEAD_DIM > 128): consumers share the keys. Each computes P^T and dS^T for half of the queries, both go to
 //     shared memory, and each has half of the columns of dK, dV and dQ.
 //
@@ -34,15 +34,18 @@ constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
+constexpr bool DQ_LAST = LATE_DQ && Head::STEEP;                      // and after dS: derivatives need its registers until then
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
-constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : SHARED_KEYS ? 128 : 64;  // of 64 rows of dQ, of a consumer
+constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
+constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
 constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS > 96 ? 240 : 232;
-static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && BLOCK_M == (HEAD_DIM > 64 ? 64 : 128),
+static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
-static_assert(Head::LINEAR && !Head::SCATTERED && HEAD_DIM_V == HEAD_DIM, "the other options of a score are not built");
+static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
+static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 using Queries = Swizzled<BLOCK_M, D_PAD>;
@@ -100,6 +103,16 @@ struct Walk {
 #pragma unroll 1
             for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
     }
+};
+
+// The lane's elements of S^T of a query tile: element k belongs to a query and a key.
+struct Place {
+    int row, key;  // of element 0
+    __device__ __forceinline__ Place(int first_query, int first_key) {
+        const unsigned thread = thread_index_x() % 128;
+        row = first_query + thread % 4 * 2, key = first_key + thread / 32 * 16 + thread / 4 % 8;
+    }
+    __device__ __forceinline__ At at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
 };
 
 template <bool B>
@@ -248,7 +261,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // 64 rows of dQ = dS K.
     const auto multiply_dQ = [&](float (&dQ)[DQ_COLS / 2], unsigned dS_at) {
         const Descriptor A = Pairs::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * 8192 : 0));
-        const Descriptor B = Keys::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * (DQ_COLS / 64) * Keys::SLAB_BYTES));
+        const unsigned columns_at = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * Keys::SLAB_BYTES;  // of the second consumer
+        const Descriptor B = Keys::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * columns_at));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step)
@@ -309,27 +323,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             multiply_rows(dP, V_AT, dO_at);
             if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
-            wgmma_wait<1>();  // for S^T
-            wgmma_settled(S);
-            if (LATE_DQ) named_barrier_sync(turn, 256);
+            // What does not depend on a dot product is found out while these are under way.
+            const Head bound(score, b, kv_head * group + head);
             const int first_query = m0 + own_queries;
-            const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
-            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // rows from Sq on among them: 0 * inf is NaN
-                const unsigned thread = thread_index_x() % 128;
-                const int query_row = first_query + thread % 4 * 2, key_col = n0 + own_keys + thread / 32 * 16 + thread / 4 % 8;
-#pragma unroll
-                for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!head0.counts(query_row + k / 4 * 8 + k % 2, key_col + k / 2 % 2 * 8)) S[k] = -INF;
-            }
-#pragma unroll
-            for (int k = 0; k < QUERIES / 2; k += 2) {
-                const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
-                P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
-            }
-            if (LATE_DQ) named_barrier_arrive(next_turn, 256);
             unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
             const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
-            const Head bound(score, b, kv_head * group + head);
 #pragma unroll
             for (int begin = 0; begin < (DROPOUT ? QUERIES : 0); begin += 64) {
 #pragma unroll 1  // side by side they would spill
@@ -342,6 +340,52 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     kept[begin / 64] |= bits << 4 * step;
                 }
             }
+            unsigned seen[(QUERIES + 63) / 64] = {};  // a bit for each element of S^T, where it takes a look into memory
+#pragma unroll
+            for (int k = 0; k < (Head::SCATTERED ? QUERIES / 2 : 0); ++k) {
+                const At at = Place(first_query, n0 + own_keys).at(k);
+                seen[k / 32] |= static_cast<unsigned>(bound.counts(at.query_row(), at.key_col())) << k % 32;
+            }
+
+            wgmma_wait<1>();  // for S^T
+            wgmma_settled(S);
+            if (LATE_DQ) named_barrier_sync(turn, 256);
+            const Place place = Place(first_query, n0 + own_keys);
+            unsigned derivative[QUERIES / 16][4];  // of x: 16 bits are as good as those of dS
+#pragma unroll
+            for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
+                if (Head::STEEP) {
+                    const Dual x0 = bound.raw_dual(S[k], place.at(k)), x1 = bound.raw_dual(S[k + 1], place.at(k + 1));
+                    S[k] = x0.value, S[k + 1] = x1.value;
+                    derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
+                } else {
+                    S[k] = bound.raw(S[k], place.at(k)), S[k + 1] = bound.raw(S[k + 1], place.at(k + 1));
+                }
+            }
+            const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
+            if (Head::SCATTERED) {
+#pragma unroll
+                for (int k = 0; k < QUERIES / 2; ++k)
+                    if (!(seen[k / 32] >> k % 32 & 1)) S[k] = -INF;
+            } else if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
+                int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const Range rows = head0.queries_that_see(place.key + 8 * half);
+                    begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
+                }
+#pragma unroll
+                for (int k = 0; k < QUERIES / 2; ++k) {
+                    const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
+                    if ((Head::LAST && row < begin[half]) || row >= end[half]) S[k] = -INF;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < QUERIES / 2; k += 2) {
+                const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+                P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
+            }
+            if (LATE_DQ) named_barrier_arrive(next_turn, 256);
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 4; ++k)
@@ -355,12 +399,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
             if (!DROP_IN_PLACE) add_rows(dV_rmem, P, P_at, dO_at, begun);
-            if (LATE_DQ && !FIRST) {
+            const auto multiply_dQ_before = [&] {
                 await_dS(i - 1);
                 multiply_dQ(dQ, dS_before);
-            }
+            };
+            if (LATE_DQ && !DQ_LAST && !FIRST) multiply_dQ_before();
 
-            wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !FIRST)>();  // for dP^T
+            wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !DQ_LAST && !FIRST)>();  // for dP^T
             wgmma_settled(dP);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
@@ -368,7 +413,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
                 const unsigned pair = pair_kept(k / 8, k / 2 % 4);
                 const float dP0 = bound.thinned(dP[k], pair & 1), dP1 = bound.thinned(dP[k + 1], pair >> 16);
-                dS[k / 8][k / 2 % 4] = pack(p.x * (dP0 - row_delta.x), p.y * (dP1 - row_delta.y));
+                float dS0 = p.x * (dP0 - row_delta.x), dS1 = p.y * (dP1 - row_delta.y);
+                if (Head::STEEP) {
+                    const float2 dx = unpack(derivative[k / 8][k / 2 % 4]);
+                    dS0 *= dx.x, dS1 *= dx.y;
+                }
+                dS[k / 8][k / 2 % 4] = pack(dS0, dS1);
             }
             if (DROP_IN_PLACE) {
                 drop(P);
@@ -380,6 +430,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 named_barrier_sync(both, 256);  // dS is whole before it is multiplied
                 multiply_dQ(dQ, dS_at);
             }
+            if (DQ_LAST && !FIRST) multiply_dQ_before();
             add_rows(dK_rmem, dS, dS_at, Q_at, begun);
 
             wgmma_wait<1>();  // for dV and dQ

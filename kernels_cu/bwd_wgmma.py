@@ -13,7 +13,7 @@ def columns(p: Problem, t: Tile) -> int:
 def smem_bytes(p: Problem, t: Tile) -> int:
     """K, V; stages of Q, dO, LSE and delta; dS, P where consumers share keys, else dQ; the mbarriers."""
     row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
-    dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64)
+    dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
     fed = 2 * t.BLOCK_N * row + t.STAGES * t.BLOCK_M * (2 * row + 8)
     return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256
@@ -23,12 +23,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
-    if p.window != (None, None):
-        return "windows are not built: too few registers for them (bwd_mma takes them)"
-    if p.softcap or p.alibi or p.bias or p.mask or p.score or p.Dv != p.D:
-        return "softcap, alibi, bias, mask, score and another width of v are not built (bwd_mma takes them)"
-    if p.dropout and p.D <= 64:
-        return f"D={p.D} with dropout is not built: it spills (bwd_mma takes it)"
+    if p.Dv != p.D:
+        return f"Dv={p.Dv} beside D={p.D} is not built: v must be as wide as k (bwd_mma takes it)"
     if p.D % 8:
         return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
     if p.alignment < 16:
@@ -43,9 +39,13 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What two consumer warpgroups' registers and an SM's shared memory ask of a tile."""
     smem = smem_bytes(p, t)
-    fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else 128, 128)
+    fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else t.BLOCK_M, 128)
     rules = (
         (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
+        (
+            t.BLOCK_M < 128 or not (p.softcap or p.mask or p.score or p.dropout),
+            "BLOCK_M=128 spills with softcap, mask, score and dropout: 64 queries do not",
+        ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
@@ -63,7 +63,7 @@ kernel = Kernel(
     default=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
-        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128
+        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that need registers
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
     grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),

@@ -224,13 +224,17 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const Head head(score, b, h);
     const dtype* const K_head = head.key(K, h / group, 0);
     const dtype* const V_head = head.key(V, h / group, 0);
-    const Range keys = head.keys(m0, m0 + BLOCK_M), seen_by_all = head.keys_seen_by_all(m0, m0 + BLOCK_M);
+    const Range keys = head.keys(m0, m0 + BLOCK_M), seen_by_all = head.keys_seen_by_all<Head::MAPPED>(m0, m0 + BLOCK_M);
     const int whole = max(seen_by_all.end, 0) / BLOCK_N;  // tiles before that: every row of the block sees them whole,
     const int first_whole = (seen_by_all.begin + BLOCK_N - 1) / BLOCK_N;  // from here on
 
-    const int first = keys.begin / BLOCK_N, tiles = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
-    const auto request_stage = [&](int j) {
-        const SmemAddress stage = smem_address(stages + j % 2 * STAGE);
+    const int begin = keys.begin / BLOCK_N, tiles = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
+    const auto next_from = [&](int j) { return head.next_key_tile<BLOCK_N>(m0, m0 + BLOCK_M, j, tiles); };  // to be walked
+    const int first = next_from(begin);
+    int turn = 0;  // in a walk by the block map, which of the two stages
+    const auto stage_of = [&](int j, int ahead = 0) { return stages + (Head::MAPPED ? turn + ahead : j) % 2 * STAGE; };
+    const auto request_stage = [&](int j, int ahead = 0) {
+        const SmemAddress stage = smem_address(stage_of(j, ahead));
         request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, head.Sk);
         request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_head, V.stride_s, j * BLOCK_N, head.Sk);
         cp_async_commit();
@@ -249,17 +253,20 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const auto arrive = [&](int j) {
         cp_async_wait<0>();
         __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
-        if (j + 1 < tiles) request_stage(j + 1);
+        const int next = next_from(j + 1);
+        if (next < tiles) request_stage(next, 1);
         if (Q_IN_REGISTERS && j == first) rows.load_queries(Q_smem, place);
     };
     const auto attend_tile = [&](auto masked, int j) {
         arrive(j);
-        attend<masked.YES>(rows, head, first_row, j * BLOCK_N, Q_smem, stages + j % 2 * STAGE, place, key_place, value_place);
+        attend<masked.YES>(rows, head, first_row, j * BLOCK_N, Q_smem, stage_of(j), place, key_place, value_place);
+        ++turn;
     };
     int j = first;
 #pragma unroll 1
-    for (; Head::FIRST && j < tiles; ++j) {
-        if (first_whole <= j && j < whole) attend_tile(Masked<false>(), j);
+    for (; (Head::FIRST || Head::MAPPED) && j < tiles; j = next_from(j + 1)) {
+        const bool all = head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, j * BLOCK_N);
+        if (first_whole <= j && j < whole && all) attend_tile(Masked<false>(), j);
         else attend_tile(Masked<true>(), j);
     }
 #pragma unroll 1

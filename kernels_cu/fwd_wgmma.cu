@@ -24,6 +24,9 @@
 // exponential can begin: 5% at D = 64, 9% at D = 128 (fwd_mma's lazy maximum without looking at the scores; the idea of
 // rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
 //
+// A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
+// of the next one is written, and none of its NaNs is multiplied by a P of 0.
+//
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
 #include "row_by_row.cuh"
@@ -34,11 +37,13 @@ constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
 #ifndef WALK_BACKWARDS
-#define WALK_BACKWARDS ALIBI
+#define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -58,7 +63,8 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 // The mbarriers, 8 bytes each: of each stage, and of each consumer's Q.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
-static_assert(EMPTY_Q + 8 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+constexpr unsigned TOLD_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage, in a walk by the block map
+static_assert(TOLD_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -109,9 +115,41 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
     }
 };
 
+// What consumers are told of the tile in a stage, in a walk by the block map: a bit for each consumer that sees all of it, one
+// for a piece's last tile, and which it is.
+constexpr unsigned LAST_TILE = 1 << CONSUMERS;
+__device__ __forceinline__ unsigned& told_of(char* smem, unsigned stage) {
+    return reinterpret_cast<unsigned*>(smem + TOLD_AT)[stage];
+}
+
+// A piece's tiles, of which something is seen; where nothing is, the first of them.
+struct Walk {
+    const Head head;
+    const int m0, end;
+    int tile;
+    __device__ __forceinline__ Walk(const Head& head, const Piece& piece) : head(head), m0(piece.m0), end(piece.range.end) {
+        tile = next_from(piece.range.begin);
+        if (tile == end) tile = piece.range.begin;
+    }
+    __device__ __forceinline__ int next_from(int tile) const {
+        return head.next_key_tile<BLOCK_N>(m0, m0 + BLOCK_M, tile, end);
+    }
+    // Goes on; what consumers are told of the tile that it leaves.
+    __device__ __forceinline__ unsigned step() {
+        unsigned told = tile * (2 * LAST_TILE);
+#pragma unroll 1
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            const int row = m0 + 64 * consumer;
+            told |= head.map_tells<Head::EVERYTHING, BLOCK_N>(row, row + 64, tile * BLOCK_N) << consumer;
+        }
+        tile = next_from(tile + 1);
+        return tile == end ? told | LAST_TILE : told;
+    }
+};
+
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
 __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
-    if (tiles <= 0) return 0;
+    if (tiles <= 0 || Head::MAPPED) return 0;
     if (WALK_BACKWARDS) return piece.range.end - own.end;
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
@@ -216,18 +254,36 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                         unsigned empty, unsigned full, int j) {
+                                         unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
                     const unsigned i = used + j, stage = stage_of(i);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
+                    if (Head::MAPPED && full == FULL_K) told_of(smem, stage) = told;
+                    tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
                 };
+                // Each in the order in which they are used.
+                if constexpr (Head::MAPPED) {
+                    if (piece.tiles <= 0) return;
+                    Walk walk(Head(sequence, piece.h(H)), piece);
+                    int j = 0;
 #pragma unroll 1
-                for (int j = 0; j <= piece.tiles; ++j) {  // in the order in which they are used
-                    if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
-                    if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1);
+                    for (int before = 0;; ++j) {
+                        const int n0 = walk.tile * BLOCK_N;
+                        const bool more = walk.tile < piece.range.end;
+                        if (more) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, n0, walk.step());
+                        if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, before);
+                        if (!more) break;
+                        before = n0;
+                    }
+                    used += j;
+                } else {
+#pragma unroll 1
+                    for (int j = 0; j <= piece.tiles; ++j) {
+                        if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, piece.keys_at(j));
+                        if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, piece.keys_at(j - 1));
+                    }
+                    used += piece.tiles;
                 }
-                used += piece.tiles;
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
@@ -260,8 +316,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(score, piece.b(H), piece.h(H));
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
-        const int tiles = m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
-        const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
+        int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
+        const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -295,12 +352,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_settled(S);
             wgmma_settled(rows.O);
         };
-        const auto finish_scores = [&](int j) {  // of tile j: raw scores of dot products, -INF where a row does not see
-            const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
+        struct Told {  // of a tile: its first key, and whether mask and condition hide none of it from the warpgroup
+            int n0;
+            bool whole;
+        };
+        const auto told = [&](int j) -> Told {  // while K is there
+            if (!Head::MAPPED) return {piece.keys_at(j), !Head::SCATTERED};
+            const unsigned word = told_of(smem, stage_of(used + j));
+            if (word & LAST_TILE) last = j;
+            return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
+        };
+        const auto finish_scores = [&](Told tile) {  // raw scores of dot products, -INF where a row does not see
+            const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
             if (Head::SCATTERED) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
@@ -316,9 +383,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
             }
         };
-        const auto drop = [&](int j) {  // what dropout drops of tile j's P
+        const auto drop = [&](Told tile) {  // what dropout drops of P
             Head::Kept kept[BLOCK_N / 16];
-            bound.keep_along_queries(kept, first_row, piece.keys_at(j));
+            bound.keep_along_queries(kept, first_row, tile.n0);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
         };
@@ -337,19 +404,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
         for (int j = 0; j < lead; ++j) pass_on(j);
         if (tiles > 0) {
-            const int last = lead + tiles - 1;
             await_K(lead);
             if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
             multiply_QK(lead);
             if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
+            const Told first = told(lead);
             release_K(lead);
-            finish_scores(lead);
+            finish_scores(first);
             rows.raise_maximum(S, exponent);
             rows.exponentiate(P, S, exponent, rows.l);
-            drop(lead);
-            if (tiles > 1) await_K(lead + 1);
+            drop(first);
+            if (last > lead) await_K(lead + 1);
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
                 if (CONSUMERS > 1) named_barrier_sync(turn, 256);
@@ -357,15 +424,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 multiply_PV(j - 1);
                 if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
                 multiplied();
+                const Told tile = told(j);
                 release_V(j - 1);
                 release_K(j);
                 if (j == last) release_Q();
-                finish_scores(j);
+                finish_scores(tile);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];
                 rows.l[1] += sum[1];
-                drop(j);
+                drop(tile);
                 if (j < last) await_K(j + 1);
             }
             multiply_PV(last);
@@ -373,10 +441,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_settled(rows.O);
             release_V(last);
         }
-        if (tiles <= 1) release_Q();
+        if (last <= lead) release_Q();
+        const int walked = Head::MAPPED ? last + 1 : piece.tiles;
 #pragma unroll 1
-        for (int j = lead + tiles; j < piece.tiles; ++j) pass_on(j);
-        used += piece.tiles;
+        for (int j = last + 1; j < walked; ++j) pass_on(j);
+        used += walked;
         ++pieces;
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.

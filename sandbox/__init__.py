@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api.attention import attention, attention_varlen
+from .api.blocks import block_map
 from .api.passes import attention_backward, attention_forward, reload
 from .core.errors import (
     CacheError,
@@ -68,6 +69,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "attention_varlen",
+    "block_map",
     "compile",
     "kernels",
     "reference",

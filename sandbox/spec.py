@@ -3,7 +3,8 @@
 from .core.dtypes import ITEMSIZE
 from .core.integers import cdiv
 from .core.kernel import COMPUTATIONS, Arch, Computation, Dim3, Entry, Kernel
-from .core.problem import Causal, Problem, normalise_causal
+from .core.normalise import Causal, normalise_causal
+from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile
 

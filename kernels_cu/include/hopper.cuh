@@ -46,25 +46,40 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // ---- tensor maps
 
 // What cuTensorMapEncodeTiled writes: a (B, H, S, D) tensor, and the box that one copy moves. A parameter of the kernel,
-// `const __grid_constant__`. Mirrored by TensorMap in sandbox/launch/tensor_maps.py.
+// `const __grid_constant__`. Mirrored by TensorMap in sandbox/launch/tensor_maps.py. That of a ragged batch knows a row by
+// where its sequence ends, b, and by how far before the end it is, s = -1, -2, ...; in memory the two add up, and to the map
+// only s below the end is within the tensor. Coordinates are not negative there: s is given RAGGED_ROWS more, which a fifth
+// dimension takes back.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
 static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
+constexpr int RAGGED_ROWS = 1 << 30;
 
 // Requests the box that begins at column d, row s of head (b, h); what lies outside of the tensor becomes zeros. All of
 // the box's bytes count on the barrier when they are there.
 __device__ __forceinline__ void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b,
                                             SmemAddress barrier) {
+#if RAGGED
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+        ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS) : "memory");
+#else
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
+#endif
 }
 
 // Sends a box from shared memory; what would lie outside of the tensor is not written.
 __device__ __forceinline__ void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddress from) {
+#if RAGGED
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 ::"l"(&map), "r"(from), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS) : "memory");
+#else
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(&map), "r"(from), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
+#endif
 }
 
 // Closes a group of what this thread has sent.

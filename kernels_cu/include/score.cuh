@@ -48,6 +48,9 @@
 #ifndef DESCALE
 #define DESCALE 0
 #endif
+#ifndef BLOCK_MAP
+#define BLOCK_MAP 0
+#endif
 #ifndef SCORE_BYTES
 #define SCORE_BYTES 16
 #endif
@@ -162,6 +165,9 @@ struct Score {
 #if DESCALE & 4
     HeadNumbers descale_v;
 #endif
+#if BLOCK_MAP
+    Broadcast<unsigned> block_map;  // block_map.cuh
+#endif
 #if SCORE_SNIPPET
     Snippet snippet;
 #endif
@@ -221,6 +227,9 @@ struct Head : Sequence {
 #if DROPOUT
     Dropout dropout;
 #endif
+#if BLOCK_MAP
+    const unsigned* block_map;
+#endif
 #if SCORE_SNIPPET
     int h;
 #endif
@@ -266,6 +275,9 @@ struct Head : Sequence {
 #if DROPOUT
         dropout = {score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
 #endif
+#if BLOCK_MAP
+        block_map = score.block_map.head(b, h);
+#endif
 #if SCORE_SNIPPET
         this->h = h;
 #endif
@@ -293,16 +305,22 @@ struct Head : Sequence {
         return key_col < Sk && (!LAST || key_col <= last_key(query_row)) && (!FIRST || key_col >= first_key(query_row));
     }
 
-    // Whether query row i may look at key j. Of a row from Sq on: as a row that there is, or not at all.
-    __device__ __forceinline__ bool sees(int query_row, int key_col) const {
-        bool seen = reaches(query_row, key_col);
+    // Whether mask and the user's own condition let query row i look at key j; both must exist.
+    __device__ __forceinline__ bool uncovers(int query_row, int key_col) const {
+        bool seen = true;
 #if MASK
-        seen = seen && query_row < Sq && mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
+        seen = mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::HIDES) seen = seen && query_row < Sq && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
+        if (Snippet::HIDES) seen = seen && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
 #endif
         return seen;
+    }
+
+    // Whether query row i may look at key j. Of a row from Sq on: as a row that there is, or not at all.
+    __device__ __forceinline__ bool sees(int query_row, int key_col) const {
+        const bool reached = reaches(query_row, key_col);
+        return SCATTERED ? reached && query_row < Sq && uncovers(query_row, key_col) : reached;
     }
 
     // As `sees`, of a row in a query tile that may reach beyond the last: for walks over query rows.
@@ -321,13 +339,15 @@ struct Head : Sequence {
     }
 
     // ---- which tiles: ranges of what some row or key sees, and of what all of them see. `end` may be less than `begin`.
+    // BY_MAP: of what all of them see where the block map tells nothing else.
 
     // Of the keys, for query rows m0 .. m1. m1 may exceed Sq.
     __device__ __forceinline__ Range keys(int m0, int m1) const {
         return {FIRST ? max(0, first_key(m0)) : 0, LAST ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
     }
+    template <bool BY_MAP = false>
     __device__ __forceinline__ Range keys_seen_by_all(int m0, int m1) const {
-        if (SCATTERED) return {0, 0};
+        if (SCATTERED && !BY_MAP) return {0, 0};
         return {FIRST ? max(0, first_key(min(m1, Sq) - 1)) : 0, LAST ? min(Sk, last_key(m0) + 1) : Sk};
     }
 
@@ -336,10 +356,16 @@ struct Head : Sequence {
         if (KEY_LENGTHS && n0 >= Sk) return {0, 0};
         return {LAST ? max(0, n0 - last_key(0)) : 0, FIRST ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
     }
+    template <bool BY_MAP = false>
     __device__ __forceinline__ Range queries_that_see_all(int n0, int n1) const {
-        if (SCATTERED || n1 > Sk) return {Sq, 0};
+        if ((SCATTERED && !BY_MAP) || n1 > Sk) return {Sq, 0};
         return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
     }
+
+    // Of the query rows, those that reach key j.
+    __device__ __forceinline__ Range queries_that_see(int j) const { return j < Sk ? queries(j, j + 1) : Range{0, 0}; }
+
+#include "block_map.cuh"  // which tiles mask and condition leave
 
     // ---- what a dot product becomes
 

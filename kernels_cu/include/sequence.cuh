@@ -152,12 +152,11 @@ struct Sequence {
         return static_cast<long long>(h) * offsets.template tiles<ROWS>() + offsets.template first_tile<ROWS>(b);
     }
 
-    // Coordinates, of row and batch entry, of a box that begins with query row i, or key j, in a tensor map. The map has room
-    // for one sequence of the greatest length, which this one fills up to its end: what a box has beyond is outside of the
-    // map, zeros when it is requested and not written when it is sent. The coordinate of the batch entry brings the address
-    // back (sandbox/launch/tensor_maps.py).
-    __device__ __forceinline__ int query_box(int i) const { return score.Sq - Sq + i; }
-    __device__ __forceinline__ int key_box(int j) const { return score.Sk - Sk + j; }
+    // Coordinates, of row and batch entry, of a box that begins with query row i, or key j, in a tensor map: the row counted
+    // back from the sequence's end, and the end. What a box has beyond the end is outside of the map: zeros when it is
+    // requested, and not written when it is sent (request_box of hopper.cuh).
+    __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
+    __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
     __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
 #else

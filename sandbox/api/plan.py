@@ -10,6 +10,7 @@ from ..core import log, registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Arch, Kernel
 from ..core.problem import Problem
+from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..engine import choose, pipeline
 from ..engine.staging import Staged
@@ -139,6 +140,8 @@ def _plan(
     tile = choose.choose_tile(kernel, problem, arch, pipeline.as_tile(options.tile), gpu=gpu.name if gpu else "")
     handed = library.handed(like)
     scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem).items()}
+    if BLOCK_MAP in views:
+        del scratch["block_map"]
     made = {**results, **{name: lying for name, lying in scratch.items() if name not in results}}  # results first
     makers = {name: library.allocator(like, *lying) for name, lying in made.items()}
     given = [_TENSORS.get(name, name) for name in views]

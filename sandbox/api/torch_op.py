@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from ..core import registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Kernel
-from ..core.problem import normalise_causal
+from ..core.normalise import normalise_causal
 from ..core.tile import Tile
 from ..launch.dlpack import dense_strides, library_of
 from . import asked

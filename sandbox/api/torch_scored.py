@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
-from ..core.score import Score, TensorLike, like_of
+from ..core.score import BLOCK_MAP, Score, TensorLike, like_of
 from .asked import ARRAYS, CU_SEQLENS, Asked
 from .passes import run_forward
 from .torch_op import (
@@ -52,15 +52,16 @@ def backward(
 def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name not in ARRAYS]
-    said = _text(what.window, what.softcap, what.dropout, what.score, what.longest)
+    read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
+    said = _text(what.window, what.softcap, what.dropout, what.score, read, what.longest)
     return *(given.get(name) for name in ARRAYS), tensors, said
 
 
 @torch.compiler.assume_constant_result
-def _text(window: Any, softcap: float, dropout: float, score: Score | None, longest: Any) -> str:
+def _text(window: Any, softcap: float, dropout: float, score: Score | None, read: list[str], longest: Any) -> str:
     said: dict[str, Any] = {"window": window, "softcap": softcap, "dropout": dropout, "longest": longest}
     if score is not None:
-        said["score"] = [score.score, score.mask, list(score.tensors)]
+        said["score"] = [score.score, score.mask, read]
     return json.dumps(said)
 
 
@@ -76,7 +77,9 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
     score = None
     if "score" in said:
         expression, mask, read = said["score"]
-        score = Score(expression, mask, dict(zip(read, likes, strict=False)))
+        given = dict(zip((f"score.{name}" for name in read), likes, strict=False))
+        tensors = {name.removeprefix("score."): like for name, like in given.items() if name != BLOCK_MAP}
+        score = Score(expression, mask, tensors)
         names = (*names, *(f"score.{name}" for name in read))
     window, longest = (x if x is None else tuple(x) for x in (said["window"], said["longest"]))
     if longest:

@@ -10,7 +10,7 @@ import click
 from ..code import listing
 from ..code import report as code_report
 from ..core import registry
-from ..core.problem import normalise_causal
+from ..core.normalise import normalise_causal
 from ..core.tile import Tile
 from ..verify.check import pick_device
 from ..watch.job import quick_cases

@@ -28,6 +28,7 @@ class Computation(NamedTuple):
 
 
 COMPUTATIONS = {  # in the order in which kernels are listed
+    "block_map": Computation((), ("block_map",)),  # launched first, where a mask or a condition hides keys
     "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
     "delta": Computation(("dO", "O"), ("delta",)),
     "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after a delta
@@ -60,7 +61,7 @@ class Kernel(Entry):
     `source` is filled in by the registry: the `.cu` beside the spec.
     """
 
-    computes: Literal["forward", "delta", "backward"]
+    computes: Literal["block_map", "forward", "delta", "backward"]
     rung: int
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .errors import SpecError
 from .integers import integer
 
+Causal = Literal[False, "bottom-right", "top-left"]
 Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
 
 
@@ -20,6 +21,17 @@ def number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise SpecError(f"{name}={number!r} must be finite")
     return number
+
+
+def normalise_causal(causal: bool | str) -> Causal:
+    """`causal=` as people write it -> the alignment it names. True is "bottom-right"."""
+    if causal is False or causal is None:
+        return False
+    if causal is True or causal == "bottom-right":
+        return "bottom-right"
+    if causal == "top-left":
+        return "top-left"
+    raise SpecError(f'causal={causal!r} is not known: choose False, True (= "bottom-right") or "top-left"')
 
 
 def normalise_window(window: Any) -> Window:

@@ -41,6 +41,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "DROPOUT": int(problem.dropout > 0),
         "KEY_LENGTHS": int(problem.key_lengths),
         "RAGGED": int(bool(problem.ragged)),
+        "BLOCK_MAP": int(problem.block_map[3] > 0),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
         # 8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v
         "DESCALE": sum(bit for bit, one in zip((1, 2, 4), problem.descale, strict=False) if isinstance(one, tuple))
@@ -72,6 +73,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("sink", every[1:2] if problem.sink else (), "h"),
         ("seed", (1,) if problem.dropout else (), ""),
         *((f"descale_{x}", n, "bh") for x, n in zip("qkv", problem.descale, strict=False) if isinstance(n, tuple)),
+        ("block_map", problem.block_map if problem.block_map[3] else (), "bhi"),
     ):
         if shape:
             yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))

@@ -6,28 +6,15 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from . import dtypes
+from . import block_map, dtypes
 from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
-from .normalise import Window, normalise_window, number
+from .normalise import Causal, Window, normalise_causal, normalise_window, number
 from .score import Score
 from .shape_text import fields_of
-
-Causal = Literal[False, "bottom-right", "top-left"]
-
-
-def normalise_causal(causal: bool | str) -> Causal:
-    """`causal=` as people write it -> the alignment it names. True is "bottom-right"."""
-    if causal is False or causal is None:
-        return False
-    if causal is True or causal == "bottom-right":
-        return "bottom-right"
-    if causal == "top-left":
-        return "top-left"
-    raise SpecError(f'causal={causal!r} is not known: choose False, True (= "bottom-right") or "top-left"')
 
 
 @dataclass(frozen=True)
@@ -238,6 +225,12 @@ class Problem:
     def diagonal(self) -> int:
         """What is added to a query's row to find its own place among the keys. Causal: it sees j <= i + diagonal."""
         return 0 if self.causal == "top-left" else self.Sk - self.Sq
+
+    @property
+    def block_map(self) -> tuple[int, int, int, int]:
+        """The shape of the map of what a mask and the user's condition leave, int32, as include/block_map.cuh tells it:
+        (B, H, rows of 64 queries, twice the words of 512 keys), 1 where it does not vary; zeros without both."""
+        return block_map.shape_for(self)
 
     @property
     def bounds(self) -> Window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors t
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
 MOST_DIMENSIONS = 4
+BLOCK_MAP = "score.block-map"  # what kernels know a given block map by; no tensor of an expression can be called so
 
 
 class TensorLike(NamedTuple):
@@ -38,13 +40,15 @@ class Score:
     strides. Indices must lie inside, for every b, h, i < Sq and j < Sk. Constants to autograd.
 
     Two are equal when their texts are and their tensors are alike in name, shape and dtype. `file` is where it was
-    read from. Raises SpecError naming what makes no sense; whether an expression compiles shows when it is first used.
+    read from, `blocks` the block map of its mask. Raises SpecError naming what makes no sense; whether an expression
+    compiles shows when it is first used.
     """
 
     score: str = "x"
     mask: str = "true"
     tensors: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
+    blocks: Any = None
     # All that two equal ones share; and the same without the tensors' numbers, which keeps no array alive.
     structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
     described: Score = field(init=False, repr=False)
@@ -68,8 +72,8 @@ class Score:
         likes = {name: like_of(tensor) for name, tensor in tensors.items()}
         object.__setattr__(self, "tensors", MappingProxyType(tensors))
         object.__setattr__(self, "structure", (self.score, self.mask, tuple(likes.items())))
-        bare = all(isinstance(x, TensorLike) for x in tensors.values())
-        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes))
+        bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
+        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes, blocks=None))
 
     @property
     def changes(self) -> bool:
@@ -81,6 +85,11 @@ class Score:
         """Whether it may hide a key."""
         return self.mask != "true"
 
+    @property
+    def named_by_mask(self) -> set[str]:
+        """The names in its condition: variables, functions, tensors; "true" alone where it hides nothing."""
+        return set(re.findall(r"[A-Za-z_]\w*", self.mask)) | {"true"}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Score) and self.structure == other.structure
 
@@ -88,7 +97,7 @@ class Score:
         return hash(self.structure)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
-        return Score, (self.score, self.mask, dict(self.tensors), self.file)
+        return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks)
 
     def __str__(self) -> str:
         shown = [self.score] if self.changes or not self.hides else []
@@ -98,6 +107,10 @@ class Score:
         """(what x becomes, its derivative, which are seen) of NumPy scores x (M, N), for query rows i (M, 1) and keys
         j (1, N), in double precision by the host compiler: what `sandbox.reference` asks of a score."""
         return self.on_host(x, b, h, i, j, Sq, Sk)
+
+    def with_blocks(self, blocks: Any) -> Score:
+        """The same with the block map of its mask, of `sandbox.block_map`, so that no call makes one of its own."""
+        return dataclasses.replace(self, blocks=blocks)
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes; the tensors without their numbers."""

@@ -16,7 +16,7 @@ static_assert(sizeof(Mbarrier) == 8, "one word");
 struct Requested {  // one box on its way into shared memory
     char* to;
     TensorMap map;
-    int at[4];
+    int at[MAP_RANK];
     char* barrier;
     uint64_t due;  // the scheduling step in which it comes
     Site site;

@@ -237,7 +237,7 @@ extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* a
     seen_writing(to, box_bytes(*map));
     memset(to, 0xff, box_bytes(*map));
     Requested& box = hopper.requested.add();
-    box = {to, *map, {at[0], at[1], at[2], at[3]}, barrier, hopper.step + 2 + hopper.requested.count % 3, site};
+    box = {to, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.requested.count % 3, site};
     for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { seen_reading(from, valid); });
     release(barrier);
 }
@@ -266,7 +266,7 @@ extern "C" void sandbox_send_sums(float* to, const char* from, unsigned bytes, S
 extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
     if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     Sent& box = self().sent.add();
-    box = {from, *map, {at[0], at[1], at[2], at[3]}, nullptr, 0, false, site};
+    box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, site};
     for_box_chunks(*map, box.at, [](char* to, uint64_t, unsigned valid) { seen_writing(to, valid); });
 }
 

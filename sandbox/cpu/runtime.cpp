@@ -75,7 +75,7 @@ struct Copy {  // one cp.async, on its way
 struct Sent {  // one box, or sums, on its way out of shared memory
     const char* from;
     TensorMap map;
-    int at[4];
+    int at[MAP_RANK];
     float* sums;  // what it is added to; null: a box
     unsigned bytes;
     bool committed;

@@ -28,12 +28,13 @@ enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor
                                wgmma, wgmma_wait };
 
 // What a tensor map is here: a (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in
-// bytes. Written by TensorMap in sandbox/launch/tensor_maps.py.
+// bytes. A ragged batch's has a fifth dimension, in which a box is one wide, as it is in H and B. Written by Box in
+// sandbox/launch/tensor_maps.py.
+constexpr unsigned MAP_RANK = 5;
 struct TensorMap {
     char* data;
-    uint64_t size[4];
-    int64_t stride[3];
-    uint32_t box[4], itemsize;
+    uint64_t size[MAP_RANK], stride[MAP_RANK - 1];
+    uint32_t box[MAP_RANK], itemsize, rank;
 };
 
 enum class Format : int { float16, bfloat16, e4m3, e5m2 };  // of a wgmma's operands

@@ -12,33 +12,30 @@ inline uint64_t swizzled(uint64_t offset) { return offset ^ (offset >> 3 & 0x70)
 
 constexpr unsigned BOX_ROW = 128;  // bytes, the width of the swizzle
 
-inline uint64_t box_bytes(const TensorMap& map) { return uint64_t(BOX_ROW) * map.box[1] * map.box[2] * map.box[3]; }
+inline uint64_t box_bytes(const TensorMap& map) { return uint64_t(BOX_ROW) * map.box[1]; }
 
 // Calls f(bytes in the tensor, place in the box, how many of the 16 bytes lie within the tensor) for each chunk.
-template <class F> inline void for_box_chunks(const TensorMap& map, const int (&at)[4], F f) {
+template <class F> inline void for_box_chunks(const TensorMap& map, const int (&at)[MAP_RANK], F f) {
     uint64_t place = 0;
-    for (unsigned b = 0; b < map.box[3]; ++b)
-        for (unsigned h = 0; h < map.box[2]; ++h)
-            for (unsigned s = 0; s < map.box[1]; ++s)
-                for (unsigned chunk = 0; chunk < BOX_ROW / 16; ++chunk, place += 16) {
-                    const int64_t index[4] = {int64_t(at[0]) + chunk * 16 / map.itemsize, int64_t(at[1]) + s,
-                                              int64_t(at[2]) + h, int64_t(at[3]) + b};
-                    bool inside = true;
-                    for (int i = 0; i < 4; ++i) inside &= index[i] >= 0 && index[i] < int64_t(map.size[i]);
-                    const int64_t left = (int64_t(map.size[0]) - index[0]) * map.itemsize;
-                    char* from = map.data + index[0] * map.itemsize;
-                    for (int i = 1; i < 4; ++i) from += index[i] * map.stride[i - 1];
-                    f(from, swizzled(place), inside ? (left < 16 ? unsigned(left) : 16u) : 0u);
-                }
+    for (unsigned s = 0; s < map.box[1]; ++s)
+        for (unsigned chunk = 0; chunk < BOX_ROW / 16; ++chunk, place += 16) {
+            const int64_t index[MAP_RANK] = {int64_t(at[0]) + chunk * 16 / map.itemsize, int64_t(at[1]) + s, at[2], at[3], at[4]};
+            bool inside = true;
+            for (unsigned i = 0; i < MAP_RANK; ++i) inside &= index[i] >= 0 && index[i] < int64_t(map.size[i]);
+            const int64_t left = (int64_t(map.size[0]) - index[0]) * map.itemsize;
+            uint64_t from = reinterpret_cast<uint64_t>(map.data) + index[0] * map.itemsize;  // modulo 2^64, as the hardware
+            for (unsigned i = 1; i < MAP_RANK; ++i) from += uint64_t(index[i]) * map.stride[i - 1];
+            f(reinterpret_cast<char*>(from), swizzled(place), inside ? (left < 16 ? unsigned(left) : 16u) : 0u);
+        }
 }
 
-inline void load_box(char* smem, const TensorMap& map, const int (&at)[4]) {
+inline void load_box(char* smem, const TensorMap& map, const int (&at)[MAP_RANK]) {
     for_box_chunks(map, at, [&](const char* from, uint64_t place, unsigned valid) {
         memcpy(smem + place, from, valid);
         memset(smem + place + valid, 0, 16 - valid);
     });
 }
-inline void store_box(const char* smem, const TensorMap& map, const int (&at)[4]) {
+inline void store_box(const char* smem, const TensorMap& map, const int (&at)[MAP_RANK]) {
     for_box_chunks(map, at, [&](char* to, uint64_t place, unsigned valid) { memcpy(to, smem + place, valid); });
 }
 

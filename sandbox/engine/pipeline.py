@@ -12,8 +12,10 @@ from pathlib import Path
 from ..core import log
 from ..core.errors import CompileError, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Dim3, Entry, Kernel
-from ..core.problem import Problem, normalise_causal
+from ..core.normalise import normalise_causal
+from ..core.problem import Problem
 from ..core.registry import entry_owner
+from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
@@ -68,11 +70,11 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
     steps: list[_Step] = []
-    if kernel.computes == "backward":
-        arch = arch_of(device)
-        delta = choose_kernel(problem, "delta", arch)
-        delta_tile = choose_tile(delta, problem, arch)
-        steps += _steps(delta, delta_tile, problem, tensors, device, load(delta, delta_tile, problem, device))
+    arch = arch_of(device)
+    for computes in _before(kernel, problem, tensors):
+        first = choose_kernel(problem, computes, arch)
+        first_tile = choose_tile(first, problem, arch)
+        steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
     scratch = scratch_of(kernel, problem)
@@ -82,6 +84,14 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
     )  # fmt: skip
+
+
+def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """What has to be computed before `kernel`."""
+    if problem.block_map[3] and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
+        yield "block_map"
+    if kernel.computes == "backward":
+        yield "delta"
 
 
 _Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes

@@ -15,7 +15,9 @@ from ..core.errors import SpecError, UnsupportedProblem
 from ..core.kernel import COMPUTATIONS, Entry, Kernel
 from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
+from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
+from .array_view import dense_strides
 from .tensor_maps import Encode, MapSlot, Tensor, TensorMap, box_of, encode_for_host, new_map
 
 
@@ -69,7 +71,7 @@ _WARPGROUP_ROWS = 64  # which one wgmma multiplies
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
-    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink")},
+    **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink", "block_map")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
@@ -79,6 +81,7 @@ ARGUMENTS: dict[str, Row] = {
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
     **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
+    "map_rows": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.block_map[2])),
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches * p.H)),
 }
 
@@ -87,13 +90,15 @@ NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not laun
 
 
 class Scratch(NamedTuple):
-    """Memory that a backward needs and its caller does not own: contiguous fp32, made by whoever launches."""
+    """Memory that a launch needs and its caller does not own: contiguous, four bytes a number, made by whoever
+    launches."""
 
     shape: Callable[[Problem], tuple[int, ...]]
     zeroed: bool  # by the launch, on its stream
 
 
 SCRATCH: dict[str, Scratch] = {
+    "block_map": Scratch(lambda p: p.block_map, zeroed=False),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
     "dQ_accum": Scratch(
@@ -105,6 +110,8 @@ SCRATCH: dict[str, Scratch] = {
 def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the scratch that `kernel` needs."""
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
+    if problem.block_map[3]:
+        named["block_map"] = None  # that `score` points to
     return {name: SCRATCH[name].shape(problem) for name in named if name not in COMPUTATIONS[kernel.computes].writes}
 
 
@@ -153,8 +160,8 @@ class ArgumentBlock:
             if row.ctype is not ctypes.c_void_p:
                 assert tensor is not None, "the caller names every tensor whose strides count"
                 if row.rows:
-                    box, before = box_of(row.tensor, problem, tensor, row.rows(tile))
-                    slot = MapSlot(ctypes.addressof(value), box, before, problem.dtype_of(row.tensor), encode)
+                    box = box_of(row.tensor, problem, tensor, row.rows(tile))
+                    slot = MapSlot(ctypes.addressof(value), box, problem.dtype_of(row.tensor), encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
                     value.stride_b *= not problem.ragged  # of one batch entry
@@ -187,17 +194,21 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
             setattr(value, field[0], numbers[field[0]])
     slots = {}
     for wanted in score_tensors(problem):
-        tensor, sizes = tensors[wanted.name], wanted.shape
-        strides = (0,) * (len(sizes) - len(tensor.strides)) + tuple(tensor.strides)
+        name, sizes = wanted.name, wanted.shape
+        if name == "block_map" and BLOCK_MAP in tensors:
+            name = BLOCK_MAP
+        tensor = tensors.get(name)  # scratch may lack
+        own = tensor.strides if tensor else dense_strides(sizes)
+        strides = (0,) * (len(sizes) - len(own)) + tuple(own)
         if len(wanted.strides) < len(sizes) and sizes[-1] > 1 and strides[-1] != 1:
             raise UnsupportedProblem(
                 f"{wanted.name} has stride {strides[-1]} in its last dimension: it must be 1 (pass a contiguous copy)"
             )
-        for name, size, stride in zip(wanted.strides, sizes, strides, strict=False):
-            setattr(value, name, stride if size > 1 else 0)
+        for stride_field, size, stride in zip(wanted.strides, sizes, strides, strict=False):
+            setattr(value, stride_field, stride if size > 1 else 0)
         slot = ctypes.c_void_p.from_buffer(value, getattr(type(value), wanted.pointer).offset)
-        slot.value = tensor.pointer
-        slots[wanted.name] = slot
+        slot.value = tensor.pointer if tensor else 0
+        slots[name] = slot
     return value, slots
 
 

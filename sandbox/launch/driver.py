@@ -149,7 +149,7 @@ def device(ordinal: int = 0) -> Device:
 
 
 _MAP_DTYPES = {"float8_e4m3": 0, "float8_e5m2": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
-_ONES = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+_ONES = (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
 _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 
 
@@ -159,8 +159,8 @@ def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
     Raises DriverError when the driver refuses the tensor.
     """
     arguments = (
-        ctypes.c_void_p(address), _MAP_DTYPES[dtype], 4, ctypes.c_void_p(box.data), box.size, box.stride, box.box,
-        _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS,
+        ctypes.c_void_p(address), _MAP_DTYPES[dtype], box.rank, ctypes.c_void_p(box.data), box.size, box.stride,
+        box.box, _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS,
     )  # fmt: skip
     status = _libcuda().cuTensorMapEncodeTiled(*arguments)
     if status == _INVALID_CONTEXT:  # a thread new to CUDA

@@ -6,6 +6,7 @@ A map names the tensor's address, so that a launch on another address needs anot
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..core.dtypes import ITEMSIZE
@@ -23,6 +24,7 @@ class Tensor(Protocol):
 
 
 _BOX_BYTES = 128  # a row of a box: the width of the swizzle
+RAGGED_ROWS = 2**30  # include/hopper.cuh
 
 
 class TensorMap(ctypes.Structure):
@@ -32,18 +34,26 @@ class TensorMap(ctypes.Structure):
 
 
 class Box(ctypes.Structure):
-    """A (B, H, S, D) tensor, innermost dimension first, and the box of it that one copy moves. Strides in bytes.
+    """A (B, H, S, D) tensor, innermost dimension first, and the box of it that one copy moves. Strides in bytes. Of a
+    ragged batch there is a fifth dimension, and `rank` is 5.
 
     `cpu::TensorMap` of cpu/runtime.h, and the operands of cuTensorMapEncodeTiled.
     """
 
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("size", ctypes.c_uint64 * 4),
-        ("stride", ctypes.c_uint64 * 3),
-        ("box", ctypes.c_uint32 * 4),
+        ("size", ctypes.c_uint64 * 5),
+        ("stride", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 5),
         ("itemsize", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
     )
+
+    @classmethod
+    def of(cls, data: int, size: Sequence[int], stride: Sequence[int], rows: int, itemsize: int) -> Box:
+        """Boxes of so many rows, and as many columns as fill the width of the swizzle."""
+        more = (1,) * (5 - len(size))
+        return cls(data, (*size, *more), (*stride, *more), (_BOX_BYTES // itemsize, rows, 1, 1, 1), itemsize, len(size))
 
 
 class Encode(Protocol):
@@ -58,11 +68,10 @@ def encode_for_host(address: int, box: Box, dtype: str) -> None:
 
 
 class MapSlot:
-    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there. It begins
-    `before` bytes before the tensor."""
+    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there."""
 
-    def __init__(self, address: int, box: Box, before: int, dtype: str, encode: Encode):
-        self._address, self._box, self._before, self._dtype, self._encode = address, box, before, dtype, encode
+    def __init__(self, address: int, box: Box, dtype: str, encode: Encode):
+        self._address, self._box, self._dtype, self._encode = address, box, dtype, encode
         self._known: dict[int, bytes] = {}  # an allocator gives out the same addresses again and again
         if box.data:
             self.value = box.data
@@ -70,7 +79,7 @@ class MapSlot:
     def _put(self, pointer: int) -> None:
         known = self._known.get(pointer)
         if known is None:
-            self._box.data = pointer - self._before
+            self._box.data = pointer
             if 0 not in self._box.size:  # nothing is ever copied of an empty tensor
                 self._encode(self._address, self._box, self._dtype)
             if len(self._known) >= _MOST_MAPS:
@@ -91,31 +100,31 @@ def new_map() -> TensorMap:
     return TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
-def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> tuple[Box, int]:
-    """The map of a tensor of the problem, with boxes of so many rows, and how many bytes before the tensor it begins.
+def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
+    """The map of a tensor of the problem, with boxes of so many rows.
 
-    Of a ragged batch it has room for a sequence of the greatest length, and begins that many rows before the tensor. A
-    box at row greatest - length + i of batch entry first + length then lies at row first + i of the tensor, and what of
-    it is beyond `length` rows is outside of the map: the hardware keeps sequences apart. Nothing before the tensor is
-    ever touched.
+    Of a ragged batch a box must end where its sequence ends, and a map has one number of rows for all of them. So it
+    has RAGGED_ROWS, which every sequence fills up to its end: row i of one of n rows is RAGGED_ROWS - n + i, and the
+    hardware neither reads nor writes what is beyond. In place of batch entries comes the row of the tensor where the
+    sequence ends, a step of the same size; and a fifth dimension, whose index is always RAGGED_ROWS, takes back the
+    RAGGED_ROWS steps that are too many: addresses are sums modulo 2^64, and 2^34 * RAGGED_ROWS is 0. The map begins
+    where the tensor does, since copies from one that begins outside of an allocation fault. (The idea is that of
+    Triton's ragged descriptors.)
     """
     of_keys = name in ("K", "V", "dK", "dV")
     itemsize, width, heads = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
     size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
-    stride, before = [s * itemsize for s in reversed(tensor.strides[:3])], 0
-    if p.ragged:
-        if p.rows[of_keys] == 1:
-            stride[0] = _BOX_BYTES
-        size[3], stride[2], before = p.rows[of_keys] + 1, stride[0], size[1] * stride[0]
+    stride = [s * itemsize for s in reversed(tensor.strides[:3])]
+    if there := p.ragged and p.rows[of_keys]:
+        stride[0] = stride[0] if there > 1 else _BOX_BYTES
+        size = [width, RAGGED_ROWS, heads, there + 1, RAGGED_ROWS + 1]
+        stride = [*stride[:2], stride[0], 2**34 - stride[0]]
     for i, dimension in enumerate(("S", "H", "B")):
-        if (size[i + 1] == 1 and not (p.ragged and i == 0)) or (i and not stride[i]):
-            # Broadcast: the kernel makes every index 0.
+        if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel makes every index 0
             size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
-        elif 0 not in size and not 0 < stride[i] < 2**40:
+        elif 0 not in size and not 0 < stride[i] < (2**34 if p.ragged else 2**40):
             raise UnsupportedProblem(
                 f"{name} has a stride of {stride[i] // itemsize} elements in {dimension}: a tensor map takes positive "
                 f"strides (pass a contiguous copy, or choose another kernel)"
             )
-    numbers = (ctypes.c_uint64 * 4)(*size), (ctypes.c_uint64 * 3)(*stride)
-    box = Box(tensor.pointer, *numbers, (ctypes.c_uint32 * 4)(_BOX_BYTES // itemsize, rows, 1, 1), itemsize)
-    return box, before
+    return Box.of(tensor.pointer, size, stride, rows, itemsize)

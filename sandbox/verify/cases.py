@@ -296,7 +296,7 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     if case.inputs == "hidden":
         hide_nan(p, given)
     given |= {name: lay_out(given[name]) for name in ("K", "V", "bias", "mask") if name in given and not p.plain}
-    if computes == "forward":
+    if computes in ("forward", "block_map"):
         return given
     dout = np.random.default_rng(1).standard_normal((p.batches, p.H, p.rows[0], p.Dv), np.float32)
     if case.inputs in _NOT_FINITE:

@@ -184,6 +184,34 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
     return found
 
 
+def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
+    """What the "block_map" kernels compute, as kernels_cu/include/block_map.cuh describes it: 32 keys that no row of 64
+    reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own."""
+    B, H, rows, words = p.block_map
+    hides = bool(p.score and p.score.hides)
+    lengths = given["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
+    left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), given)
+    bits = np.zeros((B, H, rows, 2, 16 * words), np.bool_)
+    bits[..., 1, :] = True
+    first, last = p.bounds
+    by_rows = rows > 1 and (hides or not p.key_lengths)
+    for b, h, row in np.ndindex(B, H, rows):
+        n, m0 = int(lengths[b]), 64 * row
+        diagonal = n - p.Sq if p.key_lengths and p.causal != "top-left" else p.diagonal
+        begin = 0 if first is None or not by_rows else max(0, m0 + diagonal - first)
+        end = n if last is None or not by_rows else min(n, min(m0 + 64, p.Sq) + diagonal + last)
+        for key in range(0, n, 16):
+            if key // 32 * 32 < end and key // 32 * 32 + 32 > begin:
+                pairs = left[b, h, m0 : m0 + 64, key : key + 16][:, : max(1, n - key)]
+                bits[b, h, row, :, key // 16] = pairs.any(), pairs.all()
+        if n % 32 and n % 32 <= 16 and n // 32 * 32 < end and n // 32 * 32 + 32 > begin:  # keys beyond are as the last
+            bits[b, h, row, :, n // 32 * 2 + 1] = (
+                left[b, h, m0 : m0 + 64, n - 1].any(),
+                left[b, h, m0 : m0 + 64, n - 1].all(),
+            )
+    return np.packbits(bits, axis=-1, bitorder="little").view("<i4").reshape(B, H, rows, words)
+
+
 def hide_nan(p: Problem, given: dict[str, Array]) -> None:
     """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
     visible = seen(p, given)

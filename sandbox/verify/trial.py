@@ -32,6 +32,7 @@ _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
     **dict.fromkeys(("LSE", "delta"), lambda p: (p.batches, p.H, p.rows[0])),
     "dbias": lambda p: p.bias,
     "dsink": lambda p: (p.H,),
+    "block_map": lambda p: p.block_map,
 }
 
 
@@ -84,6 +85,7 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
     dtypes = {
         "O": problem.dtype_of("O"),
         "dbias": problem.bias_dtype or problem.dtype,
+        "block_map": "int32",
         **dict.fromkeys(("LSE", "delta", "dsink"), "float32"),
     }
     return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}

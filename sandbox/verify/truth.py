@@ -22,6 +22,7 @@ from ..reference import (
     output_bound,
 )
 from .cases import Array, Case, inputs_of
+from .scores import block_map
 from .sequences import by_sequence, forward
 
 
@@ -43,7 +44,8 @@ class Truth:
 
 @lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
 def truth_of(computes: str, case: Case) -> Truth:
-    """What kernels that compute the "forward", "delta" or "backward" are given on a case, and the reference's answers.
+    """What kernels that compute the "forward", "delta", "backward" or "block_map" are given on a case, and the right
+    answers.
 
     Nobody may write to its arrays.
     """
@@ -61,6 +63,10 @@ def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     out, lse = exact["O"], exact["LSE"]
     bound = output_bound(out, plain["O"], p.dtype_of("O"))
     return {"O": Answer(out, bound), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
+
+
+def _block_map(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
+    return {"block_map": Answer(block_map(p, given).astype(np.float64), 0.5)}
 
 
 def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
@@ -90,4 +96,4 @@ def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     }
 
 
-_ANSWERS = {"forward": _forward, "delta": _delta, "backward": _backward}
+_ANSWERS = {"block_map": _block_map, "forward": _forward, "delta": _delta, "backward": _backward}

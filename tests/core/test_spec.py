@@ -141,7 +141,7 @@ def test_flops_by_the_fields_rule() -> None:
 
 def test_a_backward_counts_two_and_a_half_times() -> None:
     p = Problem(2, 12, 1024, 512, 64)
-    assert [p.flops_of(computes) for computes in COMPUTATIONS] == [p.flops, 0, p.flops * 5 // 2]
+    assert [p.flops_of(computes) for computes in COMPUTATIONS] == [0, p.flops, 0, p.flops * 5 // 2]
 
 
 def test_itemsize_and_text() -> None:
@@ -240,7 +240,7 @@ LATER = {
     ("values", "message"),
     [
         ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
-        ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of forward, delta, backward"),
+        ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of block_map, forward, delta, backward"),
         ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: the forward is given them all"),
         ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),

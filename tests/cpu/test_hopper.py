@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,7 @@ from sandbox.core.registry import get
 from sandbox.launch import driver
 from sandbox.launch.arguments import ArgumentBlock
 from sandbox.launch.dlpack import HOST, Device, view
-from sandbox.launch.tensor_maps import Box, TensorMap, encode_for_host, new_map
+from sandbox.launch.tensor_maps import Box, TensorMap, box_of, encode_for_host, new_map
 from sandbox.spec import Problem
 
 Run = Callable[..., None]
@@ -38,24 +39,29 @@ def hopper_only(device: Device) -> None:
 def run_hopper(run_cuda: Run) -> Run:
     """`run_cuda` of a text that may use Hopper's verbs."""
 
-    def run(text: str, entry: str, *args: object, dtype: str = "float16", left: int = 24, **geometry: object) -> None:
-        run_cuda(HEADER + text, entry, *args, defines={f"DTYPE_{dtype}": 1, "LEFT": left}, **geometry)
+    def run(
+        text: str, entry: str, *args: object, dtype: str = "float16", left: int = 24, ragged: int = 0, **geometry: Any
+    ) -> None:
+        defines = {f"DTYPE_{dtype}": 1, "LEFT": left, "RAGGED": ragged}
+        run_cuda(HEADER + text, entry, *args, defines=defines, **geometry)
 
     return run
 
 
-def boxes_of(position: int, array: np.ndarray, rows: int) -> Callable[[dict[int, int], Device], TensorMap]:
-    """A tensor map over a (B, H, S, D) array that is the kernel's argument of that position."""
+def boxes_of(
+    position: int, array: np.ndarray, rows: int, ragged: Problem | None = None
+) -> Callable[[dict[int, int], Device], TensorMap]:
+    """A tensor map over a (B, H, S, D) array that is the kernel's argument of that position; or over a ragged Q."""
 
     def encoded(addresses: dict[int, int], device: Device) -> TensorMap:
         made = new_map()
-        numbers = (
-            (ctypes.c_uint64 * 4)(*reversed(array.shape)),
-            (ctypes.c_uint64 * 3)(*reversed(array.strides[:3])),
-            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
-        )
+        strides = [*reversed(array.strides[:3])]
+        box = Box.of(addresses[position], [*reversed(array.shape)], strides, rows, array.itemsize)
+        if ragged:
+            box = box_of("Q", ragged, view(array), rows)
+            box.data = addresses[position]
         encode = encode_for_host if device == HOST else driver.encode_tensor_map
-        encode(ctypes.addressof(made), Box(addresses[position], *numbers, array.itemsize), array.dtype.name)
+        encode(ctypes.addressof(made), box, array.dtype.name)
         return made
 
     return encoded
@@ -71,9 +77,7 @@ def swizzled(rows: np.ndarray) -> np.ndarray:
 # ---- boxes
 
 
-@pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 5, 2, 1), (64, 19, 0, 0), (0, 40, 1, 0)])
-def test_a_box_comes_swizzled_and_zeros_where_there_is_no_tensor(run_hopper: Run, at: tuple[int, ...]) -> None:
-    text = """
+FETCH = """
     extern "C" __global__ void fetch(const unsigned short* unused, unsigned* out, const __grid_constant__ TensorMap map,
                                      int d, int s, int h, int b) {
         extern __shared__ __align__(1024) char smem[];
@@ -88,10 +92,14 @@ def test_a_box_comes_swizzled_and_zeros_where_there_is_no_tensor(run_hopper: Run
         mbarrier_wait(barrier, 0);
         for (int i = threadIdx.x; i < 512; i += blockDim.x) out[i] = reinterpret_cast<unsigned*>(smem)[i];
     }"""
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 5, 2, 1), (64, 19, 0, 0), (0, 40, 1, 0)])
+def test_a_box_comes_swizzled_and_zeros_where_there_is_no_tensor(run_hopper: Run, at: tuple[int, ...]) -> None:
     tensor = np.arange(2 * 3 * 20 * 72, dtype=np.uint16).astype(np.float16).reshape(2, 3, 20, 72)
     out = np.full((16, 64), 7, np.float16)
     numbers = map(ctypes.c_int, at)
-    run_hopper(text, "fetch", tensor, out, boxes_of(0, tensor, 16), *numbers, smem=4096)
+    run_hopper(FETCH, "fetch", tensor, out, boxes_of(0, tensor, 16), *numbers, smem=4096)
     d, s, h, b = at
     expected = np.zeros((16, 64), np.float16)
     piece = tensor[b, h, s : s + 16, d : d + 64]
@@ -99,10 +107,7 @@ def test_a_box_comes_swizzled_and_zeros_where_there_is_no_tensor(run_hopper: Run
     assert np.array_equal(out, swizzled(expected))
 
 
-@pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 15, 2, 0)])
-def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None:
-    """From what stmatrix wrote: 16 x 64 elements, each its row and column."""
-    text = """
+PUT = """
     extern "C" __global__ void put(unsigned short* unused, const __grid_constant__ TensorMap map, int d, int s, int h,
                                    int b) {
         extern __shared__ __align__(1024) char smem[];
@@ -124,14 +129,43 @@ def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None
             send_wait_read();
         }
     }"""
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 15, 2, 0)])
+def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None:
+    """From what stmatrix wrote: 16 x 64 elements, each its row and column."""
     tensor = np.full((2, 3, 20, 72), -1, np.float16)
     numbers = map(ctypes.c_int, at)
-    run_hopper(text, "put", tensor, boxes_of(0, tensor, 16), *numbers, smem=4096)
+    run_hopper(PUT, "put", tensor, boxes_of(0, tensor, 16), *numbers, smem=4096)
     d, s, h, b = at
     expected = np.full_like(tensor, -1)
     piece = expected[b, h, s : s + 16, d : d + 64]
     piece[:] = np.arange(16 * 64).reshape(16, 64)[: piece.shape[0], : piece.shape[1]]
     assert np.array_equal(tensor, expected)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(
+    ("first", "n", "i"), [(0, 5, 0), (5, 20, 0), (5, 20, 16), (5, 20, 32), (39, 1, 0), (24, 16, 0)]
+)
+def test_a_ragged_box_ends_with_its_sequence(run_hopper: Run, first: int, n: int, i: int, heads_first: bool) -> None:
+    """From row i of a sequence of n rows: it comes with zeros beyond them, and leaves without touching the next one."""
+    problem = Problem(2, 3, 20, 20, 72, dtype="float16", ragged=(40, 40))
+    lies = (1, 3, 40, 72) if heads_first else (1, 40, 3, 72)
+    tensor = np.arange(3 * 40 * 72, dtype=np.uint16).astype(np.float16).reshape(lies)
+    seen = tensor if heads_first else tensor.swapaxes(1, 2)
+    out = np.full((16, 64), 7, np.float16)
+    at = 64, i - n, 1, first + n
+    run_hopper(FETCH, "fetch", tensor, out, boxes_of(0, seen, 16, problem), *map(ctypes.c_int, at), smem=4096, ragged=1)
+    expected = np.zeros((16, 64), np.float16)
+    piece = seen[0, 1, first + i : min(first + n, first + i + 16), 64:]
+    expected[: len(piece), :8] = piece
+    assert np.array_equal(out, swizzled(expected))
+
+    after = tensor.copy()
+    run_hopper(PUT, "put", after, boxes_of(0, seen, 16, problem), *map(ctypes.c_int, at), smem=4096, ragged=1)
+    piece[:] = np.arange(16 * 64).reshape(16, 64)[: len(piece), :8]  # of `tensor`
+    assert np.array_equal(after, tensor)
 
 
 def test_sums_are_added_in_memory(run_hopper: Run) -> None:
@@ -459,8 +493,8 @@ def test_a_map_follows_its_tensor_and_is_made_once(device: Device) -> None:
     first = made.copy()
     assert first == [views[name].pointer for name in ("Q", "K", "V", "O")]
     K_map = Box.from_buffer(block.values[kernel.args.index("K_map")])
-    assert ([*K_map.size], [*K_map.stride]) == ([64, 50, 3, 2], [128, 50 * 128, 150 * 128])
-    assert [*K_map.box] == [64, kernel.tiles[0].BLOCK_N, 1, 1]
+    assert ([*K_map.size[:4]], [*K_map.stride[:3]]) == ([64, 50, 3, 2], [128, 50 * 128, 150 * 128])
+    assert ([*K_map.box], K_map.rank) == ([64, kernel.tiles[0].BLOCK_N, 1, 1, 1], 4)
     for pointer in (0x1000, first[1], 0x1000):
         block.slots[1].value = pointer
         assert K_map.data == pointer

@@ -53,7 +53,7 @@ def test_dropout_by_the_reference(kernel: Kernel, device: Device) -> None:
         Problem(1, 2, 83, 150, D, dtype=kernel.dtypes[-1], window=(40, 9), dropout=0.9),
     )
     for problem in cases:
-        if kernel.refuses(problem) is None:  # bwd_wgmma takes no window
+        if kernel.refuses(problem) is None:
             result = check.verify(kernel, Case("dropout", problem), device)
             assert result.ok, f"{problem}: {result}"
 

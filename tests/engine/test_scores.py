@@ -24,7 +24,7 @@ from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of
 from sandbox.verify.scores import OPTIONS
 
-KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes != "delta"]
+KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes in ("forward", "backward")]
 # Bounds of float32 are missed by a percent on unlucky inputs (docs/limits.md): the sweep tries it on lucky ones.
 SIXTEEN_BITS = ("float16", "bfloat16")
 by_name = lambda kernel: kernel.name  # noqa: E731
@@ -84,6 +84,18 @@ def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
                 pytest.xfail(said)  # a known fault: a window costs it a register or two too many
             assert found.spill_stores == 0, said
             assert not found.warnings, said
+
+
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("names", ["softcap + left window", "bias + mask", "score + dropout"])
+def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
+    """In the Hopper backward, whose consumers divide a tile in another way at each width."""
+    kernel = registry.kernels()["bwd_wgmma"]
+    problem = asked(
+        tuple(names.split(" + ")), Problem(1, 2, 140, 150, D, Hk=1, dtype="bfloat16", causal="bottom-right")
+    )
+    result = check.verify(kernel, Case(names, problem), device)
+    assert result.ok, result
 
 
 FEW_BLOCKS = [Tile(BLOCK_M=192, BLOCK_N=32, STAGES=2, BLOCKS=3), Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=2)]

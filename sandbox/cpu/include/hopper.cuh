@@ -22,12 +22,18 @@ inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
 struct alignas(64) TensorMap : cpu::TensorMap {};
 static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
 
+#if RAGGED
+constexpr int RAGGED_ROWS = 1 << 30;
+#else
+constexpr int RAGGED_ROWS = 0;
+#endif
+
 inline void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b, SmemAddress barrier, SANDBOX_SITE) {
-    const int at[4] = {d, s, h, b};
+    const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
     cpu::sandbox_request_box(to, &map, at, barrier, site);
 }
 inline void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddress from, SANDBOX_SITE) {
-    const int at[4] = {d, s, h, b};
+    const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
     cpu::sandbox_send_box(from, &map, at, site);
 }
 inline void send_sums(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {

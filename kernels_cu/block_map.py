@@ -1,0 +1,25 @@
+"""Spec of `block_map.cu`."""
+
+from sandbox.spec import Dim3, Kernel, Problem, Tile
+
+
+def grid(p: Problem, t: Tile) -> Dim3:
+    """A block for each word of the map that tells whether something is seen; none where no map is needed."""
+    B, H, rows, words = p.block_map
+    return rows * words // 2, H, B
+
+
+kernel = Kernel(
+    name="block_map",
+    computes="block_map",
+    rung=1,
+    summary="which tiles a mask or a user's condition leaves, and which of them whole: what other kernels walk by",
+    dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
+    min_arch=(7, 5),
+    default=True,
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=512),),  # a word of the map
+    grid=grid,
+    block=lambda t: (t.BLOCK_N, 1, 1),
+    smem_bytes=lambda p, t: 0,
+    args=("block_map", "map_rows", "score"),
+)

@@ -1,0 +1,82 @@
+// Members of Head (score.cuh): which tiles a mask or a user's condition leaves, as FlexAttention's block mask tells it
+// (Dong et al. 2024, arXiv:2412.05496). Causality, windows and lengths are not in it: ranges tell of them.
+//
+// The map has a bit for MAP_M queries x MAP_N keys, so fine that tiles of every kernel are made of whole ones; 32 to a word. A
+// row of it, MAP_M queries: the words that tell whether something is seen, then those that tell whether everything is.
+//
+//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][2][ceil(Sk / (32 * MAP_N))]
+//
+// A kernel that walks by it (`MAPPED`) goes from one tile to the next one that holds something, and takes those that hold
+// everything as it takes tiles without a mask. Tiles are multiples of MAP_N keys.
+static constexpr bool MAPPED = BLOCK_MAP;
+static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
+
+enum Told { SOMETHING, EVERYTHING };
+
+// A word, of keys from WORD_KEYS * word on: whether some, or all, of query rows m0 .. m1 see something, or everything, of it.
+template <Told TOLD>
+__device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
+    unsigned bits = TOLD == EVERYTHING ? ~0u : 0;
+#if BLOCK_MAP
+    const unsigned* const at = block_map + (TOLD == EVERYTHING ? (score.Sk + WORD_KEYS - 1) / WORD_KEYS : 0) + word;
+#pragma unroll 1
+    for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
+        const unsigned own = at[row * score.block_map.stride_i];
+        bits = TOLD == EVERYTHING ? bits & own : bits | own;
+    }
+#endif
+    return bits;
+}
+
+// Whether query rows m0 .. m1 see something, or everything, of keys n0 .. n0 + KEYS, of which those from Sk on do not count.
+template <Told TOLD, int KEYS>
+__device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
+    static_assert(!MAPPED || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
+    if (!MAPPED) return !SCATTERED;
+    const int begin = n0 / MAP_N, end = (min(n0 + KEYS, score.Sk) + MAP_N - 1) / MAP_N;
+#pragma unroll 1
+    for (int word = begin / 32; word * 32 < end; ++word) {
+        const unsigned own = (begin > word * 32 ? ~0u << begin % 32 : ~0u) & (end < word * 32 + 32 ? ~(~0u << end % 32) : ~0u);
+        const unsigned bits = map_word<TOLD>(m0, m1, word) & own;
+        if (TOLD == SOMETHING && bits) return true;
+        if (TOLD == EVERYTHING && bits != own) return false;
+    }
+    return TOLD == EVERYTHING;
+}
+
+// Of key tiles `tile` .. `end`, KEYS keys each, the first one of which some of query rows m0 .. m1 see something; or `end`.
+template <int KEYS>
+__device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {
+    if (!MAPPED) return tile;
+#pragma unroll 1
+    for (int bit = tile * (KEYS / MAP_N); tile < end && bit * MAP_N < score.Sk; bit = (bit / 32 + 1) * 32) {
+        const unsigned word = map_word<SOMETHING>(m0, m1, bit / 32) & ~0u << bit % 32;
+        if (word) return min((bit / 32 * 32 + __ffs(word) - 1) / (KEYS / MAP_N), end);
+    }
+    return end;
+}
+
+// How many there are, by all lanes of a warp.
+template <int KEYS>
+__device__ __forceinline__ int key_tiles(int m0, int m1, int tile, int end) const {
+    if (!MAPPED) return max(end - tile, 0);
+    int count = 0;
+    for (; tile < end; tile += 32) {
+        const int own = tile + static_cast<int>(threadIdx.x % 32);
+        count += __popc(__ballot_sync(0xffffffffu, own < end && map_tells<SOMETHING, KEYS>(m0, m1, own * KEYS)));
+    }
+    return count;
+}
+
+// Of query tiles of ROWS rows, from row m0 on, the first row of the first one before `end` that sees something of keys n0 ..
+// n0 + KEYS, or some row from `end` on: by all lanes of a warp, a tile each.
+template <int ROWS, int KEYS>
+__device__ __forceinline__ int next_query_tile(int m0, int end, int n0) const {
+    if (!MAPPED) return m0;
+    for (; m0 < end; m0 += 32 * ROWS) {
+        const int own = m0 + static_cast<int>(threadIdx.x % 32) * ROWS;
+        const unsigned found = __ballot_sync(0xffffffffu, own < end && map_tells<SOMETHING, KEYS>(own, own + ROWS, n0));
+        if (found) return m0 + (__ffs(found) - 1) * ROWS;
+    }
+    return m0;
+}

@@ -1,0 +1,56 @@
+"""The block map of a score's own mask, made once for many calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.errors import SpecError, UnsupportedProblem
+from ..core.problem import Problem
+from ..core.score import Score
+from ..launch.dlpack import HOST, dense_strides, library_of
+
+
+def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
+    """Which tiles the mask of `score` leaves of `problem`, as FlexAttention's block mask (arXiv:2412.05496) tells it.
+
+    For `score.with_blocks(...)`: without it every launch makes its own, so that tensors may change between calls; with
+    it what they held when the map was made counts for tiles that hold nothing or everything. It goes with every
+    problem of the same B, H, Sq and Sk, forward and backward, whatever else is asked for but `mask=`.
+
+    Returns (B, H, rows of 64 queries, twice the words of 512 keys) int32, each of B, H and rows 1 where the mask does
+    not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: pass q where it
+    reads none, else the map is NumPy's. A bit stands for 16 keys; after the words that tell whether something is seen
+    come those that tell whether everything is.
+
+    Raises SpecError for a score without a mask, UnsupportedProblem for tensors of several libraries or devices, and
+    what `attention_forward` does.
+    """
+    from ..engine import choose, pipeline
+    from ..launch import driver
+
+    if not isinstance(score, Score) or not score.hides:
+        raise SpecError(f"score={score!s} hides no keys: a block map is of a sandbox.Score with a mask")
+    bare = Problem(problem.B, problem.H, problem.Sq, problem.Sk, 64, dtype="float16", score=score.described)
+    arrays = tuple(score.tensors.values()) or (_host() if like is None else like,)
+    library = library_of(arrays[0])
+    if any(library_of(array) is not library for array in arrays):
+        raise UnsupportedProblem("score reads tensors of several libraries: pass those of one")
+    arrays = library.held(*arrays)
+    views = dict(zip((f"score.{name}" for name in score.tensors), map(library.view, arrays), strict=False))
+    device = library.view(arrays[0]).device
+    if any(view.device != device for view in views.values()):
+        raise UnsupportedProblem("score reads tensors on several devices: move them to one")
+    made = library.allocator(arrays[0], bare.block_map, dense_strides(bare.block_map), "int32")()
+    tensors = {**views, "block_map": library.view(made)}
+    arch = driver.device(device[1]).arch if device != HOST else None
+    kernel = choose.choose_kernel(bare, "block_map", arch)
+    prepared = pipeline.prepare(kernel, choose.choose_tile(kernel, bare, arch), bare, tensors, device)
+    prepared.launch(prepared.pointers(tensors), library.stream(device[1])() if device != HOST else 0)
+    handed = library.handed(arrays[0])
+    return handed(made) if handed else made
+
+
+def _host() -> Any:
+    import numpy as np
+
+    return np.empty(0, np.float32)

@@ -1,0 +1,129 @@
+"""The block map: right bit by bit, walked by in both directions, and seen to be, by what a false one does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import sandbox
+from sandbox import Score
+from sandbox.core import registry
+from sandbox.core.errors import SpecError, UnsupportedProblem
+from sandbox.core.score import TensorLike
+from sandbox.launch.dlpack import Device
+from sandbox.spec import Problem
+from sandbox.verify import check
+from sandbox.verify.cases import Case
+
+FORWARD = {"fwd_mma": "BLOCK_M=64,BLOCK_N=64,SUB_N=32,WARPS=4,MIN_BLOCKS=2",
+           "fwd_wgmma": "BLOCK_M=128,BLOCK_N=64,STAGES=2,BLOCKS=3"}  # fmt: skip
+BACKWARD = {"bwd_mma": "BLOCK_M=64,BLOCK_N=64,WARPS=4,MIN_BLOCKS=2"}
+S = 300
+DOC = (np.arange(S) // 128).astype(np.int32)
+# Whole tiles of 64, hidden or seen; the last is shorter.
+DOCUMENTS = Score(mask="doc(i) == doc(j)", tensors={"doc": DOC})
+UNEVEN = Score(mask="part(i) == part(j)", tensors={"part": (np.arange(S) * 7 // 400).astype(np.int32)})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": (1, 1, 200, 300)},
+        {"mask": (1, 2, 200, 300), "causal": "bottom-right"},
+        {"mask": (2, 1, 200, 1), "window": (60, 20)},
+        {"mask": (2, 1, 1, 300)},
+        {"mask": (2, 1, 200, 300), "score": Score(mask="far(h) < j", tensors={"far": TensorLike((2,), "int32")})},
+        {"score": Score(mask="j <= i + 30"), "key_lengths": True, "causal": "bottom-right"},
+        {},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_bit(options: dict, device: Device) -> None:
+    B = 2 if any(n == 2 for n in options.get("mask", (2,))[:1]) else 1
+    problem = Problem(B, 2, 200, 300, 32, dtype="float16", **options)
+    result = check.verify(registry.get("block_map"), Case("block map", problem), device)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("score", [DOCUMENTS, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_kernels_walk_by_it(name: str, score: Score, device: Device) -> None:
+    """Tiles that hold nothing, something and everything; among them rows that see nothing at all in a window."""
+    kernel = registry.get(name)
+    plain = Problem(1, 2, S, S, 32, Hk=1, dtype="float16", score=score)
+    for options in ({"causal": "top-left"}, {"window": (70, 10)}, {"key_lengths": True, "B": 2, "alibi": (2,)}):
+        problem = dataclasses.replace(plain, **options)
+        inputs = "hidden" if "window" in options else "normal"
+        result = check.verify(kernel, Case(f"block map {options}", problem, inputs), device)
+        assert result.ok, result
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape) + shape[-2]).standard_normal(shape).astype(np.float16)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_what_it_hides_is_not_visited(name: str) -> None:
+    """The map of other documents on a mask that hides nothing: what comes out is the map's doing."""
+    q, k, v = drawn(1, 2, S, 32), drawn(1, 2, S, 32), drawn(1, 2, S, 32)
+    told = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
+    score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(told)
+    hidden = np.where((DOC == 2)[:, None], np.float16(np.nan), k), np.where((DOC == 2)[:, None], np.float16(np.nan), v)
+    out, lse = sandbox.attention_forward(q, *hidden, score=score, kernel=name, tile=FORWARD[name])
+    true, true_lse = sandbox.reference.attention(q, k, v, score=DOCUMENTS)
+    assert np.abs(out[:, :, :256] - true[:, :, :256]).max() < 2e-3
+    assert np.abs(lse[:, :, :256] - true_lse[:, :, :256]).max() < 1e-3
+    assert np.isnan(out[:, :, 256:]).all()  # who sees NaN has it
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_what_it_hides_has_no_gradient(name: str) -> None:
+    q, k, v, dout = drawn(1, 4, S, 32), drawn(1, 2, S, 32), drawn(1, 2, S, 32), drawn(1, 4, S, 32)
+    told = sandbox.block_map(DOCUMENTS, Problem(1, 4, S, S, 32, Hk=2))
+    score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(told)
+    out, lse = sandbox.reference.attention(q, k, v, score=DOCUMENTS)
+    given = dout, q, k, v, out.astype(np.float16), lse.astype(np.float32)
+    found = sandbox.attention_backward(*given, score=score, kernel=name, tile=BACKWARD[name])
+    for gradient, true in zip(found, sandbox.reference.attention_backward(dout, q, k, v, score=DOCUMENTS), strict=True):
+        assert np.abs(gradient - true).max() < 1e-2
+
+
+def test_what_it_shows_whole_is_not_looked_up() -> None:
+    q, k, v = drawn(1, 1, S, 32), drawn(1, 1, S, 32), drawn(1, 1, S, 32)
+    every = np.full(Problem(1, 1, S, S, 32, score=DOCUMENTS).block_map, -1, np.int32)
+    for name, tile in FORWARD.items():
+        out, _ = sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(every), kernel=name, tile=tile)
+        # The last tile of keys is not whole, and its mask is applied.
+        seen = np.arange(S)[None] < 256
+        true, _ = sandbox.reference.attention(q, k, v, mask=(seen | (DOC[:, None] == DOC[None]))[None, None])
+        assert np.abs(out - true).max() < 2e-3, name
+
+
+def test_one_map_serves_many_calls() -> None:
+    """PyTorch tensors, forward and backward."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(drawn(1, 2, S, 32)).requires_grad_() for _ in range(3))
+    score = Score(UNEVEN.score, UNEVEN.mask, {"part": torch.from_numpy(UNEVEN.tensors["part"])})
+    told = sandbox.block_map(score, Problem(1, 2, S, S, 32))
+    assert told.dtype == torch.int32
+    results = []
+    for asked in (score, score.with_blocks(told)):
+        out = sandbox.attention(q, k, v, score=asked, causal=True)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+    for own, given in zip(*results, strict=True):
+        assert (own - given).abs().max() < 1e-2
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q = drawn(1, 2, S, 32)
+    told = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
+    score = DOCUMENTS.with_blocks(told)
+    with pytest.raises(UnsupportedProblem, match="leave out mask="):
+        sandbox.attention_forward(q, q, q, score=score, mask=np.ones((S, S), bool))
+    with pytest.raises(UnsupportedProblem, match="block_map makes of"):
+        sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(told[:, :, :-1]))
+    with pytest.raises(SpecError, match="hides no keys"):
+        sandbox.block_map(Score("x + 1"), Problem(1, 2, S, S, 32))
