@@ -64,7 +64,7 @@ def compile_(
         for t in ((wanted,) if wanted else kernel.tiles)
     ]
     found = itertools.chain.from_iterable(itertools.starmap(_costs, tried))
-    costs = list(followed(found, lambda c: f"{c.kernel} {c.problem}"))
+    costs = list(followed(found, lambda c: f"{c.kernel} {c.problem.variant}"))
     if as_json:
         print_json(costs)
     else:
@@ -79,11 +79,11 @@ def compile_(
 def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[Cost]:
     """One for each entry of the kernel; a single one where there are no numbers."""
     arch = architectures.parse(target)
-    where = (problem.variant, str(tile), target)
+    where = (problem, tile, target)
     try:
         if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)
-        compiled = pipeline.compile_entries(kernel, problem.D, problem.dtype, problem.causal, target, tile)
+        compiled = pipeline.compile_problem(kernel, problem, tile, target)
     except UnsupportedProblem as refusal:
         yield Cost(kernel.name, *where, ok=None, message=str(refusal))
         return

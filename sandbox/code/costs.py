@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from ..core.problem import Problem
+from ..core.tile import Tile
 from ..toolchain.arch import Occupancy
 from ..toolchain.nvrtc import Resources
 from ..verify.report import SLOW, WIDE, kib, registers, si_time, slow, table
@@ -19,8 +21,8 @@ class Cost:
     tile or the problem (`ok` is None), or the compiler refused it (`ok` is False)."""
 
     kernel: str
-    problem: str  # what of it the compiler sees: head width, dtype, mask
-    tile: str
+    problem: Problem
+    tile: Tile
     arch: str
     ok: bool | None
     resources: Resources | None = None
@@ -47,11 +49,12 @@ def compiled_table(costs: Sequence[Cost], width: int) -> Table:
         if r is None or o is None or c.smem_dynamic is None:
             continue
         regs, smem, blocks = registers(r), kib(c.smem_dynamic + r.smem_static), str(o.blocks_per_sm)
+        variant, tile = c.problem.variant, str(c.tile)
         compiling, occupancy = "cached" if c.cached else si_time(c.seconds), f"{o.fraction:.0%}"
         if width >= WIDE:
-            shown.add_row(c.kernel, c.problem, c.arch, c.tile, regs, smem, blocks, occupancy, compiling, o.limiter)
+            shown.add_row(c.kernel, variant, c.arch, tile, regs, smem, blocks, occupancy, compiling, o.limiter)
         else:
-            what = Text.assemble(c.kernel, " ", c.arch, "\n", (c.problem, "dim"))
+            what = Text.assemble(c.kernel, " ", c.arch, "\n", (variant, "dim"))
             held = Text.assemble(regs, "\n", smem)
-            shown.add_row(what, c.tile.replace(",", "\n"), held, blocks, compiling, f"{occupancy}\n{o.limiter}")
+            shown.add_row(what, tile.replace(",", "\n"), held, blocks, compiling, f"{occupancy}\n{o.limiter}")
     return shown

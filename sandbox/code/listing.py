@@ -40,8 +40,8 @@ class Code:
     kernel: str
     language: str
     arch: str
-    problem: str  # its variant
-    tile: str
+    problem: Problem
+    tile: Tile
     resources: Resources
     instructions: tuple[Instruction, ...]
     source: str = ""  # its .cu's name
@@ -72,12 +72,12 @@ def translate(
     target = arch or pipeline.arch_here(kernel)
     chosen = choose_tile(kernel, problem, architectures.parse(target), tile)
     name = entry or kernel.name
-    compiled = pipeline.compile_entry(kernel, name, problem.D, problem.dtype, problem.causal, target, chosen)
+    compiled = pipeline.compile_entry(kernel, name, problem, chosen, target)
     others = {e.name for e in kernel.entries if e.name != name}
     whole = disassembly.sass(compiled.cubin) if language == "sass" else disassembly.ptx(compiled.ptx)
     instructions = tuple(i for i in whole if i.function not in others)
     label = label or str(chosen)
-    about = (label, name, language, target, problem.variant, str(chosen), compiled.resources)
+    about = (label, name, language, target, problem, chosen, compiled.resources)
     return Code(*about, instructions, kernel.source.name)
 
 

@@ -62,7 +62,7 @@ def headline(code: Code) -> Text:
     spilled = r.spill_stores + r.spill_loads
     spills = Text(f", {spilled} bytes spilled", "bold red") if spilled else Text()
     return Text.assemble(
-        (code.kernel, "bold"), f" {code.problem} {code.arch} {code.tile}: {r.registers} registers", spills
+        (code.kernel, "bold"), f" {code.problem.variant} {code.arch} {code.tile}: {r.registers} registers", spills
     )
 
 

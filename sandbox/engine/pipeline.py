@@ -241,27 +241,16 @@ def compile(
     UnknownKernel.
     """
     owner = entry_owner(kernel) if isinstance(kernel, str) else kernel
-    return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, D, dtype, causal, arch, tile)
-
-
-def compile_entry(
-    kernel: Kernel, entry: str, D: int, dtype: str, causal: bool | str, arch: str | None = None,
-    tile: Tile | str | None = None,
-) -> Compiled:  # fmt: skip
-    """`compile` of one entry of any kernel, not of the registry alone. Raises UnknownKernel when it has none such."""
-    name = kernel.entry(entry).name
-    return next(c for c in compile_entries(kernel, D, dtype, causal, arch, tile) if c.entry == name)
-
-
-def compile_entries(
-    kernel: Kernel, D: int, dtype: str, causal: bool | str, arch: str | None = None, tile: Tile | str | None = None
-) -> tuple[Compiled, ...]:
-    """`compile` of every entry of a kernel, in the order of its launches."""
-    if arch is None:
-        arch = arch_here(kernel)
     problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
-    chosen = choose_tile(kernel, problem, architectures.parse(arch), as_tile(tile))
-    return compile_problem(kernel, problem, chosen, arch)
+    target = arch or arch_here(owner)
+    chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
+    return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, problem, chosen, target)
+
+
+def compile_entry(kernel: Kernel, entry: str, problem: Problem, tile: Tile, arch: str) -> Compiled:
+    """`compile_problem` of one entry. Raises UnknownKernel when the kernel has none such."""
+    name = kernel.entry(entry).name
+    return next(c for c in compile_problem(kernel, problem, tile, arch) if c.entry == name)
 
 
 def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, arch: Arch) -> architectures.Occupancy:

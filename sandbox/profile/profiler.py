@@ -204,7 +204,4 @@ def read(prefix: Path) -> Profile:
 
 
 def _cubin(subject: Subject) -> bytes:
-    p = subject.problem
-    return pipeline.compile_entry(
-        subject.spec(), subject.entry, p.D, p.dtype, p.causal, subject.arch, subject.tile
-    ).cubin
+    return pipeline.compile_entry(subject.spec(), subject.entry, subject.problem, subject.tile, subject.arch).cubin

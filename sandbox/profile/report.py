@@ -168,8 +168,8 @@ def as_json(profile: Profile) -> dict[str, Any]:
     s, work = profile.subject, profile.work
     return {
         "kernel": s.entry,
-        "problem": str(s.problem),
-        "tile": str(s.tile),
+        "problem": s.problem,
+        "tile": s.tile,
         "arch": s.arch,
         "version": s.version,
         "measures": {name: value(profile) for name, value, _ in MEASURES},

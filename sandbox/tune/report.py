@@ -92,15 +92,15 @@ def verdict(search: Search) -> list[Text]:
 
 def as_json(search: Search) -> dict[str, Any]:
     """All that is known, as JSON has it."""
-    candidates = [{**vars(c), "tile": str(c.tile), "tflops": _tflops(search, c)} for c in search.candidates.values()]
+    candidates = [{**vars(c), "tflops": _tflops(search, c)} for c in search.candidates.values()]
     return {
         "kernel": search.kernel.name,
-        "problem": str(search.problem),
+        "problem": search.problem,
         "gpu": search.lab.gpu,
         "class": problem_class(search.problem),
         "combinations": search.combinations,
-        "tile": str(search.winner.tile) if search.winner else None,
-        "own_tile": str(search.own.tile) if search.own else None,
+        "tile": search.winner.tile if search.winner else None,
+        "own_tile": search.own.tile if search.own else None,
         "candidates": candidates,
     }
 

@@ -18,6 +18,7 @@ from ..engine.choose import choose_tile
 from ..launch import driver
 from ..launch.dlpack import HOST, Device, layout, view
 from ..reference import errors, max_error
+from ..toolchain import arch as architectures
 from ..toolchain import nvrtc
 from ..toolchain.nvrtc import Resources
 from . import trial
@@ -176,7 +177,8 @@ def _where(worst: str, answers: Mapping[str, Answer], done: trial.Trial) -> Erro
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:
     """What NVRTC makes of the kernel where no GPU runs it; without NVRTC, a note instead."""
     try:
-        p = case.problem
-        return pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, pipeline.DEFAULT_ARCH, tile), ""
+        target = pipeline.DEFAULT_ARCH
+        chosen = choose_tile(kernel, case.problem, architectures.parse(target), tile)
+        return pipeline.compile_problem(kernel, case.problem, chosen, target), ""
     except (ToolchainMissing, UnsupportedProblem) as error:
         return (), str(error).splitlines()[0]

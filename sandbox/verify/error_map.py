@@ -23,12 +23,13 @@ from ..core.tile import Tile
 from ..reference import errors
 
 Array = NDArray[Any]
+_OF_QUERIES = ("O", "LSE", "dQ", "delta")  # a row of them is a query's
 _STEPS = (2, 4, 8, 16, 32)  # columns of what threads and MMA fragments share out among themselves
 
 
 @dataclass(frozen=True)
 class ErrorMap:
-    """Where one output is wrong. `first` and `worst` are indices (b, h, row, column), in a per-row output (b, h, row).
+    """Where one output is wrong. `first` and `worst` are indices (b, h, row, column), or those of them that it has.
 
     `follows`: what the bad elements have in common, each a phrase such as "the tail". `text` says it all in a
     paragraph. `heat`: |error| / bound of the worst head, (rows, columns).
@@ -48,8 +49,8 @@ class ErrorMap:
 def locate(
     name: str, got: ArrayLike, ref: ArrayLike, bound: Array | float, kernel: Kernel, problem: Problem, tile: Tile
 ) -> ErrorMap | None:
-    """Of an output called `name`, (B, H, S, D) or (B, H, S), against the truth and its bound (a number, or of the same
-    shape): where |got − ref| exceeds the bound; None where it nowhere does."""
+    """Of an output called `name`, of any shape, (B, H, S, D) or without the last of these, or (H,), against the truth
+    and its bound (a number, or of the same shape): where |got − ref| exceeds the bound; None where it nowhere does."""
     got, ref = np.asarray(got).astype(np.float64), np.asarray(ref).astype(np.float64)
     error = errors(got, ref)
     bad = ~(error <= bound)
@@ -59,24 +60,29 @@ def locate(
         ratio = np.nan_to_num(error / bound, nan=0.0, posinf=np.inf)  # 0 / 0: a row without keys, as it should be
     first = _at(np.argwhere(bad)[0])
     worst = _at(np.unravel_index(int(np.where(bad, ratio, 0).argmax()), bad.shape))
-    per_row = bad.ndim == 3  # LSE and the like: one column
-    cube, truth, off = (x[..., None] if per_row else x for x in (bad, ref, error))
+    cube, truth, off = (_cube(x) for x in (bad, ref, error))
     M, named = _tile_rows(name, tile)
     shapes = (
         _extent(cube),
         _factor(np.asarray(got)[bad], ref[bad]),
         _row_shapes(np.nonzero(cube.any((0, 1, 3)))[0], cube.shape[2], M, named, math.prod(kernel.block(tile))),
-        _diagonal(cube, off, truth, problem) if problem.causal and name not in ("dK", "dV") else (),
+        _diagonal(cube, off, truth, problem) if name in _OF_QUERIES and problem.causal and not problem.ragged else (),
         _column_shapes(np.nonzero(cube.any((0, 1, 2)))[0], cube.shape[3]),
     )
     follows = tuple(itertools.chain.from_iterable(shapes))
     text = _describe(name, got, ref, bad, first, worst, follows)
-    heat = ratio[worst[:2]].reshape(cube.shape[2:])
+    heat = _cube(ratio)[((0, *worst) if ratio.ndim == 1 else (*worst, 0, 0))[:2]]
     return ErrorMap(name, int(bad.sum()), bad.size, first, worst, follows, text, M, heat)
 
 
 def _at(index: Iterable[Any]) -> tuple[int, ...]:
     return tuple(map(int, index))
+
+
+def _cube(x: Array) -> Array:
+    """As (B, H, rows, columns): one of what it has not, as LSE one column, and the gradient of a sink heads alone."""
+    heads_alone = (1,) if x.ndim == 1 else ()
+    return x.reshape(*heads_alone, *x.shape, *[1] * (4 - x.ndim - len(heads_alone)))
 
 
 def _describe(
@@ -85,17 +91,19 @@ def _describe(
 ) -> str:  # fmt: skip
     unwritten = int(np.isnan(got[bad]).sum())
     nan = f", {unwritten} of them NaN (or never written)" if unwritten and not np.isnan(ref[bad]).all() else ""
-    rows = np.unique(np.nonzero(bad)[2])
+    rows = np.unique(np.nonzero(bad)[2]) if bad.ndim > 2 else np.empty(0, int)
+    said = [f"Row{'s' if rows.size > 1 else ''} {_ranges(rows)}"] if rows.size else []
+    said += ["; ".join(follows)] if follows else []
     return (
         f"{name} is wrong in {bad.sum()} of {bad.size} elements{nan}, first at {_index(first)}: "
         f"{got[first]:.4g} instead of {ref[first]:.4g}; worst at {_index(worst)}: "
-        f"{got[worst]:.4g} instead of {ref[worst]:.4g}. "
-        f"Row{'s' if rows.size > 1 else ''} {_ranges(rows)}{': ' if follows else ''}{'; '.join(follows)}."
+        f"{got[worst]:.4g} instead of {ref[worst]:.4g}.{' ' if said else ''}{': '.join(said)}{'.' if said else ''}"
     )
 
 
 def _index(at: tuple[int, ...]) -> str:
-    return ", ".join(f"{axis} {i}" for axis, i in zip(("b", "h", "row", "column"), at, strict=False))
+    axes = ("h",) if len(at) == 1 else ("b", "h", "row", "column")
+    return ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=False))
 
 
 def _ranges(numbers: Array, most: int = 4) -> str:
@@ -133,7 +141,7 @@ def _factor(got: Array, truth: Array) -> Iterator[str]:
 
 def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterator[str]:
     tail = S // M * M
-    if tail < S and tail <= rows.min() and rows.size < S:
+    if tail <= rows.min() and rows.size < S:
         yield f"the tail: only rows of the last, partial tile ({named})"
     elif np.isin(rows % M, (0, M - 1)).all() and S > M and rows.size < S:
         edge = "first" if (rows % M == 0).all() else "last" if (rows % M == M - 1).all() else "first or last"
@@ -196,6 +204,6 @@ def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
             side.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("column")
         axis.set_ylabel("row (dotted: edges of tiles)")
-        axis.set_title(f"{title}: {found.name} at b {found.worst[0]}, h {found.worst[1]}", loc="left")
+        axis.set_title(f"{title}: {found.name} at {_index(found.worst[:2])}", loc="left")
         figure.colorbar(shown, ax=axis, label="|error| / bound; red is more than allowed")
         return picture.save(figure, prefix)

@@ -55,8 +55,8 @@ class Inspection:
     why. `text`: all that the tool said."""
 
     kernel: str
-    problem: str
-    tile: str
+    problem: Problem
+    tile: Tile
     tool: str
     clean: bool | None
     findings: tuple[Finding, ...] = ()
@@ -121,7 +121,7 @@ def inspect(
         looked: list[Inspection] = []
         for tool in HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS:
             if misled(tool, looked):
-                looked.append(Inspection(kernel.name, str(p), str(chosen), tool, None, message=_STRAY))
+                looked.append(Inspection(kernel.name, p, chosen, tool, None, message=_STRAY))
             else:
                 looked.append((on_host if device == HOST else on_gpu)(tool, kernel, p, chosen, timeout))
             yield looked[-1]
@@ -135,7 +135,7 @@ def misled(tool: str, looked: Iterable[Inspection]) -> bool:
 
 def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
     """One of HOST_TOOLS. Raises CompileError."""
-    head = (kernel.name, str(problem), str(tile), tool)
+    head = (kernel.name, problem, tile, tool)
     try:
         if tool == "orders":
             if not kernel.deterministic:
@@ -215,7 +215,7 @@ _CHILD = "import sys; from sandbox.verify.sanitize import launch; launch(sys.arg
 
 def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
     """One of compute-sanitizer's tools."""
-    head = (kernel.name, str(problem), str(tile), tool)
+    head = (kernel.name, problem, tile, tool)
     what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": problem.as_json()})
     try:
         command, folders = (sys.executable, "-c", _CHILD, what), (registry.FOLDER, registry.FOLDER / "include")

@@ -144,7 +144,7 @@ def _compile(
         for_gpu = [*variants.values()][: None if arch else 1]
     except ToolchainMissing as missing:
         for_gpu, notes = [], [str(missing).splitlines()[0]]
-    cubins = [pool.submit(pipeline.compile_entries, kernel, p.D, p.dtype, p.causal, target, t) for p, t in for_gpu]
+    cubins = [pool.submit(pipeline.compile_problem, kernel, p, t, target) for p, t in for_gpu]
     on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants.values()]
     compiled = _all(cubins)
     _all(on_host)
@@ -161,7 +161,7 @@ def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled
     opcodes: dict[str, int] = {}
     with suppress(ToolchainMissing):  # a disassembler that is older than the cubin
         opcodes = disassembly.opcode_counts(compiled[0].cubin)  # of all entries: they are one module
-    return Cost(compiled[0].arch, str(tile), Resources.worst(r for _, r in entries), smem, least, opcodes)
+    return Cost(compiled[0].arch, tile, Resources.worst(r for _, r in entries), smem, least, opcodes)
 
 
 _Looking = list[list[Future[Inspection]]]  # by the tools, at each problem

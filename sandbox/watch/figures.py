@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..core.tile import Tile
 from ..toolchain.arch import Occupancy
 from ..toolchain.nvrtc import Resources
 from ..verify.check import Result
@@ -20,7 +21,7 @@ class Cost:
     lowest occupancy. `opcodes`: all their instructions by class; {} when nothing can disassemble."""
 
     arch: str
-    tile: str
+    tile: Tile
     resources: Resources
     smem_bytes: int  # static and dynamic
     occupancy: Occupancy

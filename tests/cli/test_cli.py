@@ -138,13 +138,25 @@ def test_compile() -> None:
         ("sm_90a", True, 49152),
         ("sm_80", True, 49152),
     ]
-    assert rows[0]["problem"] == "D64 float16"
+    assert rows[0]["problem"] == Problem(1, 1, 1, 1, 64, dtype="float16").as_json()
+    assert rows[0]["tile"] == {"BLOCK_M": 64, "BLOCK_N": 32}
     assert rows[0]["occupancy"] == {"blocks_per_sm": 4, "fraction": 4 * 2 / 64, "limiter": "shared memory"}
     assert rows[0]["resources"]["registers"] > 16
     shown = call("compile", *options)
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "cached" in shown.stdout
     assert sum("48 KiB" in line for line in shown.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", ["compile", "ptx"])
+def test_options_are_compiled_in(command: str, tmp_path: Path) -> None:
+    """What is shown is the code of the problem that is named, not the plain kernel's."""
+    asked = (command, "fwd_minimal", "--shape", "1,1,64,16", "--tile", "BLOCK_M=64,BLOCK_N=32", "--score")
+    for expression, status in (("x - 0.5", 0), ("x - nobody", 1)):
+        file = tmp_path / f"{status}.py"
+        file.write_text(f"import sandbox\nscore = sandbox.Score({expression!r})\n")
+        shown = call(*asked, str(file))
+        assert (shown.exit_code, "nobody" in shown.stderr) == (status, bool(status)), shown.output
 
 
 def test_compile_says_what_it_left_out() -> None:
@@ -229,9 +241,9 @@ def test_sass_shows_what_watch_compiles() -> None:
     kernel, device = registry.get("fwd_mma"), check.pick_device(None)
     problem = quick_cases(kernel, device)[0].problem
     shown = parsed("ptx", "fwd_mma")
-    assert (shown["problem"], shown["arch"]) == (problem.variant, pipeline.arch_here(kernel))
-    assert shown["tile"] == str(choose_tile(kernel, problem, pipeline.arch_of(device)))
-    assert parsed("ptx", "fwd_mma", "--causal")["problem"] == f"{problem.variant} causal"
+    assert (shown["problem"], shown["arch"]) == (problem.as_json(), pipeline.arch_here(kernel))
+    assert shown["tile"] == dict(choose_tile(kernel, problem, pipeline.arch_of(device)))
+    assert parsed("ptx", "fwd_mma", "--causal")["problem"] == {**problem.as_json(), "causal": "bottom-right"}
 
 
 def test_run() -> None:
@@ -643,8 +655,9 @@ def test_results_fold_at_80_columns() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_costs(width: int) -> None:
-    cost = costs.Cost("bwd_block2d", "D128 bfloat16 causal", "BLOCK_M=128,BLOCK_N=128", "sm_100a", True,
-                       SPILLED, 98304, Occupancy(2, 0.125, "shared memory"), 0.5, False)  # fmt: skip
+    problem = Problem(1, 1, 1, 1, 128, dtype="bfloat16", causal="bottom-right")
+    cost = costs.Cost("bwd_block2d", problem, Tile(BLOCK_M=128, BLOCK_N=128), "sm_100a", True, SPILLED, 98304,
+                      Occupancy(2, 0.125, "shared memory"), 0.5, False)  # fmt: skip
     shown = "\n".join(lines(costs.compiled_table([cost], width), width))
     assert max(map(len, shown.splitlines())) <= width
     words = "bwd_block2d D128 bfloat16 causal sm_100a 96 KiB 12% 500 ms BLOCK_M=128"

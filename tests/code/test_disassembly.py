@@ -274,7 +274,7 @@ def test_ptx_command_and_a_diff_of_tiles() -> None:
     parsed = json.loads(call(*options, "--json").stdout)
     before, after = parsed["classes"]["fma.f"]
     assert after > before > 0
-    assert parsed["before"]["tile"] == "BLOCK_M=32,BLOCK_N=16"
+    assert parsed["before"]["tile"] == {"BLOCK_M": 32, "BLOCK_N": 16}
     assert any("fmaf" in line["text"] or "*" in line["text"] for line in parsed["lines"])
 
 

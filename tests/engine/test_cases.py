@@ -100,7 +100,8 @@ def far_apart(x: Array, axis: int, file: Path) -> Array:
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_offsets_beyond_32_bits(kernel: Kernel, axis: int, tmp_path: Path) -> None:
     """More than 2^31 elements between what is near in a small problem, in all inputs. Needs no GPU."""
-    case = Case("far", Problem(2, 2, 70, 70, 8, dtype="float16"))
+    heads = (2, 2) if axis < 2 else (1, 1)  # a row of its own page takes its time
+    case = Case("far", Problem(*heads, 70, 70, 8, dtype="float16"))
     near = inputs_of(kernel.computes, case)
     far = {name: far_apart(x, axis, tmp_path / name) if x.ndim == 4 else x for name, x in near.items()}
     tile = choose.choose_tile(kernel, case.problem, None)

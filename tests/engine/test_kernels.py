@@ -17,25 +17,30 @@ from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import COMPUTATIONS, ITEMSIZE, Causal, Kernel, Problem, Tile
 from sandbox.toolchain import arch, nvrtc
 from sandbox.verify import check, trial
-from sandbox.verify.cases import Case, inputs_of, make_inputs, sweep_cases
+from sandbox.verify.cases import Case, inputs_of, make_inputs, pointed_cases, sweep_cases
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
-ARCHS = {"sm_80": 1, "sm_89": 3, "sm_90a": 1, "sm_100a": 3, "sm_120": 3}  # compiled for: one of so many variants
+# Compiled for: one of so many variants of each tile, and without a GPU one of three times as many.
+ARCHS = {"sm_80": 1, "sm_89": 3, "sm_90a": 1, "sm_100a": 3, "sm_120": 3}
 by_name = lambda kernel: kernel.name  # noqa: E731
 
 
 def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
-    """Head widths, dtypes, masks and tiles to compile, drawn by the same lot each time: one of the 16-bit dtypes, which
-    differ in conversions alone, and few for architectures that differ little from others."""
-    draw, target, found = random.Random(f"{kernel.name} {arch_name}"), arch.parse(arch_name), []
-    for D, causal, tile in itertools.product((40, 64, 96, 128, kernel.max_D), (False, "bottom-right"), kernel.tiles):
-        narrow = draw.choice([dtype for dtype in kernel.dtypes if dtype != "float32"])
-        for dtype in (narrow, *({"float32"} & {*kernel.dtypes})):
-            problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal)
-            if not (kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target)):
-                found.append((problem, tile))
-    return draw.sample(found, -(-len(found) // ARCHS[arch_name]))
+    """Every tile with head widths, dtypes and masks to compile it for, by lot: one of the 16-bit dtypes, which differ
+    in conversions alone, and few for architectures that differ little from others."""
+    draw, target, found = random.Random(f"{LOT} {kernel.name} {arch_name}"), arch.parse(arch_name), []
+    share = ARCHS[arch_name] * (1 if driver.available() else 3)
+    for tile in kernel.tiles:
+        of_tile = []
+        for D, causal in itertools.product((40, 64, 96, 128, kernel.max_D), (False, "bottom-right")):
+            narrow = draw.choice([dtype for dtype in kernel.dtypes if dtype != "float32"])
+            for dtype in (narrow, *({"float32"} & {*kernel.dtypes})):
+                problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal)
+                if not (kernel.refuses(problem, target) or choose.refuses_tile(kernel, problem, tile, target)):
+                    of_tile.append((problem, tile))
+        found += draw.sample(of_tile, -(-len(of_tile) // share))
+    return found
 
 
 @pytest.mark.parametrize("arch_name", ARCHS)
@@ -45,7 +50,7 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
     chosen = variants(kernel, arch_name)
     assert chosen or kernel.refuses(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
     for p, tile in chosen:
-        for compiled in pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, arch_name, tile):
+        for compiled in pipeline.compile_problem(kernel, p, tile, arch_name):
             r, what = compiled.resources, f"{compiled.entry} {arch_name} {p} {tile}"
             assert (r.spill_stores, r.spill_loads, r.stack) == (0, 0, 0), what
             assert r.warnings == (), what
@@ -54,13 +59,11 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 @pytest.mark.parametrize("dtype", list(ITEMSIZE))
 def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
-    """Lengths, masks, groups, layouts, pointed inputs, options, ragged batches: everything `check` tries; of what each
-    takes a compilation of its own for, six by lot where a GPU does not try them all."""
+    """Lengths, masks, groups, layouts, pointed inputs, options, ragged batches: everything `check` tries, where a GPU
+    tries it."""
     cases = [case for case in sweep_cases(kernel) if case.problem.dtype == dtype]
-    if device == HOST:
-        rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
-        chosen = random.Random(f"{LOT} {kernel.name} {dtype}").sample(rare, min(len(rare), 6))
-        cases = [case for case in cases if case not in rare or case in chosen]
+    if device == HOST and cases:
+        cases = drawn(kernel, dtype, cases)
     bad, tried = [], 0
     for case in cases:
         result = check.verify(kernel, case, device)
@@ -69,6 +72,17 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
             bad.append(result)
     assert not bad, f"SANDBOX_LOT={LOT}\n" + "\n".join(map(str, bad))
     assert tried > 30 or dtype not in kernel.dtypes
+
+
+def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
+    """What the CPU backend tries, since each head width and mask is a compilation: every pointed case; of other plain
+    ones the head widths whose turn it is in this dtype, so that each is tried in one; of the rest four by lot."""
+    pointed = [*pointed_cases(kernel, dtype)]
+    rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
+    usual = [case for case in cases if case not in rare and case not in pointed]
+    widths = sorted({case.problem.D for case in usual})[kernel.dtypes.index(dtype) :: len(kernel.dtypes)]
+    chosen = random.Random(f"{LOT} {kernel.name} {dtype}").sample(rare, min(len(rare), 4))
+    return [case for case in usual if case.problem.D in widths] + pointed + chosen
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)

@@ -56,6 +56,7 @@ def test_extent() -> None:
     assert dlpack.view(x).extent() == (0, 120)
     assert dlpack.view(x[1:3, ::2]).extent() == (0, 30 + 24 + 6)
     assert dlpack.view(x[::-1]).extent() == (-90, 30)
+    assert dlpack.view(np.zeros((2, 1), np.float32)[::-1]).extent() == (-1, 1)
     assert dlpack.view(np.broadcast_to(x[:1], x.shape)).extent() == (0, 30)
     assert dlpack.view(x[:, :0]).extent() == (0, 0)
 

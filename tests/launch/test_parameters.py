@@ -30,7 +30,7 @@ def found_on_the_cpu(kernel: Kernel) -> list[tuple[Parameter, ...]]:
 
 def found_in_ptx(kernel: Kernel) -> list[tuple[Parameter, ...]]:
     p = problem_of(kernel)
-    compiled = pipeline.compile_entries(kernel, p.D, p.dtype, p.causal, "sm_90a", kernel.tiles[0])
+    compiled = pipeline.compile_problem(kernel, p, kernel.tiles[0], "sm_90a")
     return [nvrtc.parameters(made.ptx, made.entry) for made in compiled]
 
 

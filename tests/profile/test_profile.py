@@ -215,7 +215,7 @@ def test_a_run_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(profiler.tools, "find", lambda name: program if name == "ncu" else find(name))
     monkeypatch.setattr(environment, "describe", lambda: {"device": "a GPU"})
     profiler.collect("ncu", SUBJECT, tmp_path / "kept" / "p")
-    monkeypatch.setattr(pipeline, "compile_entries", lambda *given: pytest.fail("what is kept is what ran"))
+    monkeypatch.setattr(pipeline, "compile_problem", lambda *given: pytest.fail("what is kept is what ran"))
     profile = profiler.read(tmp_path / "kept" / "p")
     assert profile.subject == SUBJECT
     assert profile.counters.dram_read == 4.8e6

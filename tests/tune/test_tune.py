@@ -395,7 +395,8 @@ def test_killed_and_begun_again(own_cache: Path) -> None:
     result = CliRunner().invoke(cli, ["tune", *OPTIONS, "--json"])
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)
-    assert found["tile"] in {c["tile"] for c in found["candidates"] if c["state"] == "timed"}
+    assert found["tile"] in [c["tile"] for c in found["candidates"] if c["state"] == "timed"]
+    assert Problem.from_json(found["problem"]) == Problem(1, 1, 40, 40, 16, dtype="float16")
     assert jsonl.read(file) == rows
     assert len(jsonl.read(tuned.path(MINIMAL, "winners"))) == 1
 

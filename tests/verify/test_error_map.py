@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -37,6 +38,7 @@ every = slice(None)
 def test_nothing_is_wrong() -> None:
     x = np.ones((1, 1, 4, 4))
     assert locate("O", x, x + BOUND / 2, BOUND, KERNEL, PROBLEM, TILE) is None
+    assert locate("O", x, x, np.nan, KERNEL, PROBLEM, TILE) is not None  # a bound that is no number lets nothing pass
 
 
 def test_one_element() -> None:
@@ -70,6 +72,26 @@ def test_shapes(where: tuple, phrase: str) -> None:
 
 def test_rows_of_keys_come_in_other_tiles() -> None:
     assert any("BLOCK_N=32" in said for said in spoilt(every, every, slice(32, 200, 32), name="dK").follows)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 200), (2, 3, 200, 32), (1, 3, 1, 32), (1, 1, 200, 1), ()])
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+def test_an_output_of_any_shape(shape: tuple[int, ...], causal, tmp_path: Path) -> None:
+    """The gradient of a sink has heads alone, that of a bias whatever the bias was broadcast from."""
+    problem = dataclasses.replace(PROBLEM, causal=causal)
+    ref = np.random.default_rng(1).standard_normal(shape)
+    got, last = ref.copy(), tuple(n - 1 for n in shape)
+    got[last] = 9.0
+    for name in ("dsink", "O"):
+        found = locate(name, got, ref, BOUND, KERNEL, problem, TILE)
+        assert found
+        assert (found.wrong, found.of, found.first, found.worst) == (1, ref.size, last, last)
+        assert found.heat.max() == found.heat[-1, -1] > 1
+    if shape == (3,):
+        assert "first at h 2: 9 instead of" in found.text
+        assert "row" not in found.text.lower()
+        pytest.importorskip("matplotlib")
+        error_map.draw(found, "heads alone", tmp_path / "map")
 
 
 def test_nan_is_named() -> None:

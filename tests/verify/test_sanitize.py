@@ -18,6 +18,7 @@ from sandbox.core.errors import ToolchainMissing
 from sandbox.core.place import Place
 from sandbox.cpu import compiler
 from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem
 from sandbox.toolchain import tools
 from sandbox.verify import compute_sanitizer, findings, sanitize
 
@@ -277,6 +278,8 @@ def test_a_problem_of_ones_own() -> None:
     call = lambda *options: CliRunner().invoke(cli, ["sanitize", "fwd_minimal", "--backend", "cpu", *options])  # noqa: E731
     rows = json.loads(call("--shape", "1,1,40,16", "--causal", "--json").stdout)
     assert [row["tool"] for row in rows] == list(sanitize.HOST_TOOLS)
-    assert {row["problem"] for row in rows} == {"B1 H1 S40 D16 float16 causal"}
+    problem, tile = Problem(1, 1, 40, 40, 16, dtype="float16", causal="bottom-right"), rows[0]["tile"]
+    assert all((row["problem"], row["tile"]) == (problem.as_json(), tile) for row in rows)
+    assert set(tile) == {"BLOCK_M", "BLOCK_N"}
     assert all(row["clean"] for row in rows)
     assert call("--causal").exit_code == 2

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from sandbox.core import registry
 from sandbox.core.place import Place
+from sandbox.core.tile import Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify.check import Result
@@ -24,7 +25,7 @@ from sandbox.watch.session import Iteration
 
 RESULT = Result("fwd_mma", "ragged", "B2 H4/2 S77x97 D64 float16 causal", "cuda", True, error=4.3e-4, bound=2.8e-3,
                 seconds=28.6e-6, tflops=119.27)  # fmt: skip
-COST = Cost("sm_90a", "BLOCK_M=64", Resources(168, 0, 64, 0, 0), 81920, Occupancy(2, 0.125, "registers"),
+COST = Cost("sm_90a", Tile(BLOCK_M=64), Resources(168, 0, 64, 0, 0), 81920, Occupancy(2, 0.125, "registers"),
             {"HMMA": 288, "LDG.128": 4, "FADD": 100})  # fmt: skip
 GOOD = Examination("ok", results=(RESULT,), cost=COST, setting="NVIDIA H100 80GB HBM3: B1 H12 S1024 D64 float16",
                    compiling=0.9)  # fmt: skip
