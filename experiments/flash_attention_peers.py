@@ -5,9 +5,9 @@ python -m sandbox bench --peers sdpa-flash,sdpa-cudnn,experiments/flash_attentio
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from sandbox import Problem, UnsupportedProblem
@@ -22,27 +22,44 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
             function = importlib.import_module(module).flash_attn_func
         except (ImportError, AttributeError) as error:
             raise UnsupportedProblem(f"{name}: {module} cannot be imported ({error}): install {package}") from error
-        if not dataclasses.replace(problem, dropout=0.0).plain:
-            raise UnsupportedProblem(f"{name}: it is written for causal, scale and dropout alone")
         if problem.dtype == "float32":
             raise UnsupportedProblem(f"{name}: takes float16 and bfloat16")
         if problem.causal == "top-left" and problem.Sq != problem.Sk:
             raise UnsupportedProblem(f"{name}: causal is bottom-right here, so that Sq={problem.Sq} must be Sk")
         queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-        options: dict[str, Any] = {"causal": bool(problem.causal), "softmax_scale": problem.scale}
-        if problem.dropout and "dropout_p" not in inspect.signature(function).parameters:
-            raise UnsupportedProblem(f"{name}: it knows no dropout")
-        if problem.dropout:
-            options["dropout_p"] = problem.dropout
+        options = {"causal": bool(problem.causal), "softmax_scale": problem.scale}
+        options |= _options(name, problem, given or {}, inspect.signature(function))
 
         def launch() -> tuple[Any, Any]:
             result = function(queries, keys, values, **options)
             out = result[0] if isinstance(result, tuple) else result
             return out.transpose(1, 2), None
 
-        return Ready(launch, lambda: q.new_full(q.shape, float("nan")))
+        return Ready(launch, lambda: q.new_full((*q.shape[:3], problem.Dv), float("nan")))
 
     return Contender(name, prepare)
+
+
+def _options(name: str, p: Problem, given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """What a score is beyond scale and causal, and dropout, in the function's own words, where it knows them; its
+    default says how it writes that a window has no bound. Raises UnsupportedProblem naming what it does not know."""
+    known = signature.parameters
+    windowed = p.window != (None, None)
+    unbound = (known["window_size"].default or (None,))[0] if "window_size" in known else None
+    window = tuple(unbound if n is None else n for n in (p.window[0], 0 if p.causal else p.window[1]))
+    asked = {  # its word: whether it is wanted, and what for
+        "softcap": (p.softcap, p.softcap),
+        "dropout_p": (p.dropout, p.dropout),
+        "alibi_slopes": (p.alibi, given.get("slopes")),
+        "window_size": (windowed, window),
+        **{word: (getattr(p, word), None) for word in ("bias", "mask", "key_lengths", "score")},
+        "sinks of float32": (p.sink, None),
+        "Dv": (p.Dv != p.D, None),
+    }
+    found = {word: value for word, (wanted, value) in asked.items() if wanted}
+    if missing := [word for word, value in found.items() if value is None or word not in known]:
+        raise UnsupportedProblem(f"{name}: it knows no {', '.join(missing)}")
+    return found
 
 
 peers = [

@@ -29,6 +29,7 @@
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
+#include "dealing.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -36,14 +37,17 @@
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+#ifndef ONE_SECTION
+#define ONE_SECTION 0
+#endif
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
-constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
-constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : 232;
+constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers; so does dealing
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : RAGGED ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -53,17 +57,27 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
+#ifndef AT_ONCE
+#define AT_ONCE (BLOCK_N == 64 && D_PAD <= 128 && DV_PAD <= 128 ? 32 : 8)
+#endif
+static_assert(BLOCK_N / 2 % AT_ONCE == 0 || !Head::SCATTERED, "a thread's scores are looked up in whole turns");
+constexpr bool BIAS_TILES = BIAS & 8;
+using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
+
 // Shared memory, in bytes from its beginning.
-constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES, O_AT = V_AT + STAGES * Values::BYTES;
+constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
+constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
+constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
 constexpr bool O_APART = O_AT + CONSUMERS * Outputs::BYTES + 1024 <= 232448;  // else O leaves through Q's place
 constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 0);
 static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers, 8 bytes each: of each stage, and of each consumer's Q.
+// The mbarriers, 8 bytes each: of each stage, of each consumer's Q, and of the piece that was dealt, which is after them.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
-                   EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
-constexpr unsigned TOLD_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage, in a walk by the block map
+                   EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
+                   FULL_PIECE = EMPTY_Q + 8 * CONSUMERS, EMPTY_PIECE = FULL_PIECE + 8, PIECE_AT = EMPTY_PIECE + 8;
+constexpr unsigned TOLD_AT = PIECE_AT + 16;  // of each stage, in a walk by the block map
 static_assert(TOLD_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
@@ -76,6 +90,10 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
         mbarrier_init(base + EMPTY_Q + 8 * consumer, O_APART ? 4 : 1);
+    }
+    if (RAGGED) {
+        mbarrier_init(base + FULL_PIECE, 1);
+        mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     }
     fence_proxy_async();
 }
@@ -97,9 +115,9 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
     int tiles;
 #if RAGGED
     int sequence;
-    __device__ __forceinline__ Piece(RowTile rows, unsigned head, const Score& score)
-        : m0(rows.row0), head(head), range(tiles_of(Head(score, rows.b, head), m0, m0 + BLOCK_M)),
-          tiles(range.end - range.begin), sequence(rows.b) {}
+    __device__ __forceinline__ Piece(Dealt dealt, const Score& score)
+        : m0(dealt.row0), head(dealt.head), range(tiles_of(Head(score, dealt.b, head), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin), sequence(dealt.b) {}
     __device__ __forceinline__ int b(int) const { return sequence; }
     __device__ __forceinline__ int h(int) const { return head; }
 #else
@@ -120,6 +138,18 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
 constexpr unsigned LAST_TILE = 1 << CONSUMERS;
 __device__ __forceinline__ unsigned& told_of(char* smem, unsigned stage) {
     return reinterpret_cast<unsigned*>(smem + TOLD_AT)[stage];
+}
+
+// The bias of a tile of keys, which comes and goes with K.
+__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const Piece& piece, int H, int n0,
+                                             SmemAddress base, unsigned stage) {
+#if BIAS
+    const int h = score.bias.stride_h ? piece.h(H) : 0, b = score.bias.stride_b ? piece.b(H) : 0;
+#pragma unroll 1
+    for (int consumer = 0; consumer < CONSUMERS; ++consumer)
+        Biases::add(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.m0 + 64 * consumer, h, b,
+                    base + FULL_K + 8 * stage);
+#endif
 }
 
 // A piece's tiles, of which something is seen; where nothing is, the first of them.
@@ -154,15 +184,52 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
+#if RAGGED
+// Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then.
+__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned group, unsigned* dealt, const Score& score) {
+    const SmemAddress base = smem_address(smem);
+    const LongestFirst pieces(score);
+    const bool leader = threadIdx.x % 32 == 0;
+    unsigned number = blockIdx.x;
+#pragma unroll 1
+    for (unsigned round = 0;; ++round) {
+        const Dealt piece = pieces.piece(number, heads, group);
+        if (leader) {
+            mbarrier_wait(base + EMPTY_PIECE, round % 2 ^ 1);
+            *reinterpret_cast<Dealt*>(smem + PIECE_AT) = piece;
+            mbarrier_arrive(base + FULL_PIECE);
+        }
+        if (piece.none()) return;
+        if (leader) number = gridDim.x + atomicAdd(dealt, 1u);
+        number = __shfl_sync(0xffffffffu, number, 0);
+    }
+}
+
+// Calls f with each of the block's pieces.
+template <class F>
+__device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, const Score& score, F f) {
+    const SmemAddress base = smem_address(smem);
+#pragma unroll 1
+    for (unsigned round = 0;; ++round) {
+        mbarrier_wait(base + FULL_PIECE, round % 2);
+        const Dealt dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
+        if (dealt.none()) return;
+        mbarrier_arrive(base + EMPTY_PIECE);
+        f(Piece(dealt, score));
+    }
+}
+#else
 // Calls f with each of the block's pieces.
 //
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
-// begin each section at another place, and the last section of long rows has up to four rounds.
+// begin each section at another place, and the last section of long rows has up to four rounds. In a window most pieces are
+// alike and read few keys: one section, in which the short pieces of all heads come last.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
     const unsigned blocks = query_tiles<BLOCK_M>(score);
-    const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
+    const unsigned section = CAUSAL && !(Head::FIRST && ONE_SECTION) ? max(2 * gridDim.x / blocks, 1) : heads;
+    const unsigned last = section < 16 ? 2 * section : section;
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : section;
@@ -170,15 +237,11 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
 #pragma unroll 1
         for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
             if (i >= size * blocks) continue;
-#if RAGGED
-            const RowTile rows = query_tile<BLOCK_M>(score, CAUSAL ? blocks - 1 - i / size : i % blocks, 0);
-            if (!rows.surplus()) f(Piece(rows, CAUSAL ? head + i % size : i / blocks, score));
-#else
             f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
-#endif
         }
     }
 }
+#endif
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
@@ -235,10 +298,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap bias_map,   // likewise, where BIAS_TILES
     int H,
     int heads,                                    // B * H
     int group,                                    // H / Hk
-    const __grid_constant__ Score score) {
+    const __grid_constant__ Score score,
+    unsigned* dealt) {                            // pieces of a ragged batch that were dealt, beyond each block's first
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
@@ -249,7 +314,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            for_each_piece(heads, H, score, [&](const Piece& piece) {
+            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = piece.h(H) / group, b = piece.b(H);
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -259,7 +324,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     if (Head::MAPPED && full == FULL_K) told_of(smem, stage) = told;
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
-                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
+                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
+                                  full == FULL_K ? BIAS_BYTES : 0);
+                    if (BIAS_TILES && full == FULL_K) request_bias(bias_map, score, piece, H, n0, base, stage);
                 };
                 // Each in the order in which they are used.
                 if constexpr (Head::MAPPED) {
@@ -287,7 +354,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             });
         } else if (warp == 1 && elect()) {
             unsigned pieces = 0;
-            for_each_piece(heads, H, score, [&](const Piece& piece) {
+            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
                 const Sequence sequence(score, piece.b(H));
 #pragma unroll 1
@@ -299,6 +366,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 ++pieces;
             });
         }
+#if RAGGED
+        if (warp == 2) deal_pieces(smem, heads, group, dealt, score);
+#endif
         return;
     }
 
@@ -312,7 +382,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     unsigned used = 0, pieces = 0;
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece(heads, H, score, [&](const Piece& piece) {
+    for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(score, piece.b(H), piece.h(H));
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
@@ -362,16 +432,40 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
-        const auto finish_scores = [&](Told tile) {  // raw scores of dot products, -INF where a row does not see
+        const auto finish_scores = [&](int j, Told tile) {  // raw scores of dot products, -INF where a row does not see
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
+            const SmemAddress bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
 #pragma unroll
-            for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
+            for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
+                unsigned pair[4];  // 16 x 16 of the bias, as S lies
+                ldmatrix_x4(pair, bias_smem + Biases::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const float2 shift = unpack(pair[k]);
+                    const int i = 8 * step + 2 * k;
+                    S[i] = bound.raw(S[i], at(i), shift.x);
+                    S[i + 1] = bound.raw(S[i + 1], at(i + 1), shift.y);
+                }
+            }
+            if (BIAS_TILES) release_K(j);
+#pragma unroll
+            for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
-            if (Head::SCATTERED) {
+            if (Head::SCATTERED && !tile.whole) {  // looked up AT_ONCE, for want of registers
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
+                for (int begin = 0; begin < BLOCK_N / 2; begin += 32) {
+                    unsigned seen = 0;
+#pragma unroll 1
+                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); i += AT_ONCE) {
+#pragma unroll
+                        for (int k = 0; k < AT_ONCE; ++k)
+                            seen |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << i % 32 + k;
+                    }
+#pragma unroll
+                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); ++i)
+                        if (!(seen >> i % 32 & 1)) S[i] = -INF;
+                }
                 return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
@@ -411,8 +505,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
-            release_K(lead);
-            finish_scores(first);
+            if (!BIAS_TILES) release_K(lead);
+            finish_scores(lead, first);
             rows.raise_maximum(S, exponent);
             rows.exponentiate(P, S, exponent, rows.l);
             drop(first);
@@ -426,9 +520,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 multiplied();
                 const Told tile = told(j);
                 release_V(j - 1);
-                release_K(j);
+                if (!BIAS_TILES) release_K(j);
                 if (j == last) release_Q();
-                finish_scores(tile);
+                finish_scores(j, tile);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];

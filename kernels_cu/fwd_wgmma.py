@@ -13,9 +13,10 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 
 def fed_bytes(p: Problem, t: Tile) -> int:
-    """All of it but O."""
+    """All of it but O: the bias in tiles, where tensor maps can copy it, among it."""
     row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
-    return row * t.BLOCK_M + (row + row_v) * t.STAGES * t.BLOCK_N + 1024
+    bias = 128 * cdiv(t.BLOCK_N, 64) * t.BLOCK_M if p.bias_tiles else 0
+    return row * t.BLOCK_M + t.STAGES * ((row + row_v) * t.BLOCK_N + bias) + 1024
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -40,10 +41,12 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def most_keys(p: Problem) -> int:
     """BLOCK_N that does not spill where scores are looked up in memory, found by trial."""
-    if not (p.bias or p.mask or p.score):
-        return 256
     width = max(p.D, p.Dv)
-    return 96 if width <= 64 else 80 if width <= 128 else 48
+    if (p.score and p.score.changes) or (p.bias and not p.bias_tiles) or (p.bias and p.block_map[3]):
+        return 96 if width <= 64 else 80 if width <= 128 else 48
+    if p.mask or p.score:
+        return 128 if width <= 128 else 64
+    return 256
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
@@ -62,13 +65,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
         (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
-        (
-            t.BLOCK_M < 192 or not (p.ragged and p.causal),
-            "BLOCK_M=192 of a causal ragged batch spills: take 128 rows",
-        ),
+        (consumers < 3 or not p.ragged, "BLOCK_M=192 spills of a ragged batch: 128 rows do not"),
         (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
-            f"tile {t} spills with a bias, mask or score of one's own: at most 128 rows and {most_keys(p)} keys do not",
+            f"tile {t} spills with what is looked up in memory: at most 128 rows and {most_keys(p)} keys do not",
         ),
         (
             cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > fed_bytes(p, t),
@@ -80,15 +80,24 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def rank(p: Problem, t: Tile) -> bool:
-    """First what was fastest on an H100 (experiments/008_hopper): two consumers fit short rows better."""
-    short = p.Sq < (4096 if p.causal else 2048) or p.ragged
-    if max(p.D, p.Dv) <= 64:
-        best = (128, 128) if p.ragged else (192, 128)
-    elif max(p.D, p.Dv) <= 128:
-        best = (128, 128) if short else (192, 80)
-    else:
-        best = (128, 64) if short else (128, 80)
-    return best != (t.BLOCK_M, t.BLOCK_N)
+    """First what was fastest (experiments/008_hopper, 014_scores): two consumers fit short rows better."""
+    return best(p) != (t.BLOCK_M, t.BLOCK_N)
+
+
+def best(p: Problem) -> tuple[int, int]:
+    """BLOCK_M, BLOCK_N."""
+    width, short = max(p.D, p.Dv), p.Sq < (4096 if p.causal else 2048) or p.ragged
+    if p.block_map[3]:  # as masks are made: in powers of two
+        return 128, 64 if width <= 128 else 32
+    if width > 128:
+        return 128, 64 if short or p.bias_tiles else 80
+    if p.bias_tiles:
+        return 128 if short else 192, 64
+    if width <= 64:
+        return (128, 128) if p.ragged else (192, 128)
+    if short:
+        return 128, 128
+    return 192, 80 if p.window[0] is None else 64
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -110,11 +119,13 @@ kernel = Kernel(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
@@ -122,5 +133,8 @@ kernel = Kernel(
     supports=supports,
     check_tile=check_tile,
     rank=rank,
-    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "H", "heads", "group", "score"),
+    args=(
+        *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "bias_map"),
+        *("H", "heads", "group", "score", "dealt"),
+    ),
 )

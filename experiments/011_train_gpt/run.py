@@ -2,6 +2,7 @@
 
 python experiments/011_train_gpt/run.py                   trains, appends rows to results.jsonl, draws the curves
 python experiments/011_train_gpt/run.py --compile         also inside torch.compile
+python experiments/011_train_gpt/run.py --task packed     documents, none of which looks at another; or dropout
 python experiments/011_train_gpt/run.py plot              draws the curves again
 """
 
@@ -33,28 +34,62 @@ CONFIGS = {
     "cpu": Config(layers=2, heads=2, width=64, length=64, batch=4, steps=100, rate=3e-3),
 }
 WARM = 10  # steps before the clock starts
+TASKS = ("causal", "dropout", "packed")
+DROPOUT = 0.1
+CUTS = 3  # of each window: into four documents
 
 
-# ---- attention: (B, H, S, D) each, causal
+# ---- attention: (B, H, S, D) each, causal; in documents, where their ends are given
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sandbox.attention(q, k, v, causal=True)
-
-
-def sdpa(backend: SDPBackend) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def ours(dropout: float) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+        if ends is None:
+            return sandbox.attention(q, k, v, causal=True, dropout=dropout)
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = sandbox.attention_varlen(*rows, ends, causal=True, dropout=dropout)
+        return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
     return attend
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+    """PyTorch's FlashAttention on ragged batches."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = varlen_attn(*rows, ends, ends, q.shape[2], q.shape[2], window_size=(-1, 0))
+    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def sdpa(backend: SDPBackend, dropout: float) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+        mask = None if ends is None else seen(q, ends)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
+
+    return attend
+
+
+def plain(dropout: float) -> Attend:
     """As textbooks write it: scores and probabilities are rounded to the dtype too."""
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT) * q.shape[3] ** -0.5
-    return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+        scores = (q @ k.mT) * q.shape[3] ** -0.5
+        P = scores.masked_fill(~seen(q, ends), float("-inf")).softmax(dim=-1).to(v.dtype)
+        return F.dropout(P, dropout) @ v
+
+    return attend
+
+
+def seen(q: Tensor, ends: Tensor | None) -> Tensor:
+    """Which keys a query sees, (1, 1, S, S), or (B, 1, S, S) of documents."""
+    B, _, S, _ = q.shape
+    causal = torch.ones(1, 1, S, S, dtype=torch.bool, device=q.device).tril()
+    if ends is None:
+        return causal
+    document = torch.searchsorted(ends, torch.arange(B * S, device=q.device), right=True).view(B, 1, S)
+    return causal & (document[..., :, None] == document[..., None, :])
 
 
 # ---- training
@@ -67,14 +102,27 @@ def read_text() -> tuple[Tensor, int]:
     return torch.tensor([characters.index(c) for c in text]), len(characters)
 
 
-def train(attend: Attend, config: Config, device: str, compiler: str | None = None) -> dict[str, Any]:
-    """The loss of every step, and milliseconds a step. The same config gives the same weights and batches."""
+def documents(config: Config, device: str) -> Tensor:
+    """The ends of every step's documents, as cu_seqlens (steps, batch * (CUTS + 1) + 1): a window's are its own."""
+    cuts = torch.rand(config.steps, config.batch, config.length - 1).argsort(-1)[..., :CUTS].sort(-1).values + 1
+    begins = torch.arange(config.batch)[:, None] * config.length
+    inner = torch.cat((begins.expand(config.steps, -1, 1), cuts + begins), -1).flatten(1)
+    total = torch.full((config.steps, 1), config.batch * config.length)
+    return torch.cat((inner, total), 1).to(torch.int32).to(device)
+
+
+def train(
+    attend: Attend, config: Config, device: str, task: str = "causal", compiler: str | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """The loss of every step, and milliseconds a step. The same config and task give the same weights and batches;
+    `seed` is dropout's."""
     text, characters = read_text()
     text = text.to(device)
     torch.manual_seed(0)
     model = GPT(config, characters, attend).to(device)
     starts = torch.randint(len(text) - config.length, (config.steps, config.batch, 1))
     windows = (starts + torch.arange(config.length + 1)).to(device)
+    ends = documents(config, device) if task == "packed" else None
     run = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -82,13 +130,14 @@ def train(attend: Attend, config: Config, device: str, compiler: str | None = No
     )
     half = torch.autocast(device, getattr(torch, config.dtype), enabled=config.dtype != "float32")
     losses = torch.empty(config.steps, device=device)
+    torch.manual_seed(seed)
     for step, window in enumerate(windows):
         if step == min(WARM, config.steps - 1):
             wait(device)
             start = time.perf_counter()
         tokens = text[window]
         with half:
-            logits = run(tokens[:, :-1])
+            logits = run(tokens[:, :-1], None if ends is None else ends[step])
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -109,24 +158,38 @@ def wait(device: str) -> None:
 # ---- the verb
 
 
-def measure(config: Config, device: str, compiled: bool, out: Path) -> bool:
-    """Trains every contender from the same start and judges; a row for each, and one for the verdict."""
-    contenders: dict[str, Attend] = {"ours": ours}
+def contenders_for(task: str, device: str, compiled: bool) -> dict[str, Attend]:
+    """Ours, and those of PyTorch's that take the task there."""
+    dropout = DROPOUT * (task == "dropout")
+    found = {"ours": ours(dropout)}
     if compiled:
-        contenders["ours, compiled"] = ours
-    contenders |= {"sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION), "sdpa-math": sdpa(SDPBackend.MATH)}
+        found["ours, compiled"] = found["ours"]
+    if task == "packed" and device == "cuda":
+        found["varlen"] = varlen
+    elif task == "causal" or device == "cuda":
+        found["sdpa-flash"] = sdpa(SDPBackend.FLASH_ATTENTION, dropout)
+    found["sdpa-math"] = sdpa(SDPBackend.MATH, dropout)
     if device == "cuda":
-        contenders["sdpa-efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION)
-    contenders["plain"] = plain
-    if compiled:
-        contenders["sdpa-flash, compiled"] = contenders["sdpa-flash"]
+        found["sdpa-efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, dropout)
+    found["plain"] = plain(dropout)
+    if dropout:
+        found["plain, reseeded"] = found["plain"]
+    if compiled and "sdpa-flash" in found:
+        found["sdpa-flash, compiled"] = found["sdpa-flash"]
+    return found
+
+
+def measure(config: Config, device: str, task: str, compiled: bool, out: Path) -> bool:
+    """Trains every contender from the same start and judges; a row for each, and one for the verdict."""
+    contenders = contenders_for(task, device, compiled)
     head = {"backend": device, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "config": dataclasses.asdict(config)}
-    where = {**head, **environment.describe()}
+    where = {**head, "task": task, **environment.describe()}
     curves = {}
     with (out / "results.jsonl").open("a") as file:
         for name, attend in contenders.items():
             compiler = ("inductor" if device == "cuda" else "aot_eager") if name.endswith("compiled") else None
-            row = {"contender": name, **train(attend, config, device, compiler)}
+            trained = train(attend, config, device, task, compiler, seed=int(name.endswith("reseeded")))
+            row = {"contender": name, **trained}
             curves[name] = losses = row["losses"]
             file.write(json.dumps({**row, **where}) + "\n")
             end = statistics.fmean(losses[-WARM:])
@@ -146,18 +209,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", nargs="?", choices=["measure", "plot"], default="measure")
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="also inside torch.compile")
+    parser.add_argument("--task", choices=TASKS, default="causal")
     parser.add_argument("--steps", type=int, help="instead of the config's")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
     options = parser.parse_args(argv)
     config, ok = CONFIGS[options.backend], True
     if options.what == "measure":
         config = dataclasses.replace(config, steps=options.steps or config.steps)
-        ok = measure(config, options.backend, options.compile, options.out)
+        ok = measure(config, options.backend, options.task, options.compile, options.out)
     rows = jsonl.read(options.out / "results.jsonl")
-    latest = {row["backend"]: row["time"] for row in rows}
-    for backend, when in latest.items():
+    latest = {(row["backend"], row.get("task", "causal")): row["time"] for row in rows}
+    for (backend, task), when in latest.items():
         run = [row for row in rows if (row["backend"], row["time"]) == (backend, when) and "losses" in row]
-        draw(run, options.out / f"curves_{backend}")
+        draw(run, options.out / ("_".join(["curves", backend, *([task] if task != "causal" else [])])))
     return 0 if ok else 1
 
 

@@ -1,6 +1,6 @@
 """How far attention of float8 is from the truth: kinds of inputs, scales, a rotation of q and k. See README.md.
 
-python experiments/015_fp8/run.py            needs no GPU; some two minutes. Prints a table, appends rows to results.jsonl
+python experiments/015_fp8/run.py            needs no GPU; some two minutes; appends rows to results.jsonl
 """
 
 from __future__ import annotations

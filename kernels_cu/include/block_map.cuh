@@ -4,7 +4,7 @@
 // The map has a bit for MAP_M queries x MAP_N keys, so fine that tiles of every kernel are made of whole ones; 32 to a word. A
 // row of it, MAP_M queries: the words that tell whether something is seen, then those that tell whether everything is.
 //
-//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][2][ceil(Sk / (32 * MAP_N))]
+//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][2][4 * ceil(Sk / (4 * 32 * MAP_N))]
 //
 // A kernel that walks by it (`MAPPED`) goes from one tile to the next one that holds something, and takes those that hold
 // everything as it takes tiles without a mask. Tiles are multiples of MAP_N keys.
@@ -18,7 +18,7 @@ template <Told TOLD>
 __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
     unsigned bits = TOLD == EVERYTHING ? ~0u : 0;
 #if BLOCK_MAP
-    const unsigned* const at = block_map + (TOLD == EVERYTHING ? (score.Sk + WORD_KEYS - 1) / WORD_KEYS : 0) + word;
+    const unsigned* const at = block_map + (TOLD == EVERYTHING ? (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4 : 0) + word;
 #pragma unroll 1
     for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
         const unsigned own = at[row * score.block_map.stride_i];
@@ -45,35 +45,39 @@ __device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
 }
 
 // Of key tiles `tile` .. `end`, KEYS keys each, the first one of which some of query rows m0 .. m1 see something; or `end`.
+// Four words at a time, so that long stretches of nothing are soon behind.
 template <int KEYS>
 __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {
-    if (!MAPPED) return tile;
+#if BLOCK_MAP
 #pragma unroll 1
-    for (int bit = tile * (KEYS / MAP_N); tile < end && bit * MAP_N < score.Sk; bit = (bit / 32 + 1) * 32) {
-        const unsigned word = map_word<SOMETHING>(m0, m1, bit / 32) & ~0u << bit % 32;
-        if (word) return min((bit / 32 * 32 + __ffs(word) - 1) / (KEYS / MAP_N), end);
+    for (int bit = tile * (KEYS / MAP_N); tile < end && bit * MAP_N < score.Sk; bit = (bit / 128 + 1) * 128) {
+        uint4 words = {};
+#pragma unroll 2
+        for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
+            const uint4 own = *reinterpret_cast<const uint4*>(block_map + row * score.block_map.stride_i + bit / 128 * 4);
+            words.x |= own.x, words.y |= own.y, words.z |= own.z, words.w |= own.w;
+        }
+        const unsigned four[4] = {words.x, words.y, words.z, words.w};
+        int found = -1;
+#pragma unroll
+        for (int k = 3; k >= 0; --k) {
+            const int from = min(max(bit % 128 - 32 * k, 0), 32);  // the word's bits before are behind
+            const unsigned left = from < 32 ? four[k] & ~0u << from : 0;
+            if (left) found = bit / 128 * 128 + 32 * k + __ffs(left) - 1;
+        }
+        if (found >= 0) return min(found / (KEYS / MAP_N), end);
     }
     return end;
-}
-
-// How many there are, by all lanes of a warp.
-template <int KEYS>
-__device__ __forceinline__ int key_tiles(int m0, int m1, int tile, int end) const {
-    if (!MAPPED) return max(end - tile, 0);
-    int count = 0;
-    for (; tile < end; tile += 32) {
-        const int own = tile + static_cast<int>(threadIdx.x % 32);
-        count += __popc(__ballot_sync(0xffffffffu, own < end && map_tells<SOMETHING, KEYS>(m0, m1, own * KEYS)));
-    }
-    return count;
+#else
+    return tile;
+#endif
 }
 
 // Of query tiles of ROWS rows, from row m0 on, the first row of the first one before `end` that sees something of keys n0 ..
 // n0 + KEYS, or some row from `end` on: by all lanes of a warp, a tile each.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int next_query_tile(int m0, int end, int n0) const {
-    if (!MAPPED) return m0;
-    for (; m0 < end; m0 += 32 * ROWS) {
+    for (; MAPPED && m0 < end; m0 += 32 * ROWS) {
         const int own = m0 + static_cast<int>(threadIdx.x % 32) * ROWS;
         const unsigned found = __ballot_sync(0xffffffffu, own < end && map_tells<SOMETHING, KEYS>(own, own + ROWS, n0));
         if (found) return m0 + (__ffs(found) - 1) * ROWS;

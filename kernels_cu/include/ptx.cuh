@@ -15,8 +15,18 @@
 
 using SmemAddress = unsigned;  // a byte address in shared memory
 
-constexpr bool CHECKED = false;  // whether `require` looks: on the CPU backend
+// Whether `require` looks: on the CPU backend, and where SANDBOX_CHECKED asks for it. On a GPU the driver then writes
+// `otherwise`, and the context is lost.
+#if CHECKED_KERNELS
+constexpr bool CHECKED = true;
+extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, unsigned long);
+__device__ __forceinline__ void require(bool holds, const char* otherwise) {
+    if (!holds && threadIdx.x == 0) __assertfail(otherwise, __FILE__, __LINE__, "require", 1);
+}
+#else
+constexpr bool CHECKED = false;
 __device__ __forceinline__ void require(bool, const char*) {}
+#endif
 
 __device__ __forceinline__ SmemAddress smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));

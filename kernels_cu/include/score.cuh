@@ -14,7 +14,8 @@
 #include "number.cuh"
 
 // Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
-// BIAS and MASK + 4: the same for every key. DESCALE: 8 of float8; 1, 2, 4: Q, K, V have a tensor of numbers.
+// BIAS and MASK + 4: the same for every key. BIAS + 8: tensor maps can copy tiles of it. DESCALE: 8 of float8; 1, 2, 4: Q, K, V
+// have a tensor of numbers.
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -369,10 +370,22 @@ struct Head : Sequence {
 
     // ---- what a dot product becomes
 
+    __device__ __forceinline__ float bias_of(At at) const {
+#if BIAS
+        const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
+        return BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
+#else
+        return 0.0f;
+#endif
+    }
+
     // IN_X: x itself; else in units of `unit`. T is float, or a Dual, whose derivative is that of x with respect to the
     // scaled dot product, or OF_BIAS, to the bias. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
+    // `shift` is the pair's bias, looked up unless somebody else brought it.
     template <class T, bool IN_X, bool OF_BIAS = false>
-    __device__ __forceinline__ T steps(float dot, At at) const {
+    __device__ __forceinline__ T steps(float dot, At at) const { return steps<T, IN_X, OF_BIAS>(dot, at, bias_of(at)); }
+    template <class T, bool IN_X, bool OF_BIAS = false>
+    __device__ __forceinline__ T steps(float dot, At at, float shift) const {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
         T x = number<T>(IN_UNITS_OF_1 ? dot * own_scale() : dot, 1.0f);
 #if SOFTCAP
@@ -384,8 +397,6 @@ struct Head : Sequence {
         x = x - (IN_UNITS_OF_1 ? slope : slope * per_unit) * fabsf(distance);
 #endif
 #if BIAS
-        const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
-        const float shift = BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
         x = x + (IN_UNITS_OF_1 ? shift : shift * per_unit);
         if (OF_BIAS) x = number<T>(value_of(x), 1.0f);
 #endif
@@ -413,6 +424,9 @@ struct Head : Sequence {
 
     // Raw scores, for whoever applies the mask afterwards.
     __device__ __forceinline__ float raw(float dot, At at) const { return LINEAR ? dot : steps<float, !NATURAL>(dot, at); }
+    __device__ __forceinline__ float raw(float dot, At at, float shift) const {
+        return steps<float, !NATURAL>(dot, at, shift);
+    }
     __device__ __forceinline__ Dual raw_dual(float dot, At at) const { return steps<Dual, !NATURAL>(dot, at); }
 
     // LSE, and 1 / l, of a row whose scores were exponentiated less `m`; natural: of a maximum of x. A row that sees no key: 0.

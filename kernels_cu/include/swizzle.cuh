@@ -33,12 +33,19 @@ struct Swizzled {
         return chunk / 8 * SLAB_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
     }
 
-    // Rows s .. s + ROWS of head (b, h), a box a slab.
+    // Rows s .. s + ROWS of head (b, h), a box a slab. `more` bytes will be requested besides, before the barrier's phase ends.
     static __device__ __forceinline__ void request(SmemAddress tile, const TensorMap& map, int s, int h, int b,
-                                                   SmemAddress barrier) {
-        mbarrier_arrive_expect(barrier, BYTES);
+                                                   SmemAddress barrier, unsigned more = 0) {
+        mbarrier_arrive_expect(barrier, BYTES + more);
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) request_box(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
+    }
+    // Such a tile that begins at a column, as part of what somebody else announced.
+    static __device__ __forceinline__ void add(SmemAddress tile, const TensorMap& map, int column, int s, int h, int b,
+                                               SmemAddress barrier) {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab)
+            request_box(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
     static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddress tile) {
 #pragma unroll

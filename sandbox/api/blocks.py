@@ -17,10 +17,10 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     it what they held when the map was made counts for tiles that hold nothing or everything. It goes with every
     problem of the same B, H, Sq and Sk, forward and backward, whatever else is asked for but `mask=`.
 
-    Returns (B, H, rows of 64 queries, twice the words of 512 keys) int32, each of B, H and rows 1 where the mask does
-    not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: pass q where it
-    reads none, else the map is NumPy's. A bit stands for 16 keys; after the words that tell whether something is seen
-    come those that tell whether everything is.
+    Returns (B, H, rows of 64 queries, twice the words of 512 keys, in fours) int32, each of B, H and rows 1 where the
+    mask does not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: q
+    where it reads none, else the map is NumPy's. A bit stands for 16 keys; after the words that tell whether something
+    is seen come those that tell whether everything is.
 
     Raises SpecError for a score without a mask, UnsupportedProblem for tensors of several libraries or devices, and
     what `attention_forward` does.

@@ -12,6 +12,7 @@ from ..core.integers import integer
 from ..core.normalise import normalise_causal
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
+from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
 from .asked import CU_SEQLENS, DESCALE, Asked
 
@@ -49,6 +50,8 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results, out_dtype=options.get("out_dtype", ""))
     mask = normalise_causal(causal)
     lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
+    if "bias" in views:
+        lies["bias_boxes"] = boxes(views["bias"])
     problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, Dv=v.shape[3], **lies, **options)  # type: ignore[arg-type]
     if BLOCK_MAP in views:
         _check_map(views[BLOCK_MAP], problem)
@@ -58,7 +61,12 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
 def _check_map(view: ArrayView, p: Problem) -> None:
     if p.mask:
         raise UnsupportedProblem("score has a block map, of its own mask alone: leave out mask=, or with_blocks")
-    if view.shape != p.block_map or view.dtype != "int32" or view.strides != dense_strides(view.shape):
+    if (
+        view.shape != p.block_map
+        or view.dtype != "int32"
+        or view.strides != dense_strides(view.shape)
+        or view.alignment < 16
+    ):
         raise UnsupportedProblem(
             f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of "
             f"the score and {p}, contiguous, {p.block_map}, int32"

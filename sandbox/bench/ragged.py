@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ..core.errors import UnsupportedProblem
@@ -45,7 +46,9 @@ def ask_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, given: Any) -> Any
     left, right = (-1 if bound is None else bound for bound in p.bounds)
     rows_first = tuple(x[0].transpose(0, 1) for x in (q, k, v))
     offsets = given["cu_seqlens_q"], given["cu_seqlens_k"], p.Sq, p.Sk
-    options = {"scale": p.scale, "window_size": (left, right), "enable_gqa": p.Hk != p.H}
+    options = {"scale": p.scale, "window_size": (left, right)}
+    if p.Hk != p.H and "enable_gqa" in inspect.signature(varlen_attn).parameters:  # PyTorch 2.11 takes groups unasked
+        options["enable_gqa"] = True
 
     def launch() -> tuple[Any, None]:
         return varlen_attn(*rows_first, *offsets, **options).transpose(0, 1)[None], None

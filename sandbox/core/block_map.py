@@ -13,8 +13,8 @@ ROWS, WORD_KEYS = 64, 512  # queries of a row of the map, keys of a word
 
 
 def shape_for(p: Problem) -> tuple[int, int, int, int]:
-    """(B, H, rows of 64 queries, twice the words of 512 keys), each of B, H and rows 1 where neither mask nor condition
-    varies along it; zeros where there is neither, and of a ragged batch, whose sequences lie at no multiple of 64."""
+    """(B, H, rows of 64 queries, twice the words of 512 keys, in fours), each of B, H and rows 1 where neither mask nor
+    condition varies along it; zeros where there is neither, and of a ragged batch."""
     named = p.score.named_by_mask if p.score and p.score.hides else set()
     if p.ragged or not (p.mask or named):
         return 0, 0, 0, 0
@@ -24,4 +24,4 @@ def shape_for(p: Problem) -> tuple[int, int, int, int]:
     varies[2] |= "i" in named
     sizes = p.B, p.H, cdiv(p.Sq, ROWS)
     B, H, rows = (n if v else min(n, 1) for n, v in zip(sizes, varies, strict=True))
-    return B, H, rows, 2 * cdiv(p.Sk, WORD_KEYS)
+    return B, H, rows, 8 * cdiv(p.Sk, 4 * WORD_KEYS)

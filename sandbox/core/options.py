@@ -35,7 +35,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "WINDOW": (left is not None) | (right is not None and not problem.causal) << 1,
         "SOFTCAP": int(problem.softcap > 0),
         "ALIBI": int(bool(problem.alibi)),
-        "BIAS": (2 if problem.bias_dtype else 1) | _same_for_every_key(problem.bias) if problem.bias else 0,
+        "BIAS": _bias(problem) if problem.bias else 0,
         "MASK": 1 | _same_for_every_key(problem.mask) if problem.mask else 0,
         "SINK": int(problem.sink),
         "DROPOUT": int(problem.dropout > 0),
@@ -53,6 +53,10 @@ def macros(problem: Problem) -> dict[str, int]:
     if problem.Dv != problem.D:
         asked["HEAD_DIM_V"] = problem.Dv
     return asked
+
+
+def _bias(problem: Problem) -> int:
+    return (2 if problem.bias_dtype else 1) | _same_for_every_key(problem.bias) | 8 * problem.bias_tiles
 
 
 def _same_for_every_key(shape: tuple[int, ...]) -> int:

@@ -56,6 +56,7 @@ class Problem:
     alibi: tuple[int, ...] = ()
     bias: tuple[int, ...] = ()
     bias_dtype: str = ""  # "": o's, or "float32"
+    bias_boxes: bool = True  # a tensor map describes it: as `alignment` 16 and `mappable`
     mask: tuple[int, ...] = ()
     sink: bool = False
     key_lengths: bool = False
@@ -141,8 +142,7 @@ class Problem:
         """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, D also as D/Dv, and the other fields by name.
 
         `lengths` makes it a ragged batch, B and S then being those of its sequences: pairs, or text as "64,128x256".
-        `alibi` may also be True, one slope a head; `bias` and `mask` also text of four numbers, or of the names of
-        what they are, such as "1,H,Sq,Sk".
+        `alibi` may also be True, one slope a head; `bias` and `mask` text of numbers, or their names, as "1,H,Sq,Sk".
         """
         return cls(**fields_of(shape, semantics))
 
@@ -172,7 +172,7 @@ class Problem:
 
     def dtype_of(self, tensor: str) -> str:
         """The dtype of "Q", "K", "V" or "O", or of a gradient, which is as what it belongs to."""
-        if tensor in ("O", "dO"):
+        if tensor in ("O", "dO", "bias"):
             return self.out_dtype or dtypes.default_out_dtype(self.dtype)
         return (self.v_dtype if tensor == "V" else "") or self.dtype
 
@@ -228,9 +228,14 @@ class Problem:
 
     @property
     def block_map(self) -> tuple[int, int, int, int]:
-        """The shape of the map of what a mask and the user's condition leave, int32, as include/block_map.cuh tells it:
-        (B, H, rows of 64 queries, twice the words of 512 keys), 1 where it does not vary; zeros without both."""
+        """The shape of its block map, as core/block_map.py says."""
         return block_map.shape_for(self)
+
+    @property
+    def bias_tiles(self) -> bool:
+        """Whether tensor maps can copy tiles of the bias: of q's 16 bits, one that varies along rows and keys."""
+        varies = self.bias[2:] == (self.Sq, self.Sk) and self.Sq > 1 and self.Sk % 8 == 0 and not self.ragged
+        return varies and self.bias_boxes and not self.bias_dtype and self.itemsize == 2
 
     @property
     def bounds(self) -> Window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,7 +81,8 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
     names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
-    launch = steps[0][0] if len(steps) == 1 and steps[0][0] else _in_order(steps, zeroed, names, device)
+    alone = steps[0][0] if len(steps) == 1 and not zeroed else None
+    launch = alone or _in_order(steps, zeroed, names, device)
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
     )  # fmt: skip
@@ -159,7 +161,10 @@ class Loaded:
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
     SpecError where the spec's `args` are not the parameters that the compiler found."""
-    what = kernel, tuple(kernel.defines(problem, tile).items()), snippets.folders(problem), device
+    defines = kernel.defines(problem, tile)
+    if problem.ragged and device != HOST and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0"):
+        defines["CHECKED_KERNELS"] = 1
+    what = kernel, tuple(defines.items()), snippets.folders(problem), device
     refused, error = _refused.get(what, (None, None))
     if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
         raise error.with_traceback(None)

@@ -48,6 +48,7 @@ class Row(NamedTuple):
     value: Callable[[Problem], object] | None = None  # None: of a tensor, filled in at launch
     tensor: str = ""  # whose address it follows
     rows: Callable[[Tile], int] | None = None  # of a tensor map's box
+    used: Callable[[Problem], bool] = lambda p: True  # else all zeros
     optional: bool = False  # a null pointer where there is no such tensor
 
 
@@ -76,7 +77,9 @@ ARGUMENTS: dict[str, Row] = {
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
+    "bias_map": Row(TensorMap, tensor="bias", rows=lambda t: _WARPGROUP_ROWS, used=lambda p: p.bias_tiles),
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
+    "dealt": Row(ctypes.c_void_p, tensor="dealt"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
@@ -91,14 +94,16 @@ NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not laun
 
 class Scratch(NamedTuple):
     """Memory that a launch needs and its caller does not own: contiguous, four bytes a number, made by whoever
-    launches."""
+    launches. `shape` is None of a problem that does without: the kernel is given a null pointer."""
 
-    shape: Callable[[Problem], tuple[int, ...]]
+    shape: Callable[[Problem], tuple[int, ...] | None]
     zeroed: bool  # by the launch, on its stream
 
 
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
+    # A counter of the pieces of a ragged batch that blocks have taken (include/dealing.cuh).
+    "dealt": Scratch(lambda p: (1,) if p.ragged else None, zeroed=True),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
     "dQ_accum": Scratch(
@@ -112,7 +117,9 @@ def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
         named["block_map"] = None  # that `score` points to
-    return {name: SCRATCH[name].shape(problem) for name in named if name not in COMPUTATIONS[kernel.computes].writes}
+    own = COMPUTATIONS[kernel.computes].writes
+    shapes = {name: SCRATCH[name].shape(problem) for name in named if name not in own}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 class _Slots:
@@ -146,7 +153,8 @@ class ArgumentBlock:
         self.values: list[Any] = []
         for name in entry.args:
             row = ARGUMENTS[name]
-            if row.value is not None or (row.optional and row.tensor not in tensors):
+            absent = (row.optional and row.tensor not in tensors) or not row.used(problem)
+            if row.value is not None or absent or (name in SCRATCH and SCRATCH[name].shape(problem) is None):
                 self.values.append(row.value(problem) if row.value is not None else row.ctype())
                 continue
             if name == "score":

@@ -65,6 +65,11 @@ def layout(views: Iterable[ArrayView]) -> dict[str, Any]:
     return {"alignment": min(x.alignment for x in tensors), "mappable": all(x.mappable for x in tensors)}
 
 
+def boxes(view: ArrayView) -> bool:
+    """Whether a tensor map describes it: the field `bias_boxes` of a Problem."""
+    return len(view.shape) > 1 and view.alignment == 16 and view.mappable
+
+
 def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Strides without gaps for `shape`, the dimensions nested as strides `like` nest them (as in C order without).
 

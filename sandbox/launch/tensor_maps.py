@@ -114,7 +114,10 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     of_keys = name in ("K", "V", "dK", "dV")
     itemsize, width, heads = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
     size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
-    stride = [s * itemsize for s in reversed(tensor.strides[:3])]
+    if name == "bias":
+        size = [*reversed(p.bias)]
+    strides = (0,) * (4 - len(tensor.strides)) + tuple(tensor.strides)
+    stride = [s * itemsize for s in reversed(strides[:3])]
     if there := p.ragged and p.rows[of_keys]:
         stride[0] = stride[0] if there > 1 else _BOX_BYTES
         size = [width, RAGGED_ROWS, heads, there + 1, RAGGED_ROWS + 1]

@@ -16,6 +16,7 @@ from ..core.tile import Tile
 from ..engine import pipeline
 from ..engine.choose import choose_tile
 from ..launch import driver
+from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, Device, layout, view
 from ..reference import errors, max_error
 from ..toolchain import arch as architectures
@@ -102,7 +103,10 @@ def verify(
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
     truth = truth_of(kernel.computes, case)
     tensors = (view(truth.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in truth.given)
-    problem = dataclasses.replace(case.problem, **layout(tensors))
+    lies = layout(tensors)
+    if case.problem.bias:
+        lies["bias_boxes"] = boxes(view(truth.given["bias"]))
+    problem = dataclasses.replace(case.problem, **lies)
     head = (kernel.name, case.name, problem, device[0])
     arch = pipeline.arch_of(device)
     try:

@@ -48,8 +48,8 @@ def expect_sequences(
         q, k, v, *dout = (x[sequence.place(n, x)] for n, x in zip(("Q", "K", "V", "dO"), inputs, strict=False))
         expected: Expected | ExpectedGradients
         if computes == "forward":
-            expected = expect(sequence.problem, q, k, v, given=own)
+            expected = expect(sequence.problem, q, k, v, given=own, number=sequence.b)
         else:
-            expected = expect_gradients(sequence.problem, q, k, v, dout[0], given=own)
+            expected = expect_gradients(sequence.problem, q, k, v, dout[0], given=own, number=sequence.b)
         found.append((sequence, expected))
     return ExpectedSequences(("O", "LSE") if computes == "forward" else ("dQ", "dK", "dV"), tuple(found))

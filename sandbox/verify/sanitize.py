@@ -210,7 +210,10 @@ def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float
 
 # ---- on a GPU: the launch in a process of its own, under compute-sanitizer
 
-_CHILD = "import sys; from sandbox.verify.sanitize import launch; launch(sys.argv[1])"
+_CHILD = (  # whose kernels look at the lengths they are given
+    "import os, sys; os.environ['SANDBOX_CHECKED'] = '1'; "
+    "from sandbox.verify.sanitize import launch; launch(sys.argv[1])"
+)
 
 
 def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:

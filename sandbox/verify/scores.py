@@ -151,8 +151,11 @@ def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
-def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int) -> dict[str, Any]:
-    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads."""
+def part_options(
+    p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int, number: int = 0
+) -> dict[str, Any]:
+    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads. The
+    problem's first batch entry is that of the given number, as a sequence of a ragged batch is."""
 
     def cut(name: str, *at: int | slice) -> Array:
         x = given[name]
@@ -172,7 +175,7 @@ def part_options(p: Problem, given: Mapping[str, Any], b: int, h: int, start: in
         if name in given:
             part[name] = host_array(given[name])[i : i + 1]
     part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.") or name == "seed"}
-    return {**reference_options(p, part), "part": Part(b, h, start, p.Sq)}
+    return {**reference_options(p, part), "part": Part(number + b, h, start, p.Sq)}
 
 
 def seen(p: Problem, given: Mapping[str, Array]) -> Array:
@@ -185,7 +188,7 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
 
 
 def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
-    """What the "block_map" kernels compute, as kernels_cu/include/block_map.cuh describes it: 32 keys that no row of 64
+    """What the "block_map" kernels compute, as include/block_map.cuh describes it: 128 keys that no row of 64
     reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own."""
     B, H, rows, words = p.block_map
     hides = bool(p.score and p.score.hides)
@@ -200,15 +203,10 @@ def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
         diagonal = n - p.Sq if p.key_lengths and p.causal != "top-left" else p.diagonal
         begin = 0 if first is None or not by_rows else max(0, m0 + diagonal - first)
         end = n if last is None or not by_rows else min(n, min(m0 + 64, p.Sq) + diagonal + last)
-        for key in range(0, n, 16):
-            if key // 32 * 32 < end and key // 32 * 32 + 32 > begin:
-                pairs = left[b, h, m0 : m0 + 64, key : key + 16][:, : max(1, n - key)]
+        for key in range(0, -(-n // 128) * 128, 16):  # keys beyond the last are as the last
+            if begin < key // 128 * 128 + 128 and key // 128 * 128 < end:
+                pairs = left[b, h, m0 : m0 + 64, min(key, n - 1) : max(min(key, n - 1) + 1, min(key + 16, n))]
                 bits[b, h, row, :, key // 16] = pairs.any(), pairs.all()
-        if n % 32 and n % 32 <= 16 and n // 32 * 32 < end and n // 32 * 32 + 32 > begin:  # keys beyond are as the last
-            bits[b, h, row, :, n // 32 * 2 + 1] = (
-                left[b, h, m0 : m0 + 64, n - 1].any(),
-                left[b, h, m0 : m0 + 64, n - 1].all(),
-            )
     return np.packbits(bits, axis=-1, bitorder="little").view("<i4").reshape(B, H, rows, words)
 
 

@@ -439,6 +439,20 @@ def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch
     found, _ = compete(fa2, fa3, fa4, problem=problem)
     assert [r.ok for r in found] == [True, True, None]
     assert "install" in found[2].message
+    (refused,), _ = compete(fa3, problem=dataclasses.replace(problem, softcap=5.0, bias=(1, 1, 40, 40)))
+    assert "it knows no softcap, bias" in refused.message
+
+    def windowed(q: Any, k: Any, v: Any, causal: bool, softmax_scale: float, window_size: Any = (-1, -1)) -> Any:
+        assert window_size == (7, -1)
+        i = torch.arange(40)
+        seen = i[None] >= i[:, None] - window_size[0]
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*inputs, seen, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=windowed))
+    (right,), _ = compete(fa2, problem=dataclasses.replace(problem, causal=False, window=(7, None)))
+    assert right.ok
 
 
 # ---- rows

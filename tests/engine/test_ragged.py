@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from project import ROOT
 
 from sandbox.core import registry
 from sandbox.core.errors import LaunchError, UnsupportedProblem
-from sandbox.engine import choose
-from sandbox.launch import driver
+from sandbox.core.options import macros
+from sandbox.engine import choose, pipeline
+from sandbox.launch import dlpack, driver
+from sandbox.launch.arguments import score_argument
 from sandbox.launch.dlpack import HOST, Device
-from sandbox.spec import Kernel, Problem
+from sandbox.spec import Kernel, Problem, Tile
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of, ragged_cases
 from sandbox.verify.sequences import sequences_of
@@ -115,6 +125,54 @@ def test_offsets_that_make_no_sense(offsets: tuple[int, ...], said: str, device:
                 launch(kernel, problem, bad, device, kernel.tiles[0])
 
 
+CHECKED = """
+import numpy as np, sys
+from sandbox.core import registry
+from sandbox.spec import Problem
+from sandbox.verify import trial
+from sandbox.verify.cases import Case, inputs_of
+kernel, offsets = registry.get(sys.argv[1]), np.array(eval(sys.argv[2]), np.int32)
+problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
+given = inputs_of("forward", Case("offsets", problem)) | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+tile = next(tile for tile in kernel.tiles if not kernel.refuses_tile(problem, tile))
+trial.launch(kernel, tile, problem, given, ("cuda", 0))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fwd_minimal", "fwd_wgmma"])
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [((0, 40, 60), ""), ((3, 40, 60), "begin with 0"), ((0, 50, 40), "falls"), ((0, 9, 99), "beyond")],
+)
+def test_checked_kernels_say_what_is_wrong_with_offsets(name: str, offsets: tuple[int, ...], said: str) -> None:
+    """Apart, since the GPU's context is lost."""
+    environment = {**os.environ, "SANDBOX_CHECKED": "1"}
+    command = [sys.executable, "-c", CHECKED, name, repr(offsets)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode == 0) is (said == "")
+    assert said in done.stdout + done.stderr
+
+
+def test_pieces_are_counted_anew_at_each_launch() -> None:
+    """Whatever the counter's memory held."""
+    kernel, problem = (
+        registry.get("fwd_wgmma"),
+        Problem(0, 2, 0, 0, 32, dtype="float16", lengths=((300, 300), (70, 70))),
+    )
+    tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2)
+    given = inputs_of("forward", Case("twice", problem))
+    made = trial.made_for(kernel, problem).items()
+    arrays = {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
+    views = {name: dlpack.view(x) for name, x in {**given, **arrays}.items()}
+    prepared = pipeline.prepare(kernel, tile, problem, views, HOST)
+    for before in (3.0, None):  # then what the first launch left there
+        arrays["dealt"][...] = arrays["dealt"] if before is None else before
+        arrays["O"].fill(np.nan)
+        prepared.launch(prepared.pointers(views))
+        assert np.array_equal(arrays["O"], launch(kernel, problem, given, HOST, tile)["O"])
+
+
 def test_a_kernel_that_does_not_take_them_says_so() -> None:
     problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((5, 5),))
     for kernel in registry.kernels().values():
@@ -131,3 +189,50 @@ def test_every_tile_has_its_number(seed: int) -> None:
     numbers = [begin // size + b for b, begin in enumerate(begins)]
     assert all(after - before >= -(-n // size) for before, after, n in zip(numbers, numbers[1:], lengths, strict=False))
     assert numbers[-1] == problem.query_tiles(size) == problem.key_tiles(size)
+
+
+DEAL = """
+#include "ptx.cuh"
+#include "dealing.cuh"
+extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k, Dealt* found, int count, int heads,
+                                int group, const __grid_constant__ Score score) {
+    const LongestFirst pieces(score);
+    for (int number = blockIdx.x; number < count; number += gridDim.x) {
+        const Dealt piece = pieces.piece(number, heads, group);
+        if (threadIdx.x == 0) found[number] = piece;
+    }
+}"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_piece_is_dealt_once_and_long_ones_first(run_cuda: Callable[..., None], seed: int) -> None:
+    lot = random.Random(seed)
+    M, N, H = lot.choice((16, 64)), lot.choice((16, 48)), lot.choice((1, 4, 16))
+    causal: Any = lot.choice((False, "bottom-right", "top-left"))
+    sizes = (0, 1, N, 3 * N + 1, 5000 if seed % 2 else 200)  # long ones: several sections
+    lengths = [(lot.choice(sizes), lot.choice(sizes)) for _ in range(lot.choice((1, 5, 40)))]
+    p = Problem(0, H, 0, 0, 64, Hk=1, dtype="float16", lengths=tuple(lengths), causal=causal)
+    offsets = [np.cumsum([0, *n], dtype=np.int32) for n in zip(*lengths, strict=True)]
+    wanted = [(b, row, h) for b, (n, _) in enumerate(lengths) for row in range(0, n, M) for h in range(H)]
+    found = np.full((len(wanted) + 2, 3), 7, np.int32)
+
+    def score(addresses: dict[int, int], device: Device) -> ctypes.Structure:
+        tensors = {f"cu_seqlens_{x}": SimpleNamespace(pointer=addresses[i], strides=(1,)) for i, x in enumerate("qk")}
+        return score_argument(p, tensors)[0]
+
+    numbers = map(ctypes.c_int, (len(found), H, H))
+    defines = {"BLOCK_M": M, "BLOCK_N": N, "HEAD_DIM": 64, "CAUSAL": int(bool(causal)), "DTYPE_float16": 1, **macros(p)}
+    run_cuda(DEAL, "deal", *offsets, found, *numbers, score, grid=2, defines=defines)
+    dealt = [tuple(map(int, piece)) for piece in found]
+    assert sorted(dealt[:-2]) == sorted(wanted)
+    assert dealt[-2:] == [(-1, 0, 0)] * 2
+
+    def level(b: int, row: int) -> int:  # the last key tile that the piece sees
+        n, keys = lengths[b]
+        rows = min(n, row + M) if causal == "bottom-right" else row + M
+        end = min(keys, max(0, rows + (keys - n) * (causal == "bottom-right"))) if causal else keys
+        return -(-end // N)
+
+    for h in range(H):
+        levels = [level(b, row) for b, row, own in dealt[:-2] if own == h]
+        assert all(a >= z for a, z in itertools.pairwise(levels)), f"seed {seed}"

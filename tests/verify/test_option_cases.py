@@ -15,8 +15,9 @@ from sandbox.core import registry
 from sandbox.core.errors import SpecError
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
-from sandbox.verify import sampled, sampled_gradients, scores
+from sandbox.verify import sampled, sampled_gradients, scores, sequences
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
+from sandbox.verify.sampled_sequences import expect_sequences
 
 TRIED = (*((name,) for name in scores.OPTIONS), *scores.TOGETHER)
 P = Problem(2, 4, 130, 97, 8, Hk=2, dtype="float32", causal="bottom-right")
@@ -57,6 +58,30 @@ def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
         return tuple(torch.from_numpy(x) for x in found)
 
     assert gradients.check(lambda: None, launch).message == ""
+
+
+def test_sampled_sequences_know_their_numbers() -> None:
+    """What is dropped follows the number of a sequence in its batch."""
+    lengths = ((90, 40), (0, 3), (30, 70), (5, 5))
+    p = Problem(0, 2, 0, 0, 16, Hk=1, lengths=lengths, dropout=0.3, causal="bottom-right")
+    given = inputs_of("backward", Case("sequences", p))
+    t = tensors(given)
+    read = {name: t[name] for name in (*scores.score_inputs(p), "cu_seqlens_q", "cu_seqlens_k")}
+
+    def backward(own: Any, options: Any) -> dict[str, Any]:
+        found = reference.attention_backward(*(own[name] for name in ("dO", "Q", "K", "V")), **options)
+        return dict(zip(("dQ", "dK", "dV"), found, strict=True))
+
+    for computes, compute in (("forward", sequences.forward), ("backward", backward)):
+        inputs = tuple(t[name] for name in ("Q", "K", "V", "dO")[: 3 + (computes == "backward")])
+        expected = expect_sequences(p, inputs, computes, read)
+        for seed, right in ((given["seed"], True), (given["seed"] + 1, False)):
+
+            def launch(seed: Any = seed, compute: Any = compute) -> tuple[Any, ...]:
+                results = sequences.by_sequence(p, {**given, "seed": seed}, compute)
+                return tuple(torch.from_numpy(x) for x in results.values())
+
+            assert (expected.check(lambda: None, launch).message == "") is right, computes
 
 
 @pytest.mark.parametrize("kernel", registry.kernels().values(), ids=lambda kernel: kernel.name)
