@@ -126,3 +126,21 @@ def test_refusals() -> None:
         sandbox.attention(q, k, v, descale=one, out_dtype="int8")
     with pytest.raises(UnsupportedProblem, match=r"needs compute capability 8.9 or later.*this is 8.0: convert"):
         choose.choose_kernel(Problem(1, 1, 8, 8, 64, dtype="float8_e4m3"), "forward", (8, 0))
+
+
+def test_rotate() -> None:
+    """Products stay, numbers that stick out are spread; alike in NumPy and PyTorch, whatever the layout."""
+    rng = np.random.default_rng(0)
+    for D in (64, 96, 7):
+        q, k = (rng.standard_normal((2, 3, s, D), np.float32) for s in (5, 9))
+        a, b = sandbox.rotate(q, k)
+        np.testing.assert_allclose(a @ b.swapaxes(2, 3), q @ k.swapaxes(2, 3), atol=1e-4)
+        assert a.dtype == np.float32
+        turned = torch.from_numpy(q).transpose(1, 2).contiguous().transpose(1, 2)
+        assert np.array_equal(sandbox.rotate(turned, torch.from_numpy(k))[0].numpy(), a)
+    assert not np.allclose(a, sandbox.rotate(q, k, seed=1)[0])
+    one = np.zeros((1, 64), np.float32)
+    one[0, 3] = 8
+    assert (abs(sandbox.rotate(one, one)[0]) == 1).all()
+    with pytest.raises(UnsupportedProblem, match="D must be the same"):
+        sandbox.rotate(one, one[:, :32])
