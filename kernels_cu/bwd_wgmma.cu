@@ -34,7 +34,10 @@ constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
-constexpr bool DQ_LAST = LATE_DQ && Head::STEEP;                      // and after dS: derivatives need its registers until then
+constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
+constexpr bool BIAS_AHEAD = BIAS == 1;       // a bias of 16 bits is loaded while S^T is multiplied
+constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
+constexpr bool KEPT_N0 = RAGGED || DROPOUT;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -45,6 +48,7 @@ constexpr int SERVER_REGISTERS = COLS > 96 ? 24 : 40, CONSUMER_REGISTERS = COLS 
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
+static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
 static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
@@ -57,13 +61,14 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
                    dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
-static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
+constexpr unsigned MAP_AT = BARRIERS_AT + 256, MAP_WORDS = 128;
+static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? 8 * MAP_WORDS : 0), "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each.
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-static_assert(FULL_dS + 16 <= SMEM_BYTES, "the mbarriers have 256 bytes");
+static_assert(FULL_dS + 16 <= MAP_AT, "the mbarriers have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -86,22 +91,75 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads.
-struct Walk {
-    int begin, end, group;
+// Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
+struct TileMap {
+    unsigned something[MAP_WORDS], everything[MAP_WORDS];  // of the keys is seen
 
-    __device__ __forceinline__ Walk(Range queries, int group)
-        : begin(queries.begin / BLOCK_M * BLOCK_M), end(queries.end), group(group) {}
-    __device__ __forceinline__ int tiles() const { return begin < end ? group * ((end - begin + BLOCK_M - 1) / BLOCK_M) : 0; }
+    static __device__ __forceinline__ int words(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
+
+    // By all warps of the block. Heads are those from `first_head` on.
+    __device__ __forceinline__ void fill(const Sequence& sequence, int first_head, int group, int n0) {
+        const Score& score = sequence.score;
+        for (int word = threadIdx.x / 32; word < group * words(score); word += THREADS / 32) {
+            const Head head(sequence, first_head + word / words(score));
+            const int m0 = (word % words(score) * 32 + threadIdx.x % 32) * BLOCK_M;
+            const bool there = m0 < sequence.Sq;
+            const bool some = there && head.map_tells<Head::SOMETHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            const bool every = there && head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            something[word] = __ballot_sync(0xffffffffu, some);
+            everything[word] = __ballot_sync(0xffffffffu, every);
+        }
+    }
+};
+
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
+// where there is a block map, those that it leaves.
+struct Walk {
+    const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
+    const TileMap& map;
+    const int group, row0;
+
+    // Computed anew each time it is asked for: kept, it would take registers that the accumulators need.
+    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(block_index_x()) * BLOCK_N; }
+    __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
+    __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
+
+    // From row m0 of a head of the group on, the next tile; or head = group: there is none.
+    __device__ __forceinline__ void find(int& head, int& m0) const {
+        if (!Head::MAPPED) {
+            if (m0 >= end()) ++head, m0 = begin();
+            return;
+        }
+        const int words = TileMap::words(head0.score);
+#pragma unroll 1
+        for (; head < group; ++head, m0 = begin())
+#pragma unroll 1
+            for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end(); first = (first / 32 + 1) * 32) {
+                const unsigned left = map.something[head * words + first / 32] & ~0u << first % 32;
+                if (!left) continue;
+                m0 = (first / 32 * 32 + __ffs(left) - 1) * BLOCK_M;
+                if (m0 < end()) return;
+            }
+    }
+    // The first tile.
+    __device__ __forceinline__ void start(int& head, int& m0) const {
+        m0 = begin(), head = m0 < end() ? 0 : group;
+        if (Head::MAPPED) find(head, m0);
+    }
+    // Whether all rows of a tile may see all of the block's keys, as far as the map tells.
+    __device__ __forceinline__ bool whole(int head, int m0) const {
+        if (!Head::MAPPED) return !Head::SCATTERED;
+        const unsigned tile = m0 / BLOCK_M;
+        return map.everything[head * TileMap::words(head0.score) + tile / 32] >> tile % 32 & 1;
+    }
 
     // Calls f(i, head of the group, m0) with each, i counting.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
-        unsigned i = 0;
+        int head, m0;
+        start(head, m0);
 #pragma unroll 1
-        for (int head = 0; head < group; ++head)
-#pragma unroll 1
-            for (int m0 = begin; m0 < end; m0 += BLOCK_M) f(i++, head, m0);
+        for (unsigned i = 0; head < group; m0 += BLOCK_M, find(head, m0)) f(i++, head, m0);
     }
 };
 
@@ -157,32 +215,37 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
+    const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && own.surplus()) return;
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
-    __syncthreads();  // the mbarriers are there before anybody uses them
+    TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
+    if (Head::MAPPED) map.fill(Sequence(score, own.b), blockIdx.y * group, group, own.row0);
+    __syncthreads();  // the mbarriers, and the map, are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int n0 = blockIdx.x * BLOCK_N, kv_head = blockIdx.y, b = blockIdx.z, H = gridDim.y * group;
-    const Head head0(score, b, kv_head * group);  // what keys are seen by does not depend on the head
-    const Walk walk(head0.queries(n0, n0 + BLOCK_N), group);
+    const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
+    const Head head0(score, b, kv_head * group);
+    const Walk walk{head0, map, group, own.row0};
     const auto dQ_tile = [&](int head, int m0) {
-        const int tiles = (score.Sq + BLOCK_M - 1) / BLOCK_M;
-        return dQ_accum + ((static_cast<long long>(b) * H + kv_head * group + head) * tiles + m0 / BLOCK_M) * DQ_TILE;
+        return dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
     };
 
     if (warp < 4) {
         registers_give_back<SERVER_REGISTERS>();
-        if (warp == 0 && elect() && walk.tiles() > 0) {
+        if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
-                Keys::request(base + tile, map, n0, tensor.stride_h ? kv_head : 0, tensor.stride_b ? b : 0, base + full);
+                Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
+                              head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    Queries::request(base + tile + stage * Queries::BYTES, map, m0, tensor.stride_h ? kv_head * group + head : 0,
-                                     tensor.stride_b ? b : 0, base + full + 8 * stage);
+                    Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
+                                     tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
+                                     base + full + 8 * stage);
                 };
                 if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
                 request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
@@ -191,10 +254,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             });
         } else if (warp == 1) {
             const bool of_LSE = lane < 16;  // the other half: delta
-            const float* const column = (of_LSE ? LSE : delta) + static_cast<long long>(b) * H * score.Sq + lane % 16;
+            const float* const column = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) + lane % 16;
             walk.for_each([&](unsigned i, int head, int m0) {
-                const float* const from = column + static_cast<long long>(kv_head * group + head) * score.Sq + m0;
-                const int rows = score.Sq - m0 - lane % 16;  // from the lane's first on
+                const float* const from = column + static_cast<long long>(head) * query_rows(score) + m0;
+                const int rows = head0.Sq - m0 - lane % 16;  // from the lane's first on
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
 #pragma unroll
@@ -226,7 +289,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
-    const unsigned tiles = walk.tiles();
     const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
     const auto release = [&](unsigned empty, unsigned i) {
         __syncwarp();  // all lanes have read LSE and delta
@@ -273,13 +335,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
-    if (tiles == 0) {
+    int head, m0;  // of the tile that is next
+    walk.start(head, m0);
+    if (head == group) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
     } else {
         mbarrier_wait(base + FULL_K, 0);
         mbarrier_wait(base + FULL_V, 0);
-        int m0 = walk.begin, head = 0;
         unsigned i = 0;
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
@@ -325,49 +388,64 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
             // What does not depend on a dot product is found out while these are under way.
             const Head bound(score, b, kv_head * group + head);
-            const int first_query = m0 + own_queries;
+            const int first_query = m0 + own_queries, first_key = walk.n0() + own_keys;
             unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
             const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
 #pragma unroll
             for (int begin = 0; begin < (DROPOUT ? QUERIES : 0); begin += 64) {
-#pragma unroll 1  // side by side they would spill
+#pragma unroll
                 for (int step = 0; step < (QUERIES < 64 ? QUERIES : 64) / 16; ++step) {
                     Head::Kept block[1];
-                    bound.keep_along_keys(block, first_query + begin + 16 * step, n0 + own_keys + warp % 4 * 16);
+                    bound.keep_along_keys(block, first_query + begin + 16 * step, first_key + warp % 4 * 16);
                     unsigned bits = 0;
 #pragma unroll
                     for (int k = 0; k < 4; ++k) bits |= block[0].mask(k) & 0x10001u << k;
                     kept[begin / 64] |= bits << 4 * step;
                 }
             }
-            unsigned seen[(QUERIES + 63) / 64] = {};  // a bit for each element of S^T, where it takes a look into memory
+            unsigned seen = 0;  // a bit for each element of S^T, where it takes a look into memory
+            const bool scattered = !walk.whole(head, m0);
+            if (scattered) {
+                const Place place(first_query, first_key);
+#pragma unroll LOOKS
+                for (int k = 0; k < QUERIES / 2; ++k) {  // without a branch: one load does not wait for the other
+                    const int i = min(place.at(k).query_row(), head0.Sq - 1), j = min(place.at(k).key_col(), head0.Sk - 1);
+                    seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;
+                }
+            }
+            unsigned shifts[QUERIES / 16][4];  // biases of 16 bits
+            if (BIAS_AHEAD) {
+                const Place place(first_query, first_key);
 #pragma unroll
-            for (int k = 0; k < (Head::SCATTERED ? QUERIES / 2 : 0); ++k) {
-                const At at = Place(first_query, n0 + own_keys).at(k);
-                seen[k / 32] |= static_cast<unsigned>(bound.counts(at.query_row(), at.key_col())) << k % 32;
+                for (int k = 0; k < QUERIES / 2; k += 2)
+                    shifts[k / 8][k / 2 % 4] = pack(bound.bias_of(place.at(k)), bound.bias_of(place.at(k + 1)));
             }
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
             if (LATE_DQ) named_barrier_sync(turn, 256);
-            const Place place = Place(first_query, n0 + own_keys);
+            const Place place(first_query, walk.n0() + own_keys);
             unsigned derivative[QUERIES / 16][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
+                const At at0 = place.at(k), at1 = place.at(k + 1);
+                const float2 bias = BIAS_AHEAD ? unpack(shifts[k / 8][k / 2 % 4])
+                                               : make_float2(bound.bias_of(at0), bound.bias_of(at1));
                 if (Head::STEEP) {
-                    const Dual x0 = bound.raw_dual(S[k], place.at(k)), x1 = bound.raw_dual(S[k + 1], place.at(k + 1));
+                    const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
                     S[k] = x0.value, S[k + 1] = x1.value;
                     derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
                 } else {
-                    S[k] = bound.raw(S[k], place.at(k)), S[k + 1] = bound.raw(S[k + 1], place.at(k + 1));
+                    S[k] = bound.raw(S[k], at0, bias.x), S[k + 1] = bound.raw(S[k + 1], at1, bias.y);
                 }
             }
-            const Range whole = head0.queries_that_see_all(n0 + own_keys, n0 + own_keys + 64);
-            if (Head::SCATTERED) {
+            if (scattered) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!(seen[k / 32] >> k % 32 & 1)) S[k] = -INF;
-            } else if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
+                    if (!(seen >> k & 1)) S[k] = -INF;
+            }
+            const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
+            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
                 int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -440,7 +518,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
             m0 += BLOCK_M;
-            if (m0 >= walk.end) ++head, m0 = walk.begin;
+            walk.find(head, m0);
             ++i;
         };
         if (LATE_DQ) {
@@ -450,15 +528,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_settled(dV_rmem);
         }
 #pragma unroll 1
-        while (i < tiles) step(Constant<false>{});
-        publish(i > 1, FULL_dS + 8 * ((tiles - 1) % 2));
+        while (head < group) step(Constant<false>{});
+        publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
-            await_dS(tiles - 1);
-            multiply_dQ(dQ, dS_AT + (tiles - 1) % 2 * Pairs::BYTES);
+            await_dS(i - 1);
+            multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
             wgmma_wait<0>();
             wgmma_settled(dQ);
-            store_dQ(dQ, tiles - 1, 0, 0);
+            store_dQ(dQ, i - 1, 0, 0);
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
@@ -471,7 +549,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
     if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0, warp - 4);
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, walk.n0(), warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -491,8 +569,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
             const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
             const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            send_box(dV_map, at * 64, n0 + own_keys, kv_head, b, base + V_AT + from);
-            send_box(dK_map, at * 64, n0 + own_keys, kv_head, b, base + K_AT + from);
+            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(b);
+            send_box(dV_map, at * 64, row, kv_head, batch, base + V_AT + from);
+            send_box(dK_map, at * 64, row, kv_head, batch, base + K_AT + from);
         }
         send_commit();
         send_wait_read();  // shared memory lives as long as the block
@@ -511,10 +590,13 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
-    const int h = blockIdx.y, b = blockIdx.z, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int row0 = blockIdx.x * BLOCK_M + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
+    const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && own.surplus()) return;
+    const Sequence sequence(score, own.b);
+    const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int row0 = own.row0 + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
-    const long long tile = (static_cast<long long>(b) * gridDim.y + h) * gridDim.x + blockIdx.x;
+    const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     float zero = 0.0f;
 #pragma unroll
@@ -532,8 +614,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
                 packed[pair] = pack(x * score.scale, y * score.scale);
             }
             const int row = row0 + 8 * half + g;
-            if (row < score.Sq && col < HEAD_DIM)
-                *reinterpret_cast<uint4*>(dQ.row(b, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            if (row < sequence.Sq && col < HEAD_DIM)
+                *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
     if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see

@@ -3,6 +3,7 @@
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 SMEM = 232448  # bytes that a block may have
+MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
 
 
 def columns(p: Problem, t: Tile) -> int:
@@ -11,12 +12,18 @@ def columns(p: Problem, t: Tile) -> int:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; stages of Q, dO, LSE and delta; dS, P where consumers share keys, else dQ; the mbarriers."""
+    """K, V; stages of Q, dO, LSE and delta; dS, P where consumers share keys, else dQ; the mbarriers; of a block map
+    what concerns a block."""
     row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
     dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
     fed = 2 * t.BLOCK_N * row + t.STAGES * t.BLOCK_M * (2 * row + 8)
-    return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256
+    return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
+
+
+def mapped(p: Problem) -> bool:
+    """Whether there is a block map."""
+    return p.block_map[3] > 0
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -33,6 +40,10 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
+    if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
+        return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
+    if p.ragged and max(p.rows) > 2**30:
+        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
     return None
 
 
@@ -61,12 +72,13 @@ kernel = Kernel(
     arch_suffix="a",
     deterministic=False,
     default=True,
+    ragged=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that need registers
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
-    grid=lambda p, t: (cdiv(p.Sk, t.BLOCK_N), p.Hk, p.B),
+    grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
@@ -78,7 +90,7 @@ kernel = Kernel(
     then=(
         Entry(
             name="bwd_wgmma_dq",
-            grid=lambda p, t: (cdiv(p.Sq, t.BLOCK_M), p.H, p.B),
+            grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
             args=("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "group", "score"),

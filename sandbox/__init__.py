@@ -29,6 +29,7 @@ from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
+    from .api.torch_slot import use_in_torch
     from .core.kernel import Kernel
     from .core.registry import kernels
     from .core.tile import Tile
@@ -49,6 +50,7 @@ _LATER = {
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",
     "reference": ".reference",
+    "use_in_torch": ".api.torch_slot",
 }  # name -> the module that has it
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "reference",
     "reload",
     "rotate",
+    "use_in_torch",
 ]
 
 

@@ -78,15 +78,33 @@ def test_parity_notices(fault, parity, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [row["worst"] for row in read(tmp_path) if row["ok"] is False] == ["dK"] * 8
 
 
-def test_training(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["causal", "packed"])
+def test_training(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str) -> None:
     """Three steps: every attention learns the same."""
     run = load("011_train_gpt", "run", monkeypatch)
-    run.main(["--backend", device[0], "--steps", "3", "--out", str(tmp_path)])
+    run.main(["--backend", device[0], "--task", task, "--steps", "3", "--out", str(tmp_path)])
     *rows, verdict = read(tmp_path)
-    assert {"ours", "sdpa-flash", "sdpa-math", "plain"} <= {row["contender"] for row in rows}
+    assert {"ours", "sdpa-math", "plain"} <= {row["contender"] for row in rows}
     assert all(value < 1e-2 for value in verdict["apart"].values())
     assert all(row["losses"][2] < row["losses"][0] < 5 for row in rows)
-    assert {path.suffix for path in tmp_path.glob(f"curves_{device[0]}.*")} == {".png", ".svg"}
+    name = f"curves_{device[0]}" + (f"_{task}" if task != "causal" else "")
+    assert {path.suffix for path in tmp_path.glob(f"{name}.*")} == {".png", ".svg"}
+
+
+def test_documents_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window is cut into documents of its own, none of them empty, and a query sees its own alone."""
+    run = load("011_train_gpt", "run", monkeypatch)
+    config = run.CONFIGS["cpu"]
+    ends = run.documents(config, "cpu")
+    assert ends.shape == (config.steps, config.batch * (run.CUTS + 1) + 1)
+    assert (ends.diff(dim=1) > 0).all()
+    assert (ends[:, :: run.CUTS + 1] == torch.arange(config.batch + 1) * config.length).all()
+    q = torch.empty(config.batch, 1, config.length, 8)
+    seen = run.seen(q, ends[0])[:, 0]
+    first = ends[0, 1 : run.CUTS + 1].tolist()  # of window 0
+    assert seen[0, first[0] - 1, : first[0]].all()
+    assert not seen[0, first[0], : first[0]].any()
+    assert seen.sum() == sum(n * (n + 1) // 2 for n in ends[0].diff().tolist())
 
 
 def test_curves_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, cycle
+from itertools import count, cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +138,45 @@ def launches() -> Iterator[tuple[str, list]]:
     yield from samples.items()
 
 
+def training() -> Iterator[tuple[str, list]]:
+    """Host time of attention and of its gradients as a training loop asks for them: of other tensors at every step."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def tensors() -> list[torch.Tensor]:
+        return [torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.float16).requires_grad_() for _ in range(3)]
+
+    steps = cycle([tensors() for _ in range(64)])
+    dout, kept = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.float16), cycle(range(48))
+    held: list[object] = [None] * 48  # results that stay alive for a while, so that new ones lie elsewhere
+    theirs = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Callable[..., torch.Tensor]] = {
+        "sandbox": sandbox.attention,
+        "SDPA flash": theirs,
+        "sandbox, dropout": partial(sandbox.attention, dropout=0.1),
+        "SDPA flash, dropout": partial(theirs, dropout_p=0.1),
+        "sandbox, window": partial(sandbox.attention, window=(64, 0)),
+    }
+
+    def forward(call: Callable[..., torch.Tensor]) -> None:
+        held[next(kept)] = call(*next(steps))
+
+    def both(call: Callable[..., torch.Tensor]) -> None:
+        inputs = next(steps)
+        out = call(*inputs)
+        held[next(kept)] = out, torch.autograd.grad(out, inputs, dout)
+
+    samples: dict[str, list] = {}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for take in range(-5, 60):  # the first few warm up
+            for (name, call), (what, step) in product(
+                calls.items(), {"forward": forward, "forward and backward": both}.items()
+            ):
+                found = timed(partial(step, call), 1, 20, torch.cuda.synchronize)
+                samples.setdefault(f"{what}, B1 H4 S128 D64 fp16: {name}", []).extend(found if take >= 0 else [])
+    yield from samples.items()
+
+
 def cpu_backend() -> Iterator[tuple[str, list]]:
     """One OS thread, the kernel built beforehand."""
     os.environ["SANDBOX_CPU_WORKERS"] = "1"
@@ -157,15 +196,18 @@ def imports() -> Iterator[tuple[str, list]]:
     yield "import sandbox, beyond NumPy", [float(run_once().stdout) for _ in range(10)]
 
 
+PARTS = {part.__name__: part for part in (imports, cached_compile, cpu_backend, source_to_loaded, launches, training)}
+ON_A_GPU = ("source_to_loaded", "launches", "training")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "results.jsonl", help="append rows to this file")
-    out = parser.parse_args().out
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, by default all")
+    options = parser.parse_args()
     where = environment.describe()
-    parts = [imports, cached_compile, cpu_backend]
-    if where["device"]:
-        parts += [source_to_loaded, launches]
-    with out.open("a") as file:
+    parts = [PARTS[name] for name in options.parts if where["device"] or name not in ON_A_GPU]
+    with options.out.open("a") as file:
         for part in parts:
             for what, samples in part():
                 low, median, high = statistics.quantiles(samples, n=4)

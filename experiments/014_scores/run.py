@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 GRIDS = {
     "scores": ("fwd_wgmma", "--dtype", "bfloat16", "--peers", "flex,sdpa-cudnn"),
     "dropout": ("fwd_wgmma", "--dtype", "bfloat16", "--peers", "sdpa-cudnn"),
-    "ragged": ("fwd_mma", "--dtype", "bfloat16", "--peers", "varlen"),
+    "ragged": ("fwd_wgmma", "fwd_mma", "--dtype", "bfloat16", "--peers", "varlen"),
     "paper": ("fwd_wgmma", "fwd_mma", "--peers", "sdpa-cudnn"),  # the plain problem: what it had, it keeps
 }
 

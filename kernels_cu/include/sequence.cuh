@@ -91,6 +91,15 @@ __device__ __forceinline__ RowTile key_tile(const Score& score, unsigned x, int 
 #endif
 }
 
+// How many query rows a head has in LSE and delta.
+__device__ __forceinline__ int query_rows(const Score& score) {
+#if RAGGED
+    return score.rows_q;
+#else
+    return score.Sq;
+#endif
+}
+
 // How many tiles of ROWS query rows a head has, of a ragged batch at most.
 template <int ROWS>
 __device__ __forceinline__ unsigned query_tiles(const Score& score) {
@@ -159,6 +168,9 @@ struct Sequence {
     __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
     __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
+    // Likewise of all keys that are there: of dK and dV, which keys that do not count have too.
+    __device__ __forceinline__ int key_row_box(int j) const { return j - all_keys; }
+    __device__ __forceinline__ int key_row_batch(int) const { return first_key + all_keys; }
 #else
     __device__ __forceinline__ Sequence(const Score& score, int b)
         : score(score), b(b), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal) {
@@ -189,5 +201,7 @@ struct Sequence {
     __device__ __forceinline__ int key_box(int j) const { return j; }
     __device__ __forceinline__ int query_batch(int b) const { return b; }
     __device__ __forceinline__ int key_batch(int b) const { return b; }
+    __device__ __forceinline__ int key_row_box(int j) const { return j; }
+    __device__ __forceinline__ int key_row_batch(int b) const { return b; }
 #endif
 };

@@ -43,6 +43,7 @@ def attention(
     """softmax(scale * q k^T, masked) v, exactly as `attention_forward`; returns out, or (out, lse) with `return_lse`.
 
     Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; and an operator to torch.compile.
+    Under torch.autocast q, k and v are cast as PyTorch's own attention casts them.
     `kernel` and `tile` are the forward's; the backward takes the highest rung, a deterministic one under
     torch.use_deterministic_algorithms(True). The other options are constants to autograd.
 
@@ -65,7 +66,9 @@ def attend(
     arrays: tuple[Any, ...], what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
 ) -> tuple[Any, Any]:
     """(out, lse) of q, k, v and the arrays that `what` names."""
-    if library_of(arrays[0]).records(*arrays, scale):
+    library = library_of(arrays[0])
+    arrays = *library.cast(*arrays[:3]), *arrays[3:]
+    if library.records(*arrays, scale):
         from . import torch_op
 
         if what.descale:

@@ -150,6 +150,13 @@ def attention_backward(
 def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
     """`attention_forward` of arrays that have memory of their own, whoever watches: q, k, v, and those that the options
     name, which stand in the order of `plan.Options`."""
+    plan, arrays, addresses = plan_forward(arrays, options)
+    out, lse = plan(arrays, addresses)
+    return out, lse
+
+
+def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...], tuple[int, ...]]:
+    """The plan of `run_forward`, and what to call it with."""
     causal, scale, *how = options
     if scale is not None and type(scale) is not float:
         options = (causal, number(scale), *how)
@@ -158,14 +165,13 @@ def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
     try:
         addresses = tuple(map(library.pointer, arrays))
         bits = addresses[0] | addresses[1] | addresses[2] | 16
-        key = (*map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
+        key = (*library.signatures(arrays), bits & -bits, 0 in addresses, *options)
         plan = _plans.get(key)
     except _NO_KEY:
         key, plan = None, None
     if plan is None:
         plan, addresses = _make_plan("forward_plan", key, arrays, options)
-    out, lse = plan(arrays, addresses)
-    return out, lse
+    return plan, arrays, addresses
 
 
 def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -179,7 +185,7 @@ def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any
     try:
         addresses = tuple(map(library.pointer, arrays))
         bits = reduce(or_, addresses[:5], 16)  # lse and what follows is read number by number
-        key = ("backward", *map(library.signature, arrays), bits & -bits, 0 in addresses, *options)
+        key = ("backward", *library.signatures(arrays), bits & -bits, 0 in addresses, *options)
         plan = _plans.get(key)
     except _NO_KEY:
         key, plan = None, None
@@ -199,16 +205,30 @@ def number(scale: Any) -> float:
 def _make_plan(
     maker: str, key: tuple | None, arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[Plan, tuple[int, ...]]:
-    """A plan for arrays of this kind, kept under `key` if there is one, and their addresses."""
+    """A plan for arrays of this kind, kept under `key` if there is one, and their addresses. What is not supported is
+    not tried again."""
     from . import plan as plans  # all that compiles and launches is imported here
 
     kept = _plans  # those of now: a reload meanwhile forgets this one too
-    plan = getattr(plans, maker)(arrays, plans.Options(*options))
+    try:
+        plan = getattr(plans, maker)(arrays, plans.Options(*options))
+    except UnsupportedProblem as refusal:
+        plan = Refusal(str(refusal))
     if key is not None:
         if len(kept) >= _MOST_PLANS:
             kept.clear()
         kept[key] = plan
     return plan, tuple(map(library_of(arrays[0]).pointer, arrays))
+
+
+class Refusal:
+    """The plan for arrays that nothing takes. Keeps none of them alive, as an exception would."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def __call__(self, arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        raise UnsupportedProblem(self.reason)
 
 
 def reload() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,18 +154,31 @@ def _plan(
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device)
     if missing := results.keys() - {*prepared.tensor_names}:
         raise UnsupportedProblem(f"{kernel.name} does not give {', '.join(sorted(missing))}")
-    names = [*given, *makers]
-    launch, order = prepared.launch, [names.index(name) for name in prepared.tensor_names]
-    as_given, news, count = order == list(range(len(names))), tuple(makers.values()), len(results)
-    pointer, stream = library.pointer, library.stream(device[1]) if device != HOST else int
+    launch, taken = prepared.launch, pipeline.picked(prepared.tensor_names, [*given, *makers])
+    news, stream = [makers[name] for name in results], library.stream(device[1]) if device != HOST else int
+    pointer, room, offsets = library.pointer, *_together([scratch[name] for name in makers if name not in results])
+    new_scratch = library.allocator(like, (room,), (1,), "float32")
 
     def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        made = [new() for new in news]
-        every = (*addresses, *map(pointer, made))
-        launch(every if as_given else tuple(every[i] for i in order), stream())
-        return tuple(made[:count])
+        made = tuple([new() for new in news])
+        if room:
+            memory = new_scratch()  # whose memory goes back in the order of the stream
+            start = pointer(memory)
+            launch(taken((*addresses, *map(pointer, made), *[start + offset for offset in offsets])), stream())
+        else:
+            launch(taken((*addresses, *map(pointer, made))), stream())
+        return made
 
     return _handing_plan(plan, handed) if handed else plan
+
+
+def _together(scratch: Sequence[_Lying]) -> tuple[int, list[int]]:
+    """How many numbers they are in one array, and where in it each begins, in bytes: at multiples of 512."""
+    offsets, room = [], 0
+    for shape, _, _ in scratch:
+        offsets.append(4 * room)
+        room += -(-math.prod(shape) // 128) * 128
+    return room, offsets
 
 
 def _handing_plan(plan: Plan, handed: Callable[[Any], Any]) -> Plan:

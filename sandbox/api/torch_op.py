@@ -11,7 +11,7 @@ backward's own is a refusal. Three ways lead there:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def attention(
     if isinstance(scale, Tensor):
         scale = _constant(scale)
     if not library_of(arrays[0]).intercepts(*arrays):
-        return _Attention.apply(what, causal, scale, kernel, tile, backend, *arrays)
+        return _Attention.apply((causal, scale, kernel, tile, backend, False, what), *arrays)
     how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend
     if what is NOTHING:
         return watched(_forward, _Watched, *arrays, *how)
@@ -252,10 +252,10 @@ class _Attention(torch.autograd.Function):
     """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Results:
-        ctx.what, causal, ctx.scale, kernel, tile, ctx.backend, *arrays = inputs
-        ctx.causal = normalise_causal(causal or False) or ""
-        output = run_forward(tuple(arrays), (causal, ctx.scale, kernel, tile, ctx.backend, False, ctx.what))
+    def forward(ctx: Any, options: tuple[Any, ...], *arrays: Any) -> Results:
+        """`options` in the order of `plan.Options`."""
+        output = run_forward(arrays, options)
+        ctx.options = options
         ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
         ctx.set_materialize_grads(False)
         return output
@@ -263,21 +263,32 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
-        q, k, v, out, lse, *more = ctx.saved_tensors
-        given = [x for x in (dout, dlse) if x is not None]
-        arrays = or_zeros(dout, out), q, k, v, out, lse
-        names, needed = ("q", "k", "v", *ctx.what.names), ctx.needs_input_grad[6:]
-        wanted = tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        batched = any(torch._C._functorch.is_legacy_batchedtensor(x) for x in given)  # by is_grads_batched
-        if torch.is_grad_enabled() or batched or library_of(q).intercepts(*given):
-            how = ctx.causal, ctx.scale, None, "", ctx.backend, deterministic
-            found = _backward_seen(arrays, dlse, ctx.what, tuple(more), how, wanted)
+        causal, scale, _, _, backend, _, what = ctx.options
+        deterministic, saved = torch.are_deterministic_algorithms_enabled(), ctx.saved_tensors
+        arrays, more = (or_zeros(dout, saved[3]), *saved[:5]), saved[5:]
+        wanted = _wanted(ctx.needs_input_grad[4:], what.names) if more else ()
+        if torch.is_grad_enabled() or _looked_at(dout) or _looked_at(dlse):
+            scale = scale if scale is None else number(scale)
+            how = normalise_causal(causal) or "", scale, None, "", backend, deterministic
+            found = _backward_seen(arrays, dlse, what, more, how, wanted)
         else:
-            options = ctx.causal or False, ctx.scale, None, None, ctx.backend, deterministic
-            found = gradients(arrays, dlse, ctx.what, tuple(more), options, wanted)
-        named = dict(zip(("dq", "dk", "dv", *wanted), found, strict=True))
-        return *(None,) * 6, *(named.get(f"d{n}") if need else None for n, need in zip(names, needed, strict=True))
+            found = gradients(arrays, dlse, what, more, (causal, scale, None, None, backend, deterministic), wanted)
+        if not more:
+            return None, *found
+        named = dict(zip(wanted, found[3:], strict=True))
+        return None, *found[:3], *(named.get(f"d{name}") for name in what.names)
+
+
+def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
+    """The gradients that are asked for beside those of q, k and v."""
+    return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
+
+
+def _looked_at(gradient: Tensor | None) -> bool:
+    """Whether PyTorch has to see what is computed of it: by torch.autograd.grad(is_grads_batched=True) too."""
+    if gradient is None:
+        return False
+    return torch._C._functorch.is_legacy_batchedtensor(gradient) or library_of(gradient).intercepts(gradient)
 
 
 class _Watched(torch.autograd.Function):
@@ -298,12 +309,21 @@ class _WatchedBackward(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
 
+# Subclasses that have a rule of their own for each operator that they know: of ours they have none.
+_REMEDIES = {
+    "DTensor": "pass each device's own part, .to_local()",
+    "MaskedTensor": "pass its numbers, .get_data(), and what it hides as mask=",
+}
+
+
 def watched(operator: Any, function: Any, *inputs: Any) -> Results:
     """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
     if forward_ad._current_level >= 0:
         return _uncompiled(function, *inputs)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return operator(*inputs)
+    for kind in {type(x).__name__ for x in inputs} & {*_REMEDIES}:
+        raise UnsupportedProblem(f"attention does not take a {kind}: {_REMEDIES[kind]}")
     stack = torch._C._functorch.peek_interpreter_stack()
     functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
     return operator(*inputs) if functionalizing else function.apply(*inputs)

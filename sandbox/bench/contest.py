@@ -24,6 +24,7 @@ from ..launch.dlpack import library_of, view
 from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
+from ..verify.scores import seen_pairs
 from . import environment
 from .given import Given, forward_of, given_to, torch_dtype
 from .grids import GRIDS as GRIDS  # for those who name a problem
@@ -202,6 +203,7 @@ def compete(
             for c in contenders
         ]  # fmt: skip
     given = given_to(problem, inputs[0])
+    pairs = seen_pairs(problem, given)
     expected, of_peers = _expectations(problem, contenders, inputs, computes, given)
     entries = [_enter(c, problem, inputs, given, expected if c.kernel else of_peers, stopwatch) for c in contenders]
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
@@ -218,8 +220,9 @@ def compete(
             if again.message:
                 ok, message, verdict, timing = False, f"right at first, after timing: {again.message}", again, None
         row = Row(
-            contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, setting=shared
-        )
+            contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, pairs=pairs,
+            setting=shared,
+        )  # fmt: skip
         if verdict:
             row = replace(row, error=verdict.error, bound=verdict.bound)
         if entry.ready:

@@ -39,7 +39,8 @@ def ask_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, given: Any) -> Any
     from torch.nn.attention.varlen import varlen_attn
 
     p = problem
-    if not p.ragged or p.softcap or p.alibi or p.bias or p.mask or p.sink or p.key_lengths or p.score or p.Dv != p.D:
+    others = (p.softcap, p.alibi, p.bias, p.mask, p.sink, p.key_lengths, p.score, p.dropout, p.Dv != p.D)
+    if not p.ragged or any(others):
         raise UnsupportedProblem("varlen_attn: it takes ragged batches, with causal, window and scale alone")
     if p.causal == "top-left":
         raise UnsupportedProblem("varlen_attn: its causal mask is bottom-right")

@@ -259,14 +259,14 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Forward floating-point operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a
-        window the pairs that are seen count, no others. Of a ragged batch those of its sequences; 0 where their lengths
-        are not known."""
+        """Forward operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a window of the
+        pairs that are seen; of a ragged batch of its sequences, or 0 where their lengths are not known."""
         return self._flops(self.D + self.Dv)
 
-    def flops_of(self, computes: str) -> int:
-        """`flops`, or for a "backward" its five matrix products instead of two: 2.5 times as many where Dv is D."""
-        return {"forward": self.flops, "backward": self._flops(3 * self.D + 2 * self.Dv)}.get(computes, 0)
+    def flops_of(self, computes: str, pairs: int | None = None) -> int:
+        """`flops`; of a "backward" for five matrix products, not two. `pairs`: that all heads see, where counted."""
+        widths = {"forward": self.D + self.Dv, "backward": 3 * self.D + 2 * self.Dv}.get(computes, 0)
+        return self._flops(widths) if pairs is None else 2 * pairs * widths
 
     def _flops(self, widths: int) -> int:
         """Of matrix products whose head widths are that many together."""

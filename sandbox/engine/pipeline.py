@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 
 from ..core import log
@@ -49,7 +50,7 @@ class Prepared:
     cached: bool
     compiled: tuple[Compiled, ...]  # each of the kernel's entries; empty on the CPU backend
     launch: Launch  # on tensors of the shapes and strides that it was prepared for
-    tensor_names: tuple[str, ...]  # whose addresses `launch` takes, in this order: `scratch_of` the kernel among them
+    tensor_names: tuple[str, ...]  # whose addresses `launch` takes, in this order: scratch too; a name may come twice
 
     def pointers(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         """What `launch` takes, of `tensors` by the names in the spec's `args`."""
@@ -80,9 +81,10 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
     scratch = scratch_of(kernel, problem)
     zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
-    names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
-    alone = steps[0][0] if len(steps) == 1 and not zeroed else None
-    launch = alone or _in_order(steps, zeroed, names, device)
+    launch, names = steps[0] if len(steps) == 1 and not zeroed else (None, ())
+    if launch is None:
+        names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
+        launch = _in_order(steps, zeroed, names, device)
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
     )  # fmt: skip
@@ -134,7 +136,7 @@ def _in_order(steps: Sequence[_Step], zeroed: Mapping[str, int], names: tuple[st
     """One launch of several, after zeros have been written where they are needed."""
     gpu = driver.device(device[1]) if device != HOST else None
     clear = [(names.index(name), nbytes) for name, nbytes in zeroed.items() if nbytes]
-    launches = [(launch, [names.index(name) for name in its_names]) for launch, its_names in steps if launch]
+    launches = [(launch, picked(its_names, names)) for launch, its_names in steps if launch]
 
     def launch_all(pointers: tuple[int, ...], stream: int = 0) -> None:
         for i, nbytes in clear:
@@ -143,9 +145,15 @@ def _in_order(steps: Sequence[_Step], zeroed: Mapping[str, int], names: tuple[st
             else:
                 ctypes.memset(pointers[i], 0, nbytes)
         for launch, taken in launches:
-            launch(tuple(pointers[i] for i in taken), stream)
+            launch(taken(pointers), stream)
 
     return launch_all
+
+
+def picked(wanted: Sequence[str], names: Sequence[str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """What takes the addresses of `wanted` out of those of `names`."""
+    places = [names.index(name) for name in wanted]
+    return itemgetter(*places) if len(places) > 1 else lambda pointers: tuple(pointers[i] for i in places)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ addresses form the `void**` table that both cuLaunchKernel and the CPU backend t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from .array_view import dense_strides
-from .tensor_maps import Encode, MapSlot, Tensor, TensorMap, box_of, encode_for_host, new_map
+from .tensor_maps import Encode, Tensor, TensorMap, box_of, encode_for_host, map_slot, new_map
 
 
 class View(ctypes.Structure):
@@ -122,24 +122,12 @@ def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-class _Slots:
-    """Several arguments that follow one tensor."""
-
-    def __init__(self, slots: Iterable[Any]):
-        self._slots = tuple(slots)
-
-    def _put(self, pointer: int) -> None:
-        for slot in self._slots:
-            slot.value = pointer
-
-    value = property(None, _put)
-
-
 class ArgumentBlock:
     """The arguments of one entry point for one problem, packed.
 
-    `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec.
-    `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that no map can describe.
+    `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec, a
+    tensor as often as arguments follow it. `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that
+    no map can describe.
     """
 
     def __init__(
@@ -149,7 +137,7 @@ class ArgumentBlock:
         unknown = [name for name in entry.args if name not in ARGUMENTS]
         if unknown:
             raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/launch/arguments.py")
-        slots: dict[str, list[Any]] = {}
+        slots: list[tuple[str, Any]] = []
         self.values: list[Any] = []
         for name in entry.args:
             row = ARGUMENTS[name]
@@ -160,8 +148,7 @@ class ArgumentBlock:
             if name == "score":
                 value, within = score_argument(problem, tensors)
                 self.values.append(value)
-                for tensor_name, place in within.items():
-                    slots.setdefault(tensor_name, []).append(place)
+                slots += within.items()
                 continue
             tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
             slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer
@@ -169,16 +156,16 @@ class ArgumentBlock:
                 assert tensor is not None, "the caller names every tensor whose strides count"
                 if row.rows:
                     box = box_of(row.tensor, problem, tensor, row.rows(tile))
-                    slot = MapSlot(ctypes.addressof(value), box, problem.dtype_of(row.tensor), encode)
+                    slot = map_slot(value, box, problem.dtype_of(row.tensor), encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
                     value.stride_b *= not problem.ragged  # of one batch entry
-            if tensor and not row.rows:
+            if tensor:
                 slot.value = tensor.pointer
             self.values.append(value)
-            slots.setdefault(row.tensor, []).append(slot)
-        self.tensor_names = tuple(slots)
-        self.slots = [own[0] if len(own) == 1 else _Slots(own) for own in slots.values()]
+            slots.append((row.tensor, slot))
+        self.tensor_names = tuple(name for name, _ in slots)
+        self.slots = [slot for _, slot in slots]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
 

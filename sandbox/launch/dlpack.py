@@ -8,9 +8,9 @@ library is imported here that the caller has not imported already.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -20,61 +20,9 @@ from ..core.errors import UnsupportedProblem
 from ..core.score import SIZES
 from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, numpy_dtype, permuted
 from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
+from .library import Library
 
 __all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
-
-
-class Library:
-    """What this project needs of an array library. `name` is the word for messages.
-
-    `allocator` and `stream` return calls without arguments, so that a plan made once can run them often.
-    """
-
-    name: str
-
-    def held(self, *arrays: Any) -> tuple[Any, ...]:
-        """The arrays as the other methods take them; their memory stays where it is as long as somebody has these."""
-        return arrays
-
-    def handed(self, like: Any) -> Callable[[Any], Any] | None:
-        """What turns an array of `allocator(like, …)` into the caller's kind, once it is written; None: it is."""
-        return None
-
-    def intercepts(self, *arrays: Any) -> bool:
-        """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
-        return False
-
-    def signature(self, array: Any) -> Hashable:
-        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
-        raise NotImplementedError
-
-    def pointer(self, array: Any) -> int:
-        """Address of the first element."""
-        raise NotImplementedError
-
-    def view(self, array: Any) -> ArrayView:
-        """The array as an ArrayView. Raises UnsupportedProblem naming a dtype or device that is not served."""
-        raise NotImplementedError
-
-    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        """A call that makes a new array of this library on `like`'s device; `strides` are dense, in any order."""
-        raise NotImplementedError
-
-    def stream(self, ordinal: int) -> Callable[[], int]:
-        """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
-        return int  # int() is 0, the default stream
-
-    def contiguous(self, array: Any) -> Any:
-        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
-        raise NotImplementedError
-
-    def seed(self, like: Any, seed: int | None) -> Any:
-        """An int64 array of one element on `like`'s device: `seed`, or drawn from the library's own generator."""
-        raise NotImplementedError
-
-    def records(self, *arrays: Any) -> bool:
-        """Whether the library has to see the operation, or wants a gradient of it."""
-        return False
 
 
 def _dtype(name: str, library: str) -> str:
@@ -162,10 +110,11 @@ class _CuPy(Library):
 class _PyTorch(Library):
     name = "PyTorch"
 
-    def signature(self, array: Any) -> Hashable:
-        return array.shape, array.stride(), array.dtype, array.device
+    # Without Python frames: both are asked at each launch.
+    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]
 
-    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]  # no Python frame: five calls a launch
+    def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+        return *map(_TORCH_KIND, arrays), *map(_TORCH_STRIDE, arrays)
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
@@ -181,7 +130,8 @@ class _PyTorch(Library):
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         torch = sys.modules["torch"]
-        return partial(torch.empty_strided, shape, strides, dtype=getattr(torch, dtype), device=like.device)
+        nothing = torch.empty(0, dtype=getattr(torch, dtype), device=like.device)
+        return partial(nothing.new_empty_strided, shape, strides)  # half the time of torch.empty_strided
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
@@ -199,6 +149,14 @@ class _PyTorch(Library):
         torch = sys.modules["torch"]
         followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
         return followed or self.intercepts(*arrays[:3])
+
+    def cast(self, *arrays: Any) -> tuple[Any, ...]:
+        """As torch.autocast casts those of PyTorch's attention."""
+        torch, kind = sys.modules["torch"], arrays[0].device.type
+        if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+            return arrays
+        dtype, whole = torch.get_autocast_dtype(kind), torch.float64
+        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not whole else x for x in arrays)
 
     def intercepts(self, *arrays: Any) -> bool:
         """The compiler, a subclass (a fake or distributed tensor, …), a dispatch mode, torch.func, a dual level, or
@@ -282,6 +240,7 @@ class _Capsule(Library):
         )
 
 
+_TORCH_KIND, _TORCH_STRIDE = attrgetter("shape", "dtype", "device"), methodcaller("stride")
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}

@@ -1,16 +1,15 @@
 """The CUDA driver: the one module that talks to libcuda.
 
 Everything works in the device's primary context, which PyTorch and CuPy use too, so that their arrays and streams are
-ours. All calls go through NVIDIA's bindings but two, which go through ctypes: cuLaunchKernel, with every argument but
-the stream converted beforehand, because a launch is what people count microseconds of; and cuTensorMapEncodeTiled,
-which a launch on memory that it has not seen needs first.
+ours. All calls go through NVIDIA's bindings but those of a launch, which is what people count microseconds of: these go
+through ctypes, cuLaunchKernel with every argument but the stream converted beforehand.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -130,6 +129,29 @@ class Device:
                 _call("cuProfilerStop")
 
 
+def _called(device: Device, call: Callable[..., int], *arguments: Any) -> int:
+    """The status of a driver's function called by ctypes, in the device's context.
+
+    In a thread new to CUDA, such as autograd's, the first GPU's stays bound, as CUDA's runtime would leave it;
+    otherwise what was bound is bound again.
+    """
+    if device_count() == 1 or _current_context() == int(device.context):
+        status = call(*arguments)
+        if status != _INVALID_CONTEXT:
+            return status
+    if device.ordinal == 0 and _current_context() is None:
+        _call("cuCtxSetCurrent", device.context)
+        return call(*arguments)
+    with device.current():
+        return call(*arguments)
+
+
+def _current_context() -> int | None:
+    found = ctypes.c_void_p()
+    _libcuda().cuCtxGetCurrent(ctypes.byref(found))
+    return found.value
+
+
 @cache
 def device(ordinal: int = 0) -> Device:
     """The GPU of that number. Raises GpuUnavailable."""
@@ -162,11 +184,7 @@ def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
         ctypes.c_void_p(address), _MAP_DTYPES[dtype], box.rank, ctypes.c_void_p(box.data), box.size, box.stride,
         box.box, _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS,
     )  # fmt: skip
-    status = _libcuda().cuTensorMapEncodeTiled(*arguments)
-    if status == _INVALID_CONTEXT:  # a thread new to CUDA
-        with device().current():
-            status = _libcuda().cuTensorMapEncodeTiled(*arguments)
-    if status:
+    if status := _called(device(), _libcuda().cuTensorMapEncodeTiled, *arguments):
         about = f"{dtype}, address={box.data:#x}, size={[*box.size]}, stride={[*box.stride]}, box={[*box.box]}"
         raise _error(status, f"cuTensorMapEncodeTiled({about})")
 
@@ -203,7 +221,6 @@ class CudaFunction:
         # Plain ints and None are what ctypes converts fastest.
         function = ctypes.c_void_p(int(self._function))
         all_arguments = (function, *grid, *block, smem_bytes, handle, arguments.table, None)
-        several_devices = device_count() > 1
 
         # What the table and `handle` hold, as far as that is known: an interrupt in the middle of a change leaves None.
         filled: tuple[int, ...] | None = None
@@ -221,10 +238,7 @@ class CudaFunction:
                     current = None
                     handle.value = stream
                     current = stream
-                status = _INVALID_CONTEXT if several_devices else call(*all_arguments)
-                if status == _INVALID_CONTEXT:  # another device may be current, or none in a thread new to CUDA
-                    with self.device.current():
-                        status = call(*all_arguments)
+                status = _called(self.device, call, *all_arguments)
             if status:
                 raise _error(status, f"cuLaunchKernel({about})")
 
@@ -272,8 +286,9 @@ class DeviceMemory:
 
 def zero(pointer: int, nbytes: int, device: Device, stream: int = 0) -> None:
     """Queue on `stream` that GPU memory at `pointer` becomes zeros; a graph captures it."""
-    with device.current():
-        _call("cuMemsetD8Async", pointer, 0, nbytes, stream, about=f"{nbytes} bytes")
+    arguments = ctypes.c_uint64(pointer), 0, ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+    if status := _called(device, _libcuda().cuMemsetD8Async, *arguments):
+        raise _error(status, f"cuMemsetD8Async({nbytes} bytes)")
 
 
 def write(pointer: int, address: int, nbytes: int, device: Device) -> None:

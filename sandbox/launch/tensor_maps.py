@@ -1,16 +1,16 @@
 """Tensor maps: how Hopper's bulk copies are told of a tensor, and of the box of it that one copy moves.
 
-A map names the tensor's address, so that a launch on another address needs another map; those that were made are kept.
+A map names the tensor's address, so that a launch on another address needs another map.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..core.dtypes import ITEMSIZE
-from ..core.errors import UnsupportedProblem
+from ..core.errors import DriverError, UnsupportedProblem
 from ..core.problem import Problem
 
 
@@ -67,21 +67,50 @@ def encode_for_host(address: int, box: Box, dtype: str) -> None:
     ctypes.memmove(address, ctypes.addressof(box), ctypes.sizeof(box))
 
 
-class MapSlot:
-    """Where a tensor map is for one launch; setting `value`, the tensor's address, puts the map for it there."""
+def map_slot(place: TensorMap, box: Box, dtype: str, encode: Encode) -> Any:
+    """Writes the map of `box` to `place`, and returns what puts the map for a tensor at another address there when its
+    `value` is set to that address.
+
+    A map's first word is the address, as the driver lays it out today; nobody promises that, so that it is tried. Then
+    that word is all that a launch on other addresses writes: experiment 001 has what it saves.
+    """
+    if 0 in box.size:  # nothing is ever copied of an empty tensor
+        return ctypes.c_void_p()
+    if _begins_with_address(place, box, dtype, encode):
+        return ctypes.c_void_p.from_buffer(place)
+    return _Encoded(ctypes.addressof(place), box, dtype, encode)
+
+
+def _begins_with_address(place: TensorMap, box: Box, dtype: str, encode: Encode) -> bool:
+    """Whether maps of `box` at two addresses that agree in no bit are the same but for the first word, the address.
+    Leaves the map of `box` in `place`."""
+    here, other = box.data or 0, new_map()
+    box.data = here ^ _EVERY_BIT
+    try:
+        encode(ctypes.addressof(other), box, dtype)
+    except DriverError:  # this driver looks at addresses
+        return False
+    finally:
+        box.data = here
+        encode(ctypes.addressof(place), box, dtype)
+    return [*place.words] == [here, *other.words[1:]] and other.words[0] == here ^ _EVERY_BIT
+
+
+_EVERY_BIT = (1 << 47) - 16  # of an address that is a multiple of 16
+
+
+class _Encoded:
+    """A map that is encoded for every new address; those that were made are kept."""
 
     def __init__(self, address: int, box: Box, dtype: str, encode: Encode):
         self._address, self._box, self._dtype, self._encode = address, box, dtype, encode
         self._known: dict[int, bytes] = {}  # an allocator gives out the same addresses again and again
-        if box.data:
-            self.value = box.data
 
     def _put(self, pointer: int) -> None:
         known = self._known.get(pointer)
         if known is None:
             self._box.data = pointer
-            if 0 not in self._box.size:  # nothing is ever copied of an empty tensor
-                self._encode(self._address, self._box, self._dtype)
+            self._encode(self._address, self._box, self._dtype)
             if len(self._known) >= _MOST_MAPS:
                 self._known.clear()
             self._known[pointer] = ctypes.string_at(self._address, ctypes.sizeof(TensorMap))

@@ -210,6 +210,25 @@ def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
     return np.packbits(bits, axis=-1, bitorder="little").view("<i4").reshape(B, H, rows, words)
 
 
+def seen_pairs(p: Problem, given: Mapping[str, Any]) -> int | None:
+    """How many (query, key) pairs all heads see together, where a mask or key_lengths of any library hide some; None
+    where the problem itself says it, and of a ragged batch. A condition of the user's own is not asked."""
+    if p.ragged or not (p.mask or p.key_lengths):
+        return None
+    tensors: dict[str, Any] = {name: host_array(given[name]) for name in ("mask", "key_lengths") if name in given}
+    shape = Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv)
+    meaning = Meaning(shape, p.causal, p.scale, window=p.window, **tensors)
+    # Of entries and heads that are alike, one is asked.
+    B = 1 if p.mask[:1] in ((), (1,)) and not p.key_lengths else p.B
+    H = p.H if p.mask[1:2] == (p.H,) else 1
+    strips = ((b, h, m0) for b in range(B) for h in range(H) for m0 in range(0, p.Sq, _STRIP))
+    asked = (meaning.head(b, h).seen(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
+    return p.B // B * (p.H // H) * sum(int(np.count_nonzero(seen)) for seen in asked) if B and H else 0
+
+
+_STRIP = 256  # rows at a time
+
+
 def hide_nan(p: Problem, given: dict[str, Array]) -> None:
     """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
     visible = seen(p, given)

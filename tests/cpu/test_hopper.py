@@ -5,6 +5,7 @@ backends; what goes wrong, on the CPU alone, which says where.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sandbox import LaunchError, UnsupportedProblem
+from sandbox import DriverError, LaunchError, UnsupportedProblem
 from sandbox.core.registry import get
 from sandbox.launch import driver
 from sandbox.launch.arguments import ArgumentBlock
@@ -476,30 +477,50 @@ def test_registers_must_be_given_back_before_they_are_taken(run_hopper: Run) -> 
 # ---- tensor maps as arguments
 
 
+def as_an_unknown_driver(address: int, box: Box, dtype: str) -> None:
+    """The address twice: to write its first word alone makes a map of neither tensor."""
+    encode_for_host(address, box, dtype)
+    ctypes.c_void_p.from_address(address + 120).value = box.data
+
+
+def as_a_strict_driver(address: int, box: Box, dtype: str) -> None:
+    """Of addresses that nobody has given out it makes no maps."""
+    if (box.data or 0) >> 46:
+        raise DriverError("cuTensorMapEncodeTiled: CUDA_ERROR_INVALID_VALUE", code=1, name="CUDA_ERROR_INVALID_VALUE")
+    encode_for_host(address, box, dtype)
+
+
 @on_cpu
-def test_a_map_follows_its_tensor_and_is_made_once(device: Device) -> None:
+@pytest.mark.parametrize("encode", [encode_for_host, as_an_unknown_driver, as_a_strict_driver])
+def test_a_map_follows_its_tensor(encode, device: Device) -> None:
+    """Whatever the driver writes: a launch on another address has the map that it would encode for it, and one on an
+    address of before has that of before without encoding it again."""
     kernel, problem = get("fwd_wgmma"), Problem(2, 3, 40, 50, 64, dtype="float16")
     arrays = {name: np.zeros((2, 3, S, 64), np.float16) for name, S in (("Q", 40), ("K", 50), ("V", 50), ("O", 40))}
     views = {name: view(array) for name, array in {**arrays, "LSE": np.zeros((2, 3, 40), np.float32)}.items()}
+    views = {name: dataclasses.replace(x, pointer=0x7000 + 0x1000 * i) for i, (name, x) in enumerate(views.items())}
     made: list[int] = []
 
-    def encode(address: int, box: Box, dtype: str) -> None:
+    def counted(address: int, box: Box, dtype: str) -> None:
         assert address % 64 == 0
+        encode(address, box, dtype)
         made.append(box.data)
-        encode_for_host(address, box, dtype)
 
-    block = ArgumentBlock(kernel, problem, kernel.tiles[0], views, encode)
-    assert block.tensor_names == ("Q", "K", "V", "O", "LSE")
-    first = made.copy()
-    assert first == [views[name].pointer for name in ("Q", "K", "V", "O")]
-    K_map = Box.from_buffer(block.values[kernel.args.index("K_map")])
-    assert ([*K_map.size[:4]], [*K_map.stride[:3]]) == ([64, 50, 3, 2], [128, 50 * 128, 150 * 128])
-    assert ([*K_map.box], K_map.rank) == ([64, kernel.tiles[0].BLOCK_N, 1, 1, 1], 4)
-    for pointer in (0x1000, first[1], 0x1000):
-        block.slots[1].value = pointer
-        assert K_map.data == pointer
+    block = ArgumentBlock(kernel, problem, kernel.tiles[0], views, counted)
+    place = block.values[kernel.args.index("K_map")]
+    box = Box.from_buffer_copy(place)
+    assert ([*box.size[:4]], [*box.stride[:3]]) == ([64, 50, 3, 2], [128, 50 * 128, 150 * 128])
+    assert ([*box.box], box.rank) == ([64, kernel.tiles[0].BLOCK_N, 1, 1, 1], 4)
+    made.clear()
+    for pointer in (views["K"].pointer, 0x1000, views["K"].pointer, 0x1000):
+        for name, slot in zip(block.tensor_names, block.slots, strict=True):
+            if name == "K":
+                slot.value = pointer
+        box.data, expected = pointer, new_map()
+        encode(ctypes.addressof(expected), box, problem.dtype)
+        assert [*place.words] == [*expected.words]
         assert block.values[kernel.args.index("K")].data == pointer
-    assert made == [*first, 0x1000]
+    assert made == ([] if encode is encode_for_host else [0x1000])
 
 
 @on_cpu

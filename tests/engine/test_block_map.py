@@ -19,7 +19,7 @@ from sandbox.verify.cases import Case
 
 FORWARD = {"fwd_mma": "BLOCK_M=64,BLOCK_N=64,SUB_N=32,WARPS=4,MIN_BLOCKS=2",
            "fwd_wgmma": "BLOCK_M=128,BLOCK_N=64,STAGES=2,BLOCKS=3"}  # fmt: skip
-BACKWARD = {"bwd_mma": "BLOCK_M=64,BLOCK_N=64,WARPS=4,MIN_BLOCKS=2"}
+BACKWARD = {"bwd_mma": "BLOCK_M=64,BLOCK_N=64,WARPS=4,MIN_BLOCKS=2", "bwd_wgmma": "BLOCK_M=64,BLOCK_N=128,STAGES=2"}
 S = 300
 DOC = (np.arange(S) // 128).astype(np.int32)
 # Whole tiles of 64, hidden or seen; the last is shorter.

@@ -216,7 +216,7 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
     monkeypatch.setattr(driver, "_libcuda", Cuda)
     monkeypatch.setattr(driver, "device_count", lambda: 1)
     function = object.__new__(driver.CudaFunction)
-    function.entry, function._function = "f", 1
+    function.entry, function._function, function.device = "f", 1, None
     function.attribute = lambda which: 0
     launch = function.launcher((1, 1, 1), (32, 1, 1), 0, SimpleNamespace(slots=slots, table=None))
     launch((1, 2))

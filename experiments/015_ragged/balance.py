@@ -1,0 +1,89 @@
+"""How evenly a ragged batch's pieces fall on the multiprocessors, in three orders, without a GPU.
+
+python experiments/015_ragged/balance.py        prints the table of README.md
+
+A piece costs its key tiles and one more; the balance is the mean of the multiprocessors' times over the greatest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from sandbox.bench.ragged import DOCUMENTS, DRAWN, EQUAL
+
+ROWS, KEYS, MULTIPROCESSORS, AHEAD = 128, 128, 132, 1  # AHEAD: pieces that a block has been told beside its own
+HEADS, SECTION_BYTES, ROW_BYTES = 16, 16 << 20, 512  # include/dealing.cuh; a key and a value of D = 128
+
+
+def numbered(lengths: tuple[int, ...], causal: bool) -> list[int]:
+    """The cost of each query tile of a head by its number (include/sequence.cuh), 0 where no sequence needs it."""
+    costs, begin = [0] * (sum(lengths) // ROWS + len(lengths)), 0
+    for b, n in enumerate(lengths):
+        for row in range(0, n, ROWS):
+            keys = min(n, row + ROWS) if causal else n
+            costs[begin // ROWS + b + row // ROWS] = -(-keys // KEYS) + 1
+        begin += n
+    return costs
+
+
+def there_and_back(costs: list[int], causal: bool) -> list[float]:
+    """As a dense batch is dealt: rounds that go backwards by turns, each section of heads from another block on."""
+    tiles, loads = len(costs), [0.0] * MULTIPROCESSORS
+    section = max(2 * MULTIPROCESSORS // tiles, 1) if causal else HEADS
+    head = 0
+    while head < HEADS:
+        size = HEADS - head if HEADS - head < (2 * section if section < 16 else section) else section
+        for block in range(MULTIPROCESSORS):
+            i, first = (block + 17 * head) % MULTIPROCESSORS, 0
+            while first < size * tiles:
+                if i < size * tiles:
+                    loads[block] += costs[tiles - 1 - i // size] if causal else costs[i % tiles]
+                first += MULTIPROCESSORS
+                i = 2 * first - 1 - i
+        head += size
+    return loads
+
+
+def longest_first(costs: list[int], rows: int) -> Iterator[int]:
+    """The pieces in the order in which include/dealing.cuh hands them out."""
+    ordered, head = sorted((cost for cost in costs if cost), reverse=True), 0
+    section = SECTION_BYTES // (rows * ROW_BYTES) + 1
+    while head < HEADS:
+        size = section if HEADS - head > 4 * section else HEADS - head
+        yield from (cost for cost in ordered for _ in range(size))
+        head += size
+
+
+def dealt(pieces: Iterator[int], ahead: int) -> list[float]:
+    """To whoever is ready, and `ahead` more that he is told of."""
+    ready, loads = [(0.0, block) for block in range(MULTIPROCESSORS)], [0.0] * MULTIPROCESSORS
+    told: list[list[int]] = [[] for _ in ready]
+    while ready:
+        time, block = heapq.heappop(ready)
+        while len(told[block]) <= ahead and (piece := next(pieces, None)) is not None:
+            told[block].append(piece)
+        if told[block]:
+            heapq.heappush(ready, (time + told[block].pop(0), block))
+        loads[block] = time
+    return loads
+
+
+def balance(loads: list[float]) -> str:
+    return f"{sum(loads) / len(loads) / max(loads):.3f}"
+
+
+def main() -> None:
+    print(
+        "| batch | in rounds, there and back | longest first, dealt | and told one ahead |\n| --- | --- | --- | --- |"
+    )
+    for name, lengths in (("16 of 359 … 3532", DRAWN), ("20 documents", DOCUMENTS), ("16 of 2048", EQUAL)):
+        for causal in (True, False):
+            costs, rows = numbered(lengths, causal), sum(lengths)
+            found = [there_and_back(costs, causal)]
+            found += [dealt(longest_first(costs, rows), ahead) for ahead in (0, AHEAD)]
+            print(f"| {name}{', causal' if causal else ''} | {' | '.join(map(balance, found))} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What this project needs of an array library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from .array_view import ArrayView
+
+
+class Library:
+    """An array library's adapter; `name` is the word for messages.
+
+    `allocator` and `stream` return calls without arguments, so that a plan made once can run them often.
+    """
+
+    name: str
+
+    def held(self, *arrays: Any) -> tuple[Any, ...]:
+        """The arrays as the other methods take them; their memory stays where it is as long as somebody has these."""
+        return arrays
+
+    def handed(self, like: Any) -> Callable[[Any], Any] | None:
+        """What turns an array of `allocator(like, …)` into the caller's kind, once it is written; None: it is."""
+        return None
+
+    def intercepts(self, *arrays: Any) -> bool:
+        """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
+        return False
+
+    def signature(self, array: Any) -> Hashable:
+        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
+        raise NotImplementedError
+
+    def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+        """The same of several, one after the other or otherwise."""
+        return tuple(map(self.signature, arrays))
+
+    def pointer(self, array: Any) -> int:
+        """Address of the first element."""
+        raise NotImplementedError
+
+    def view(self, array: Any) -> ArrayView:
+        """The array as an ArrayView. Raises UnsupportedProblem naming a dtype or device that is not served."""
+        raise NotImplementedError
+
+    def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """A call that makes a new array of this library on `like`'s device; `strides` are dense, in any order."""
+        raise NotImplementedError
+
+    def stream(self, ordinal: int) -> Callable[[], int]:
+        """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
+        return int  # int() is 0, the default stream
+
+    def contiguous(self, array: Any) -> Any:
+        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
+        raise NotImplementedError
+
+    def seed(self, like: Any, seed: int | None) -> Any:
+        """An int64 array of one element on `like`'s device: `seed`, or drawn from the library's own generator."""
+        raise NotImplementedError
+
+    def records(self, *arrays: Any) -> bool:
+        """Whether the library has to see the operation, or wants a gradient of it."""
+        return False
+
+    def cast(self, *arrays: Any) -> tuple[Any, ...]:
+        """The arrays as the library wants them computed with just now."""
+        return arrays

@@ -1,0 +1,390 @@
+"""use_in_torch: PyTorch's own attention on our kernels, in small models; what is not ours stays PyTorch's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+import sandbox
+from sandbox.core.errors import SandboxError, UnsupportedProblem
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+Tensor = torch.Tensor
+sdpa = F.scaled_dot_product_attention
+OPERATORS = [f"_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward")]
+EXACT = {"kernel": "fwd_minimal", "backward": "bwd_minimal"}  # the quickest to run on the CPU backend at small sizes
+
+
+def table() -> list[str]:
+    """Whose kernels PyTorch's dispatcher has for the operators."""
+    return [torch._C._dispatch_dump_table(f"aten::{name}") for name in OPERATORS]
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    before = table()
+    yield
+    assert table() == before
+
+
+def tensors(*heads: int, S: int = 17, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, h, n, 16, generator=generator).to(dtype) for h, n in zip(heads, (S, 23, 23), strict=True)]
+
+
+def both(call: Callable[..., Tensor], inputs: list[Tensor], **options: object) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = call(*leaves, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+HIDDEN = torch.rand(2, 1, 17, 23, generator=torch.Generator().manual_seed(1)) > 0.3
+HIDDEN[:, :, 3] = False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": HIDDEN}, {"attn_mask": torch.randn(17, 23)}],
+    ids=["plain", "causal", "scale", "mask that hides a row", "bias"],
+)
+def test_scaled_dot_product_attention_is_ours(options: dict[str, object]) -> None:
+    """The very bits of the kernels that were named, and PyTorch's results within rounding."""
+    inputs = tensors(4, 2, 2)
+    theirs = both(sdpa, inputs, enable_gqa=True, **options)
+    with sandbox.use_in_torch(**EXACT):
+        ours = both(sdpa, inputs, enable_gqa=True, **options)
+    own = {"is_causal": "causal", "attn_mask": "bias"}
+    given = {own.get(name, name): "top-left" if x is True else x for name, x in options.items()}
+    if options.get("attn_mask") is HIDDEN:
+        given["bias"] = torch.zeros(HIDDEN.shape).masked_fill(~HIDDEN, -torch.inf)
+    named = {key: x for key, x in given.items() if x is not None}
+    assert torch.equal(ours[0], sandbox.attention_forward(*inputs, kernel="fwd_minimal", **named)[0])
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.shape == y.shape
+        assert (x - y).abs().max() < 1e-5
+
+
+def test_results_lie_as_those_of_pytorchs_operators() -> None:
+    """Which is what its compiler counts on, whatever the layout of q, k and v."""
+    forward, backward = (getattr(torch.ops.aten, name) for name in OPERATORS)
+    heads_last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(4, 2, 2)]
+    for q, k, v in (tensors(4, 2, 2), heads_last):
+        found = []
+        for _ in range(2):
+            results = forward(q, k, v)
+            found.append([x.stride() for x in (*results, *backward(q, q, k, v, *results, 0.0, False))])
+            with sandbox.use_in_torch(**EXACT):
+                results = forward(q, k, v)
+                found.append([x.stride() for x in (*results, *backward(q, q, k, v, *results, 0.0, False))])
+        assert found[0] == found[1] == found[2]
+
+
+def test_what_is_not_ours_stays_pytorchs(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log says why, once."""
+    inputs = tensors(2, 2, 2)
+    double = [x.double() for x in inputs]
+    expected = both(sdpa, inputs), both(sdpa, double)
+    caplog.set_level(logging.INFO, logger="sandbox")
+    with sandbox.use_in_torch(kernel="fwd_mma", backward="bwd_mma"):
+        found = both(sdpa, inputs), both(sdpa, double)
+        both(sdpa, inputs)
+    assert all(
+        torch.equal(x, y) for one, two in zip(found, expected, strict=True) for x, y in zip(one, two, strict=True)
+    )
+    said = [record.getMessage() for record in caplog.records if "stays PyTorch's" in record.getMessage()]
+    assert len(said) == 4  # two operators, two reasons
+    assert any("float32 is not built" in text for text in said)
+
+
+# ---- in and out
+
+
+def test_contexts_within_contexts_and_pytorchs_registry() -> None:
+    q, k, v = tensors(2, 2, 2)
+    plain, exact = sdpa(q, k, v), sandbox.attention(q, k, v, kernel="fwd_minimal")
+    blocked = sandbox.attention(q, k, v, kernel="fwd_block2d")
+    assert len({tuple(x.flatten().tolist()) for x in (plain, exact, blocked)}) == 3
+    with sandbox.use_in_torch(kernel="fwd_minimal"):
+        assert torch.equal(sdpa(q, k, v), exact)
+        with sandbox.use_in_torch(kernel="fwd_block2d"):
+            assert torch.equal(sdpa(q, k, v), blocked)
+        assert torch.equal(sdpa(q, k, v), exact)
+    assert torch.equal(sdpa(q, k, v), plain)
+    slot = sandbox.use_in_torch(kernel="fwd_minimal")
+    slot.activate()
+    with pytest.raises(UnsupportedProblem, match="is active already"):
+        slot.activate()
+    slot.restore()
+    slot.restore()
+    assert torch.equal(sdpa(q, k, v), plain)
+    registry = pytest.importorskip("torch.nn.attention")
+    if not hasattr(registry, "activate_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry of implementations")
+    registry.activate_flash_attention_impl("sandbox")
+    assert torch.equal(sdpa(q, k, v), exact)
+    with sandbox.use_in_torch(kernel="fwd_block2d"):
+        assert torch.equal(sdpa(q, k, v), blocked)
+    assert registry.current_flash_attention_impl() == "sandbox"
+    registry.restore_flash_attention_impl()
+    assert torch.equal(sdpa(q, k, v), plain)
+
+
+# ---- whole models
+
+
+class Attention(nn.Module):
+    """Grouped heads where Hk < H; rotated like Llama's where `rotary`."""
+
+    def __init__(self, width: int, H: int, Hk: int, causal: bool, rotary: bool):
+        super().__init__()
+        self.D, self.causal, self.rotary, self.grouped = width // H, causal, rotary, Hk != H
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * Hk * self.D)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, _ = x.shape
+        q = self.q(x).view(B, S, -1, self.D).transpose(1, 2)
+        k, v = self.kv(x).view(B, S, -1, 2, self.D).transpose(1, 2).unbind(3)
+        if self.rotary:
+            q, k = self._rotated(q), self._rotated(k)
+        y = sdpa(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
+        return self.out(y.transpose(1, 2).reshape(B, S, -1))
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[2])[:, None] / 100 ** torch.linspace(0, 1, self.D // 2)
+        a, b = x.float().chunk(2, -1)
+        sin, cos = angle.sin(), angle.cos()
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+class Model(nn.Module):
+    """Two blocks over tokens, or, where `tokens` is 0, over patches."""
+
+    def __init__(self, H: int, Hk: int, causal: bool, rotary: bool, tokens: int = 50, width: int = 32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed: nn.Module = nn.Embedding(tokens, width) if tokens else nn.Linear(48, width)
+        self.place = nn.Parameter(torch.zeros(20, width) if rotary else torch.randn(20, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.attend = nn.ModuleList(Attention(width, H, Hk, causal, rotary) for _ in range(2))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(2)
+        )
+        self.head, self.pooled, self.keeps = nn.Linear(width, tokens or 10), not tokens, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.place[: x.shape[1]]
+        for i in range(2):
+            block = self._block if self.keeps else lambda y, i: checkpoint(self._block, y, i, use_reentrant=False)
+            x = block(x, i)
+        return self.head(x.mean(1) if self.pooled else x)
+
+    def _block(self, x: Tensor, i: int) -> Tensor:
+        x = x + self.attend[i](self.norms[2 * i](x))
+        return x + self.mlps[i](self.norms[2 * i + 1](x))
+
+
+MODELS = {
+    "GPT-2": {"H": 4, "Hk": 4, "causal": True, "rotary": False},
+    "Llama": {"H": 4, "Hk": 2, "causal": True, "rotary": True},
+    "ViT": {"H": 4, "Hk": 4, "causal": False, "rotary": False, "tokens": 0},
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def batch(name: str, step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    if name == "ViT":
+        return torch.randn(2, 17, 48, generator=generator), torch.randint(0, 10, (2,), generator=generator)
+    tokens = torch.randint(0, 50, (2, 20), generator=generator).cumsum(1) % 50
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+@every_model
+def test_logits(name: str) -> None:
+    """bfloat16 with ours is as far from float32 as with PyTorch's kernel, and by autocast too."""
+    model, (x, _) = Model(**MODELS[name]).eval(), batch(name)
+    with torch.no_grad():
+        truth = model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs = model(x)
+            with sandbox.use_in_torch(**EXACT):
+                ours = model(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert not torch.equal(ours, theirs)  # they are not the same kernel
+    assert (ours - truth).abs().max() <= 1.5 * (theirs - truth).abs().max()
+
+
+@every_model
+def test_training(name: str) -> None:
+    """50 steps: the losses of PyTorch's own kernels, and below where they began."""
+
+    def train() -> list[float]:
+        model, losses = Model(**MODELS[name]), []
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        for step in range(50):
+            loss = loss_of(model, *batch(name, step % 5))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    theirs = train()
+    with sandbox.use_in_torch(**EXACT):
+        ours = train()
+    assert ours != theirs
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 2e-3
+    assert ours[-1] < 0.8 * ours[0]
+
+
+def gradients(model: nn.Module, name: str) -> list[Tensor]:
+    loss = loss_of(model, *batch(name))
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+
+
+def alike(found: list[Tensor], expected: list[Tensor], by: float = 1e-5) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or (x - y).abs().max() <= by
+
+
+@every_model
+def test_compiled_checkpointed_and_distributed(name: str, tmp_path) -> None:
+    """The same gradients as of the plain model, in the slot."""
+    model = Model(**MODELS[name])
+    theirs = gradients(model, name)
+    with sandbox.use_in_torch(**EXACT):
+        ours = gradients(model, name)
+        alike(ours, theirs)
+        assert not all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True) if x is not None)
+        alike(gradients(torch.compile(model, backend="aot_eager", fullgraph=True), name), ours)
+        model.keeps = False
+        alike(gradients(model, name), ours, 0)
+        model.keeps = True
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            parallel = nn.parallel.DistributedDataParallel(model)
+            loss_of(parallel, *batch(name)).backward()
+        finally:
+            torch.distributed.destroy_process_group()
+        alike([p.grad for p in model.parameters()], ours[1:], 1e-6)
+
+
+# ---- autocast of our own attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_autocast_casts_as_it_casts_pytorchs(dtype: torch.dtype) -> None:
+    q, k, v = tensors(2, 2, 2, dtype=dtype)
+    q.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = sdpa(q, k, v)
+        if dtype is torch.float64:
+            with pytest.raises(UnsupportedProblem, match="float64"):
+                sandbox.attention(q, k, v)
+            return
+        ours = sandbox.attention(q, k, v, kernel="fwd_minimal")
+        compiled = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(q, k, v, kernel="fwd_minimal"), ours)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert ((ours - theirs).abs() <= 0.02).all()
+    assert torch.autograd.grad(ours.sum(), q)[0].dtype == dtype
+
+
+# ---- on a GPU: dense, ragged, dropout
+
+
+def on_gpu(*shape: int) -> Tensor:
+    return torch.randn(
+        shape, device="cuda", dtype=torch.float16, generator=torch.Generator("cuda").manual_seed(len(shape))
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_on_a_gpu(dropout: float, causal: bool) -> None:
+    """The bits of our own calls with the seed that PyTorch keeps for the backward."""
+    q, k, v, dout = (on_gpu(2, h, 130, 64) for h in (4, 2, 2, 4))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    with sandbox.use_in_torch():
+        out, lse, *rest = flash(q, k, v, dropout, causal)
+        options = (
+            {"causal": causal, "dropout": dropout, "seed": rest[4].view(torch.int64)[:1]}
+            if dropout
+            else {"causal": causal}
+        )
+        expected = sandbox.attention_forward(q, k, v, **options)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(1)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            found = sdpa(*leaves, dropout_p=dropout, is_causal=causal, enable_gqa=True)
+        state = (
+            found.grad_fn._saved_rng_state
+            if hasattr(found.grad_fn, "_saved_rng_state")
+            else found.grad_fn._saved_philox_seed
+        )
+        got = torch.autograd.grad(found, leaves, dout)
+    options |= {"seed": state.view(torch.int64)[:1]} if dropout else {}
+    out, lse = sandbox.attention_forward(q, k, v, **options)
+    assert torch.equal(found, out)
+    for x, y in zip(got, sandbox.attention_backward(dout, q, k, v, out, lse, **options), strict=True):
+        assert (x - y).abs().max() < 2e-2
+    if dropout:
+        with sandbox.use_in_torch(backward="bwd_wgmma"), pytest.raises(SandboxError, match="no backward of ours"):
+            torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse, None, None, 130, 130, dropout, causal, state, state, scale=1e9
+            )
+
+
+OFFSETS = (0, 5, 135, 135, 212)
+
+
+@pytest.mark.gpu
+def test_ragged_on_a_gpu() -> None:
+    """`attention_varlen`'s results and gradients, an empty sequence among them."""
+    x, dout = on_gpu(212, 4, 64), on_gpu(212, 4, 64, 1)[..., 0]
+    offsets = torch.tensor(OFFSETS, device="cuda", dtype=torch.int32)
+    lengths = offsets, offsets, 130, 130, 0.0, True
+    with sandbox.use_in_torch():
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(x, x, x, *lengths, False, window_size_left=50)
+        found = torch.ops.aten._flash_attention_backward(dout, x, x, x, out, lse, *lengths, *state, window_size_left=50)
+    leaves = [x.clone().requires_grad_() for _ in range(3)]
+    options = {"causal": True, "window": (50, None)}
+    expected = sandbox.attention_varlen(*leaves, offsets, return_lse=True, **options)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    for a, b in zip(found, torch.autograd.grad(expected[0], leaves, dout), strict=True):
+        assert (a - b).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+def test_nested_tensors_on_a_gpu() -> None:
+    rows = [on_gpu(n, 4, 64) for n in (5, 130, 77)]
+    jagged = [torch.nested.nested_tensor(rows, layout=torch.jagged).requires_grad_() for _ in range(3)]
+    q, k, v = (x.transpose(1, 2) for x in jagged)
+    with sandbox.use_in_torch(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = sdpa(q, k, v).transpose(1, 2)
+        out.values().sum().backward()
+    packed = [torch.cat(rows).requires_grad_() for _ in range(3)]
+    expected = sandbox.attention_varlen(*packed, torch.tensor([0, 5, 135, 212], device="cuda", dtype=torch.int32))
+    expected.sum().backward()
+    assert torch.equal(out.values(), expected)
+    for x, y in zip(jagged, packed, strict=True):
+        assert (x.grad.values() - y.grad).abs().max() < 2e-2
