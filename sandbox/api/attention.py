@@ -69,10 +69,10 @@ def attend(
     library = library_of(arrays[0])
     arrays = *library.cast(*arrays[:3]), *arrays[3:]
     if library.records(*arrays, scale):
-        from . import torch_op
+        from . import torch_float8, torch_op
 
         if what.descale:
-            return torch_op.float8(arrays, (causal, scale, kernel, tile, backend, False, what))
+            return torch_float8.attention(arrays, (causal, scale, kernel, tile, backend, False, what))
         out, lse = torch_op.attention(arrays, what, causal, scale, kernel, tile, backend)
         return out, lse
     return run_forward(arrays, (causal, scale, kernel, tile, backend, False, what))

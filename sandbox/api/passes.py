@@ -87,10 +87,10 @@ def attention_forward(
     if descale is not None or out_dtype is not None:
         what, arrays = with_float8(what, arrays, descale, out_dtype)
     if library_of(q).intercepts(q, k, v, *arrays):
-        from . import torch_op
+        from . import torch_float8, torch_op
 
         if what.descale:
-            return torch_op.float8((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
+            return torch_float8.attention((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
         return torch_op.forward((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
     return run_forward((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
 
