@@ -162,6 +162,14 @@ __device__ __forceinline__ void wgmma_settled(float (&d)[R]) {
     for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// To be said of accumulators whose numbers nobody wants any more, before a wgmma begins them anew: the compiler, which does not
+// know that it does, need not keep them.
+template <int R>
+__device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 // One row of the table below is one width N of wgmma: N / 2 accumulators, then the other operands' numbers.
 #define D8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

@@ -69,10 +69,10 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats rounded to 16 bits in one register, the first in the low half.
+// Two floats rounded to 16 bits, of float8 to those of O, in one register, the first in the low half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
-#if defined(DTYPE_bfloat16)
+#if defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
 #else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -11,7 +11,7 @@ constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31
 // Out of line, so that its registers are not the fast path's.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
-                                               const View<const dtype>& V, const View<dtype>& O, float* LSE, int group,
+                                               const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE, int group,
                                                const Score& score, int b, int h, int H, int m0, int warp) {
     const Head head(score, b, h);
     const int lane = threadIdx.x % 32;
@@ -32,7 +32,7 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
         }
         const Total total = head.total<NATURAL>(m, l);
         for (int d = 0; d < OWNED_COLS_V; ++d)
-            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype(o[d] * total.inverse);
+            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * total.inverse);
         if (lane == 0) LSE[head.first_row(H, h) + i] = total.lse;
     }
 }

@@ -385,7 +385,7 @@ void finish(const UnderWay& product, Site waiting) {
     if (!same(A, product.A, 16) || !same(B, product.B, product.lane0.n))
         trap(product.site, "an operand of this wgmma changed before the wait for it at line %d", waiting.line);
     Accumulators& d = *product.accumulators;
-    multiply(d.values, A, B, d.n, product.lane0.accumulate, product.lane0.bfloat16);
+    multiply(d.values, A, B, d.n, product.lane0.accumulate, product.lane0.format);
     if (--d.products) return;
     for_accumulators(d, [](float& to, float& value) { to = value; });
 }

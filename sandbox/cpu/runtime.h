@@ -37,12 +37,15 @@ struct TensorMap {
     uint32_t box[MAP_RANK], itemsize, rank;
 };
 
+enum class Format : int { float16, bfloat16, e4m3, e5m2 };  // of a wgmma's operands
+
 struct Product {  // one lane's part of a wgmma
     float* d;                 // n / 2 accumulators
     const unsigned* a;        // four registers, or null: A by descriptor
     uint64_t a_descriptor, b_descriptor;
     unsigned n;
-    bool a_k_major, b_k_major, accumulate, bfloat16;
+    bool a_k_major, b_k_major, accumulate;
+    Format format;
 };
 
 extern "C" {

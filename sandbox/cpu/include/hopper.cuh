@@ -80,23 +80,26 @@ inline void wgmma_wait(SANDBOX_SITE) { cpu::sandbox_wgmma_wait(PENDING, site); }
 template <int R>
 inline void wgmma_settled(float (&d)[R], SANDBOX_SITE) { cpu::sandbox_wgmma_settled(d, site); }
 
+template <int R>
+inline void wgmma_discard(float (&d)[R]) { memset(d, 0xff, sizeof d); }
+
 namespace cpu {
 #if defined(DTYPE_bfloat16)
-constexpr bool BFLOAT16 = true;
+constexpr Format FORMAT_16 = Format::bfloat16;
 #else
-constexpr bool BFLOAT16 = false;
+constexpr Format FORMAT_16 = Format::float16;
 #endif
 }  // namespace cpu
 
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 inline void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate, SANDBOX_SITE) {
     const cpu::Product mine{d, nullptr, a.bits, b.bits, 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
-                            accumulate, cpu::BFLOAT16};
+                            accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
 template <Order B_ORDER, int R>
 inline void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate, SANDBOX_SITE) {
-    const cpu::Product mine{d, a, 0, b.bits, 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
+    const cpu::Product mine{d, a, 0, b.bits, 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
 

@@ -73,9 +73,9 @@ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
 }
 
 inline unsigned pack(float low, float high) {
-#if defined(DTYPE_bfloat16)
+#if defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
     return cpu::float_to_bfloat16(low) | unsigned(cpu::float_to_bfloat16(high)) << 16;
-#elif defined(DTYPE_float16)
+#elif defined(DTYPE_float16) || defined(DTYPE_O_float16)
     return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16;
 #else
     return 0;
