@@ -20,8 +20,8 @@
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ | LSE, delta | mbarriers
 // clang-format on
 //
-// What of an option does not depend on a dot product, dropout's bits, a mask's, biases of 16 bits, is found out while S^T is
-// multiplied, and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
+// What of an option does not depend on a dot product, dropout's bits and a mask's, is found out while S^T is multiplied,
+// and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
@@ -45,7 +45,6 @@ constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile'
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
-constexpr bool BIAS_AHEAD = BIAS == 1;       // a bias of 16 bits is loaded while S^T is multiplied
 constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
 constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
@@ -60,6 +59,7 @@ static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && 
               "64 keys, or half the columns, for each of two consumers");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
 static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
+static_assert(!BIAS, "bwd_mma is faster with a bias");
 static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
 static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -486,13 +486,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;
                 }
             }
-            unsigned shifts[QUERIES / 16][4];  // biases of 16 bits
-            if (BIAS_AHEAD) {
-                const Place place(first_query, first_key);
-#pragma unroll
-                for (int k = 0; k < QUERIES / 2; k += 2)
-                    shifts[k / 8][k / 2 % 4] = pack(bound.bias_of(place.at(k)), bound.bias_of(place.at(k + 1)));
-            }
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
@@ -502,14 +495,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
                 const At at0 = place.at(k), at1 = place.at(k + 1);
-                const float2 bias = BIAS_AHEAD ? unpack(shifts[k / 8][k / 2 % 4])
-                                               : make_float2(bound.bias_of(at0), bound.bias_of(at1));
                 if (Head::STEEP) {
-                    const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
+                    const Dual x0 = bound.raw_dual(S[k], at0), x1 = bound.raw_dual(S[k + 1], at1);
                     S[k] = x0.value, S[k + 1] = x1.value;
                     derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
                 } else {
-                    S[k] = bound.raw(S[k], at0, bias.x), S[k + 1] = bound.raw(S[k + 1], at1, bias.y);
+                    S[k] = bound.raw(S[k], at0), S[k + 1] = bound.raw(S[k + 1], at1);
                 }
             }
             if (scattered) {

@@ -32,6 +32,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+    if p.bias:
+        return "a bias is not built: its loads are strewn, and bwd_mma is faster with one"
     if p.Dv != p.D:
         return f"Dv={p.Dv} beside D={p.D} is not built: v must be as wide as k (bwd_mma takes it)"
     if p.D % 8:

@@ -85,7 +85,7 @@ def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
 
 
 @pytest.mark.parametrize("D", [128, 256])
-@pytest.mark.parametrize("names", ["softcap + left window", "bias + mask", "score + dropout"])
+@pytest.mark.parametrize("names", ["softcap + left window", "alibi + mask", "score + dropout"])
 def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
     """In the Hopper backward, whose consumers divide a tile in another way at each width."""
     kernel = registry.kernels()["bwd_wgmma"]
