@@ -10,12 +10,16 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote
 
+import click
 import numpy as np
 import pytest
 from project import ROOT
 from test_imports import ORDER
 
 from sandbox.cli import cli
+from sandbox.spec import Problem
+from sandbox.verify.check import Result
+from sandbox.verify.report import results_table
 
 MOST_LINES = 150  # of the README: what a head holds
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/**/README.md")])
@@ -77,6 +81,35 @@ def test_commands_exist(name: str) -> None:
 
 def test_the_readme_names_every_command() -> None:
     assert {command for command, _ in commands(TEXTS["README.md"])} >= {*cli.commands}
+
+
+def test_every_command_takes_json() -> None:
+    groups = [(f"{name} {verb}", of) for name, group in cli.commands.items() for verb, of in verbs(group).items()]
+    for name, command in [*cli.commands.items(), *groups]:
+        assert verbs(command) or any("--json" in p.opts for p in command.params), name
+
+
+def verbs(command: click.Command) -> dict[str, click.Command]:
+    return command.commands if isinstance(command, click.Group) else {}
+
+
+def test_exit_statuses_are_the_same_on_every_page() -> None:
+    said = [found for text in TEXTS.values() for found in re.findall(r"Exit status: ([^.]*)\.", text)]
+    assert len(said) == 2
+    assert len({" ".join(words.split()) for words in said}) == 1
+
+
+def test_the_samples_of_run_have_its_columns() -> None:
+    """A GPU's and a laptop's."""
+    result = Result("k", "c", Problem(1, 1, 1, 1, 8), "cpu", ok=True)
+    columns = [str(column.header) for column in results_table([result], 200).columns]
+    shown = re.findall(r"^kernel +case.*$", TEXTS["README.md"], re.MULTILINE)
+    assert [line.split() for line in shown] == [" ".join(columns).split()] * 2
+
+
+def test_a_file_is_as_long_as_it_is_said_to_be() -> None:
+    (name, lines) = re.findall(r"\[`(\w+\.cu)`\]\(\S+\) is (\d+) lines", TEXTS["README.md"])[0]
+    assert len((ROOT / "kernels_cu" / name).read_text().splitlines()) == int(lines)
 
 
 def test_every_command_on_a_problem_is_told_it_by_shape() -> None:

@@ -289,12 +289,21 @@ class _WatchedBackward(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
 
+# Subclasses that have a rule of their own for each operator that they know: of ours they have none.
+_REMEDIES = {
+    "DTensor": "pass each device's own part, .to_local()",
+    "MaskedTensor": "pass its numbers, .get_data(), and what it hides as mask=",
+}
+
+
 def watched(operator: Any, function: Any, *inputs: Any) -> Results:
     """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
     if forward_ad._current_level >= 0:
         return _uncompiled(function, *inputs)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return operator(*inputs)
+    for kind in {type(x).__name__ for x in inputs} & {*_REMEDIES}:
+        raise UnsupportedProblem(f"attention does not take a {kind}: {_REMEDIES[kind]}")
     stack = torch._C._functorch.peek_interpreter_stack()
     functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
     return operator(*inputs) if functionalizing else function.apply(*inputs)

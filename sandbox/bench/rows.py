@@ -37,12 +37,14 @@ class Row:
     bound: float | None = None
     timing: Timing | None = None
     computes: str = "forward"
+    pairs: int | None = None  # that are seen, where the problem alone does not say it
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tflops(self) -> float | None:
-        """By the field's rule: half of the operations for causal, 2.5 times as many for a backward."""
-        return self.problem.flops_of(self.computes) / self.timing.median * 1e-12 if self.timing else None
+        """By the field's rule: half of the operations for causal, 2.5 times as many for a backward; in a window, and
+        where a mask or key_lengths hide some, those of the pairs that are seen."""
+        return self.problem.flops_of(self.computes, self.pairs) / self.timing.median * 1e-12 if self.timing else None
 
     def as_json(self) -> dict[str, Any]:
         """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""

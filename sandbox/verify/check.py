@@ -25,6 +25,7 @@ from ..toolchain.nvrtc import Resources
 from . import trial
 from .cases import Case, sweep_cases
 from .error_map import ErrorMap, locate
+from .scores import seen_pairs
 from .trial import Array
 from .truth import Answer, truth_of
 
@@ -125,7 +126,7 @@ def verify(
     verdict = _verdict(truth.answers, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
     trespass = f"memory beside {', '.join(done.trespassed)} was written" if done.trespassed else ""
-    flops = problem.flops_of(kernel.computes)
+    flops = problem.flops_of(kernel.computes, seen_pairs(problem, truth.given)) if device != HOST else 0
     return Result(
         *head,
         ok=right and not done.trespassed,
@@ -137,7 +138,7 @@ def verify(
         smem_dynamic=max(entry.smem_bytes(problem, chosen) for entry in kernel.entries),
         **vars(verdict),
         seconds=done.seconds,
-        tflops=flops / done.seconds * 1e-12 if device != HOST and flops and done.seconds else None,
+        tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
         where=None if right else _where(verdict.tensor, truth.answers, done),
         sanitize=not right or bool(done.trespassed),

@@ -133,6 +133,33 @@ def test_subclasses(call) -> None:
     assert out.shape == call(Q, K, V).shape
 
 
+@pytest.fixture
+def distributed():
+    """A group of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@every_call
+def test_distributed_tensors_are_refused(call, distributed) -> None:
+    whole = torch.distributed.tensor.distribute_tensor(Q, distributed)
+    for arrays in ((whole, whole, whole), (Q, whole, whole), (whole, K, V)):
+        with pytest.raises(UnsupportedProblem, match=r"attention does not take a DTensor: pass .*to_local\(\)"):
+            call(*arrays)
+
+
+@every_call
+@pytest.mark.filterwarnings("ignore:.*MaskedTensors:UserWarning")
+def test_masked_tensors_are_refused(call) -> None:
+    masked = torch.masked.masked_tensor(Q, Q > 0)
+    for arrays in ((masked, masked, masked), (masked, K, V), (Q, masked, masked)):
+        with pytest.raises(UnsupportedProblem, match=r"attention does not take a MaskedTensor: .* mask="):
+            call(*arrays)
+
+
 @every_call
 def test_dispatch_modes(call) -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):

@@ -35,6 +35,7 @@ from sandbox.reference import attention, lse_bound, naive, output_bound
 from sandbox.spec import Problem
 from sandbox.verify import sampled
 from sandbox.verify.cases import Case, make_inputs
+from sandbox.verify.scores import score_inputs
 
 SMALL = Problem(1, 2, 48, 48, 16, dtype="float16")
 
@@ -294,6 +295,21 @@ def contender(name: str, factor: float = 1.0, kernel: str = "", break_after: int
     return peers.Contender(name, prepare, kernel)
 
 
+def test_work_that_a_mask_hides_does_not_count() -> None:
+    """In the speed of kernels and of peers alike."""
+    problem = dataclasses.replace(SMALL, key_lengths=True)
+
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any) -> peers.Ready:
+        out = attention_forward(q, k, v, **asked_of(problem, given))
+        return peers.Ready(lambda: out, lambda: None)
+
+    found, _ = compete(*(peers.Contender(name, prepare, name) for name in ("", "k")), problem=problem)
+    pairs = problem.H * problem.Sq * int(score_inputs(problem)["key_lengths"].sum())
+    assert 0 < pairs < problem.B * problem.H * problem.Sq * problem.Sk
+    for row in found:
+        assert row.tflops == pytest.approx(4 * pairs * problem.D / 1e-3 * 1e-12), row.message
+
+
 def refusing(error: Exception, kernel: str = "") -> peers.Contender:
     def prepare(problem: Problem, q: Any, k: Any, v: Any) -> peers.Ready:
         raise error
@@ -551,6 +567,7 @@ def test_speed_is_of_the_median() -> None:
     assert timed.tflops == pytest.approx(SMALL.flops / 2e-3 * 1e-12)
     backward = dataclasses.replace(timed, computes="backward")
     assert backward.tflops == pytest.approx(2.5 * timed.tflops)
+    assert dataclasses.replace(timed, pairs=100).tflops == pytest.approx(4 * 100 * SMALL.D / 2e-3 * 1e-12)
     assert (timed.as_json()["ms"], timed.as_json()["q1_ms"], timed.as_json()["q3_ms"]) == (2, 1, 4)
 
 

@@ -226,3 +226,37 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
     launch((1, 2))
     assert launched == [[1, 2], [1, 2], [1, 2]]
     assert [slot.times for slot in slots] == [3, 3]  # the last launch refilled nothing
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_which_context_a_thread_is_left_with(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread that had none the first GPU's stays, as CUDA's runtime leaves it; another one comes back."""
+    bound: list[int | None] = [None]
+    asked: list[str] = []
+
+    class Cuda:
+        def cuCtxGetCurrent(self, found) -> int:
+            found._obj.value = bound[-1]
+            return 0
+
+    def call(name: str, context: int | None = None) -> None:
+        asked.append(name)
+        if name == "cuCtxPopCurrent":
+            bound.pop()
+        elif name == "cuCtxPushCurrent":
+            bound.append(context)
+        else:
+            bound[-1] = context
+
+    monkeypatch.setattr(driver, "_libcuda", Cuda)
+    monkeypatch.setattr(driver, "device_count", lambda: devices)
+    monkeypatch.setattr(driver, "_call", call)
+    first, second = (driver.Device(i, "", (9, 0), 1, 1, context=7 + i) for i in range(2))
+    for gpu, before, after in ((second, None, None), (first, None, 7), (first, 7, 7), (first, 5, 5)):
+        bound[:] = [before]
+        asked.clear()
+        assert driver._called(gpu, lambda gpu=gpu: 0 if bound[-1] == gpu.context else 201) == 0
+        assert bound == [after]
+        assert asked == (
+            ["cuCtxPushCurrent", "cuCtxPopCurrent"] if before == after != 7 else ["cuCtxSetCurrent"] * (not before)
+        )

@@ -33,6 +33,22 @@ def tensors(given: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in given.items()}
 
 
+@pytest.mark.parametrize("names", [names for names in TRIED if not {*names} & {"score", "all dropped"}], ids=" + ".join)
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
+def test_the_pairs_that_are_seen(names: tuple[str, ...], causal) -> None:
+    """As many as there are, where they depend on what is in a tensor; by the problem alone elsewhere."""
+    p = problem(names, dataclasses.replace(P, Sq=300, causal=causal))
+    given = scores.score_inputs(p)
+    found, whole = scores.seen_pairs(p, tensors(given)), int(scores.seen(p, given).sum())
+    hidden = {*names} & {"mask", "padding", "key_lengths"}
+    assert found == (whole if hidden else None)
+    if hidden:
+        assert 0 < p.flops_of("forward", found) == 2 * whole * (p.D + p.Dv)
+        assert 2 * p.flops_of("backward", found) == 2 * 2 * whole * (3 * p.D + 2 * p.Dv)
+    else:
+        assert whole == p.B * p.H * p.visible_pairs
+
+
 @pytest.mark.parametrize("names", TRIED, ids=" + ".join)
 def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
     p = problem(names)
@@ -91,7 +107,9 @@ def test_the_sweep_tries_every_option(kernel) -> None:
     wide = dataclasses.replace(P, D=64, Dv=64, dtype=kernel.dtypes[0])
     takes = {name for name in scores.OPTIONS if kernel.refuses(problem((name,), wide)) is None}
     assert takes
-    assert len(found) == sum(takes.issuperset(names) for names in TRIED)
+    of_float8 = [case for case in found if case.name.startswith("float8: ")]
+    assert len(of_float8) == (2 * len(scores.OF_FLOAT8) if "float8_e4m3" in kernel.dtypes else 0)
+    assert len(found) - len(of_float8) == sum(takes.issuperset(names) for names in TRIED)
     assert {case.inputs for case in found} == {"normal", "hidden", "large"} or len(takes) < len(scores.OPTIONS) / 2
     assert {case.problem.dtype for case in found} == {*kernel.dtypes}
 
