@@ -99,7 +99,7 @@ __device__ __forceinline__ void add_dot_products(float (&C)[OWN_ROWS][COLS], flo
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void bwd_delta_bias(
+extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_delta_bias(
     const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)

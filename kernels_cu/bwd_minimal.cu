@@ -26,7 +26,8 @@ __device__ __forceinline__ void load_own(float* own, View<const dtype> tensor, i
     for (int d = 0; d < WIDTH; ++d) own[d * ROWS] = row < S ? to_float(tensor.row(b, h, row)[d]) : 0.0f;
 }
 
-extern "C" __global__ __launch_bounds__(BLOCK_N) void bwd_minimal(
+// One block an SM, or the compiler saves registers for more of them than shared memory has room for, and spills in windows.
+extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
     View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE, const float* delta,       // (B, H, Sq), contiguous
