@@ -14,7 +14,7 @@ kernel = Kernel(
     computes="block_map",
     rung=1,
     summary="which tiles a mask or a user's condition leaves, and which of them whole: what other kernels walk by",
-    dtypes=("float32", "float16", "bfloat16"),
+    dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
     default=True,
     tiles=(Tile(BLOCK_M=64, BLOCK_N=512),),  # a word of the map

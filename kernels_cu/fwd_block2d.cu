@@ -76,8 +76,8 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
-    View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
+    View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,           // (B, H, Sq), contiguous
     int group,            // H / Hk: so many query heads share a key/value head
     Score score) {
@@ -164,7 +164,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
         }
     }
 
-    dtype* to = O.row(b, h, query_row) + 4 * tx;
+    dtype_o* to = O.row(b, h, query_row) + 4 * tx;
     float* lse = LSE + head.first_row(gridDim.y, h) + query_row;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
@@ -174,7 +174,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
         for (int c = 0; c < O_COLS; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * tx on
             if (HEAD_DIM_V % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM_V)
-                to[d] = dtype(O_rmem[i][c] * total.inverse);
+                to[d] = dtype_o(O_rmem[i][c] * total.inverse);
         }
         if (tx == 0) lse[i * THREADS_Y] = total.lse;
     }

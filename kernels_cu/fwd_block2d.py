@@ -31,7 +31,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     summary="a 2-D thread block shares each tile; each thread owns a register tile of S and O",
-    dtypes=("float32", "float16", "bfloat16"),
+    dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
     tiles=(
         Tile(BLOCK_M=64, BLOCK_N=64, BLOCK_D=64, THREADS_X=8, THREADS_Y=16),

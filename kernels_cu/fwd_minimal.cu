@@ -16,8 +16,8 @@ static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N), "
 extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
     View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
-    View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
+    View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,           // (B, H, Sq), contiguous
     int group,            // H / Hk: so many query heads share a key/value head
     Score score) {
@@ -76,6 +76,6 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
 
     if (query_row >= head.Sq) return;  // no barrier below
     const Total total = head.total<NATURAL>(m, l);
-    for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype(O_smem[d * BLOCK_M + t] * total.inverse);
+    for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * total.inverse);
     LSE[head.first_row(gridDim.y, h) + query_row] = total.lse;
 }

@@ -9,7 +9,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     summary="one thread per query row, K and V tiles in shared memory",
-    dtypes=("float32", "float16", "bfloat16"),
+    dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
     tiles=(Tile(BLOCK_M=64, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=32), Tile(BLOCK_M=32, BLOCK_N=16)),
     space={"BLOCK_M": (32, 64, 128, 256), "BLOCK_N": (8, 16, 32, 64)},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .api.attention import attention, attention_varlen
 from .api.blocks import block_map
 from .api.passes import attention_backward, attention_forward, reload
+from .api.rotation import rotate
 from .core.errors import (
     CacheError,
     CompileError,
@@ -76,6 +77,7 @@ __all__ = [
     "kernels",
     "reference",
     "reload",
+    "rotate",
     "use_in_torch",
 ]
 

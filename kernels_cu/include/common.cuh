@@ -1,20 +1,54 @@
 // What every kernel shares: the element type, views of tensors, and loads that are right at the edges.
 #pragma once
 
-// The spec passes -DDTYPE_float16=1 and so on; `dtype` is an element of Q, K, V and O. Arithmetic is in fp32.
+// The spec passes -DDTYPE_float16=1 and so on; `dtype` is an element of Q and K, `dtype_v` of V and `dtype_o` of O: all the
+// same, but where Q, K and V are float8. Arithmetic is in fp32.
 __device__ __forceinline__ float to_float(float x) { return x; }
+#if defined(DTYPE_float8_e4m3) || defined(DTYPE_float8_e5m2)
+#define FLOAT8 1
+#include <cuda_fp8.h>
+__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
+__device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return static_cast<float>(x); }
+#else
+#define FLOAT8 0
+#endif
+#if defined(DTYPE_float16) || defined(DTYPE_O_float16)
+#include <cuda_fp16.h>
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+#elif defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
+#include <cuda_bf16.h>
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+#endif
+
 #if defined(DTYPE_float32)
 using dtype = float;
 #elif defined(DTYPE_float16)
-#include <cuda_fp16.h>
 using dtype = __half;
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 #elif defined(DTYPE_bfloat16)
-#include <cuda_bf16.h>
 using dtype = __nv_bfloat16;
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+#elif defined(DTYPE_float8_e4m3)
+using dtype = __nv_fp8_e4m3;
+#elif defined(DTYPE_float8_e5m2)
+using dtype = __nv_fp8_e5m2;
 #else
-#error "the spec defines DTYPE_float32, DTYPE_float16 or DTYPE_bfloat16"
+#error "the spec defines DTYPE_float32, DTYPE_float16, DTYPE_bfloat16, DTYPE_float8_e4m3 or DTYPE_float8_e5m2"
+#endif
+#if !FLOAT8
+using dtype_v = dtype;
+using dtype_o = dtype;
+#else
+#if defined(DTYPE_V_float8_e4m3)
+using dtype_v = __nv_fp8_e4m3;
+#else
+using dtype_v = __nv_fp8_e5m2;
+#endif
+#if defined(DTYPE_O_float32)
+using dtype_o = float;
+#elif defined(DTYPE_O_float16)
+using dtype_o = __half;
+#else
+using dtype_o = __nv_bfloat16;
+#endif
 #endif
 
 #ifndef HEAD_DIM_V
@@ -38,8 +72,8 @@ static_assert(sizeof(View<float>) == 32, "View differs from sandbox/launch/argum
 
 // Rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][WIDTH] as fp32, by all THREADS threads of the block, neighbours
 // on neighbouring columns. Rows from S on become zeros, so that no lane has to be masked while computing.
-template <int ROWS, int THREADS, int WIDTH = HEAD_DIM>
-__device__ __forceinline__ void load_tile(float* tile, View<const dtype> tensor, int b, int h, int n0, int S, int thread) {
+template <int ROWS, int THREADS, int WIDTH = HEAD_DIM, class T>
+__device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int b, int h, int n0, int S, int thread) {
     for (int i = thread; i < ROWS * WIDTH; i += THREADS) {
         const int row = n0 + i / WIDTH;
         tile[i] = row < S ? to_float(tensor.row(b, h, row)[i % WIDTH]) : 0.0f;
@@ -59,41 +93,45 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Four neighbouring elements, as one load fetches them: their address is a multiple of their size.
-struct __align__(4 * sizeof(dtype)) dtype4 {
-    unsigned words[sizeof(dtype)];
+template <class T>
+struct __align__(4 * sizeof(T)) Four {
+    unsigned words[sizeof(T)];
 };
-__device__ __forceinline__ float4 to_float4(dtype4 x) {
-    const dtype* e = reinterpret_cast<const dtype*>(x.words);
+using dtype4 = Four<dtype>;
+template <class T>
+__device__ __forceinline__ float4 to_float4(Four<T> x) {
+    const T* e = reinterpret_cast<const T*>(x.words);
     return make_float4(to_float(e[0]), to_float(e[1]), to_float(e[2]), to_float(e[3]));
 }
 
-// Whether each row of head (b, h) begins where a dtype4 may: alike in all threads of a block that has one head.
-__device__ __forceinline__ bool aligned_for_dtype4(View<const dtype> tensor, int b, int h) {
+// Whether each row of head (b, h) begins where a Four may: alike in all threads of a block that has one head.
+template <class T>
+__device__ __forceinline__ bool aligned_for_dtype4(View<const T> tensor, int b, int h) {
     const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
-    return (head | tensor.stride_s * sizeof(dtype)) % sizeof(dtype4) == 0;
+    return (head | tensor.stride_s * sizeof(T)) % sizeof(Four<T>) == 0;
 }
 
 // Rows row0 .. + ROWS and columns col0 .. + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, by a block of X * Y
 // threads: four elements a load where the tensor is aligned for it, and then all of a thread's loads under way before
 // it uses the first. What lies beyond row S or column WIDTH becomes zero.
-template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM>
-__device__ __forceinline__ void load_tile4(float* tile, View<const dtype> tensor, int b, int h, int row0, int S,
+template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM, class T>
+__device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, int b, int h, int row0, int S,
                                            int col0) {
     static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "each thread loads as much");
     constexpr int R = ROWS / Y, C = COLS / (4 * X);
     const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
-    const dtype* from = tensor.row(b, h, row) + col;
+    const T* from = tensor.row(b, h, row) + col;
     const long long step = Y * tensor.stride_s;
     tile += threadIdx.y * PITCH + 4 * threadIdx.x;
     if (WIDTH % 4 == 0 && aligned_for_dtype4(tensor, b, h)) {
-        dtype4 values[R][C];
+        Four<T> values[R][C];
 #pragma unroll
         for (int r = 0; r < R; ++r, from += step)
 #pragma unroll
             for (int c = 0; c < C; ++c) {
-                values[r][c] = dtype4{};
+                values[r][c] = Four<T>{};
                 if (row + r * Y < S && col + c * 4 * X < WIDTH)
-                    values[r][c] = *reinterpret_cast<const dtype4*>(from + c * 4 * X);
+                    values[r][c] = *reinterpret_cast<const Four<T>*>(from + c * 4 * X);
             }
 #pragma unroll
         for (int r = 0; r < R; ++r)

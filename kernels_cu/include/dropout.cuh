@@ -50,6 +50,9 @@ struct SomeKept {
         return (keeps_low(i) ? 0x0000ffffu : 0) | (keeps_high(i) ? 0xffff0000u : 0);
     }
 
+    // Whether element `which` of register i is kept, the one in the low half or the other.
+    __device__ __forceinline__ bool keeps(int i, int which) const { return which ? keeps_high(i) : keeps_low(i); }
+
   private:
     __device__ __forceinline__ bool keeps_low(int i) const { return word[i] << 16 >= least; }
     __device__ __forceinline__ bool keeps_high(int i) const { return word[i] >= least; }
@@ -59,6 +62,7 @@ struct SomeKept {
 struct AllKept {
     __device__ __forceinline__ unsigned left(int, unsigned packed) const { return packed; }
     __device__ __forceinline__ unsigned mask(int) const { return ~0u; }
+    __device__ __forceinline__ bool keeps(int, int) const { return true; }
 };
 
 // Dropout in head h of batch entry b. An element is kept where its 16 bits reach `least`, shifted up by 16.

@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements in shared memory, as the tensor-core kernels keep them: how rows are laid out, filled by cp.async,
+// Tiles of 16-bit elements, or of pairs of float8, in shared memory, as the tensor-core kernels keep them: how rows are laid out, filled by cp.async,
 // and addressed by ldmatrix.
 #pragma once
 #include <ptx.cuh>  // found along the include path, where the CPU backend puts its twin first
@@ -20,22 +20,23 @@ struct Swizzled {
 
 // Requests rows n0 .. n0 + ROWS of a (S, WIDTH) matrix, by threads 0 .. THREADS_; rows from S on and columns from WIDTH on
 // become zeros.
-template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM>
-__device__ __forceinline__ void request_tile(SmemAddress tile, const dtype* matrix, long long stride, int n0, int S,
+template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T>
+__device__ __forceinline__ void request_tile(SmemAddress tile, const T* matrix, long long stride, int n0, int S,
                                              unsigned thread = threadIdx.x) {
     using Tile = Swizzled<COLUMNS>;
+    constexpr int PER_CHUNK = 16 / sizeof(T);  // elements
     constexpr unsigned STEP = THREADS_ / Tile::CHUNKS, COPIERS = STEP * Tile::CHUNKS;  // one chunk of every STEP-th row each
     const unsigned row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
     if (COPIERS < THREADS_ && thread >= COPIERS) return;
-    const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
-    const bool whole = WIDTH == COLUMNS && ROWS % STEP == 0 && n0 + ROWS <= S;
+    const T* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * PER_CHUNK;
+    const bool whole = WIDTH == COLUMNS * PER_CHUNK / 8 && ROWS % STEP == 0 && n0 + ROWS <= S;
 #pragma unroll
     for (unsigned i = 0; whole && i < ROWS / STEP; ++i, from += STEP * stride)
         cp_async_16(tile + Tile::at(row0 + i * STEP, chunk), from, true);
 #pragma unroll
     for (unsigned i = 0; !whole && i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * stride) {
         const unsigned row = row0 + i * STEP;
-        const bool inside = n0 + static_cast<int>(row) < S && chunk * 8 < WIDTH;
+        const bool inside = n0 + static_cast<int>(row) < S && chunk * PER_CHUNK < WIDTH;
         if (ROWS % STEP == 0 || row < ROWS) cp_async_16(tile + Tile::at(row, chunk), from, inside);
     }
 }

@@ -69,10 +69,10 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats rounded to 16 bits in one register, the first in the low half.
+// Two floats rounded to 16 bits, of float8 to those of O, in one register, the first in the low half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
-#if defined(DTYPE_bfloat16)
+#if defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
 #else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -130,6 +130,17 @@ __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i) atomicAdd(to + 32 * i + lane, c[i]);
+#endif
+}
+
+// The same, but what was there is replaced.
+__device__ __forceinline__ void store_fragment(float* to, const float (&c)[4]) {
+    const unsigned lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    reinterpret_cast<float4*>(to)[lane] = make_float4(c[0], c[1], c[2], c[3]);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[32 * i + lane] = c[i];
 #endif
 }
 

@@ -14,7 +14,8 @@
 #include "number.cuh"
 
 // Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
-// BIAS and MASK + 4: the same for every key. BIAS + 8: tensor maps can copy tiles of it.
+// BIAS and MASK + 4: the same for every key. BIAS + 8: tensor maps can copy tiles of it. DESCALE: 8 of float8; 1, 2, 4: Q, K, V
+// have a tensor of numbers.
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -45,6 +46,9 @@
 #ifndef DROPOUT
 #define DROPOUT 0
 #endif
+#ifndef DESCALE
+#define DESCALE 0
+#endif
 #ifndef BLOCK_MAP
 #define BLOCK_MAP 0
 #endif
@@ -62,8 +66,15 @@ struct Broadcast {
 #if BIAS % 4 == 2
 using bias_t = float;
 #else
-using bias_t = dtype;
+using bias_t = dtype_o;
 #endif
+
+// A tensor that broadcasts to (B, heads), likewise.
+struct HeadNumbers {
+    const float* data;
+    long long stride_b, stride_h;
+    __device__ __forceinline__ float operator()(int b, int h) const { return data[b * stride_b + h * stride_h]; }
+};
 
 #if SCORE_SNIPPET
 // A tensor that the user's expressions read as name(i, j), with RANK indices; strides in elements.
@@ -114,6 +125,12 @@ struct Score {
 #if RAGGED
     int rows_q, rows_k;  // of the tensors; Sq and Sk are then the most that a sequence has
     int sequences;
+#endif
+#if DESCALE
+    float descale;  // of V; those of Q and K, where they are the same for all heads, are a part of `scale`
+    int group;      // H / Hk
+#endif
+#if RAGGED
     const int* cu_seqlens_q;  // (sequences + 1,)
     long long cu_seqlens_q_stride_b;
     const int* cu_seqlens_k;
@@ -139,6 +156,15 @@ struct Score {
 #endif
 #if DROPOUT
     const unsigned long long* seed;  // of one element
+#endif
+#if DESCALE & 1
+    HeadNumbers descale_q;
+#endif
+#if DESCALE & 2
+    HeadNumbers descale_k;
+#endif
+#if DESCALE & 4
+    HeadNumbers descale_v;
 #endif
 #if BLOCK_MAP
     Broadcast<unsigned> block_map;  // block_map.cuh
@@ -181,6 +207,12 @@ struct Head : Sequence {
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
 
     float unit, per_unit;  // of raw scores: raw * unit = x
+#if DESCALE % 4
+    float scale;  // of this head
+#endif
+#if DESCALE & 4
+    float descale;
+#endif
 #if ALIBI
     float slope;
 #endif
@@ -215,6 +247,19 @@ struct Head : Sequence {
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(Sequence(score, b), h) {}
     __device__ __forceinline__ Head(const Sequence& sequence, int h) : Sequence(sequence), unit(unit_of(score)) {
+#if DESCALE % 4
+        scale = score.scale;
+#if DESCALE & 1
+        scale *= score.descale_q(b, h);
+#endif
+#if DESCALE & 2
+        scale *= score.descale_k(b, h / score.group);
+#endif
+        if (!SOFTCAP && !Snippet::SCORES) unit = scale;
+#endif
+#if DESCALE & 4
+        descale = score.descale_v(b, h / score.group);
+#endif
         if (!LINEAR) per_unit = 1.0f / unit;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
@@ -342,9 +387,9 @@ struct Head : Sequence {
     template <class T, bool IN_X, bool OF_BIAS = false>
     __device__ __forceinline__ T steps(float dot, At at, float shift) const {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
-        T x = number<T>(IN_UNITS_OF_1 ? dot * score.scale : dot, 1.0f);
+        T x = number<T>(IN_UNITS_OF_1 ? dot * own_scale() : dot, 1.0f);
 #if SOFTCAP
-        const float y = expression::tanh(dot * (score.scale * (1.0f / score.softcap)));
+        const float y = expression::tanh(dot * (own_scale() * (1.0f / score.softcap)));
         x = number<T>(IN_UNITS_OF_1 ? score.softcap * y : y, 1.0f - y * y);
 #endif
 #if ALIBI
@@ -397,8 +442,26 @@ struct Head : Sequence {
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
         if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
 #endif
-        row.inverse *= dropout_factor(score);
+        row.inverse *= dropout_factor(score) * own_descale();
         return row;
+    }
+
+    // What dot products are multiplied by, and the sums over V.
+    __device__ __forceinline__ float own_scale() const {
+#if DESCALE % 4
+        return scale;
+#else
+        return score.scale;
+#endif
+    }
+    __device__ __forceinline__ float own_descale() const {
+#if DESCALE & 4
+        return descale;
+#elif DESCALE
+        return score.descale;
+#else
+        return 1.0f;
+#endif
     }
 
     // ---- dropout, after the softmax: LSE and l know nothing of it

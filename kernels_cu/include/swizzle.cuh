@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements in shared memory as TMA writes them, with 128-byte swizzle, and as wgmma and stmatrix see them.
+// Tiles of 16-bit elements, or of float8, in shared memory as TMA writes them, with 128-byte swizzle, and as wgmma and stmatrix see them.
 // clang-format off
 //
 //   a tile (ROWS x COLUMNS) is slabs of 64 columns:    slab 0: [ROWS][64]   slab 1: [ROWS][64]   ...   a box fills one
@@ -7,15 +7,17 @@
 //   8 rows are 1024 bytes, which slabs are aligned to: r % 8 is three bits of the address
 //
 // clang-format on
+// Of elements of one byte a slab is 128 columns, and a step of wgmma 32 deep: as many bytes.
+//
 // One step of wgmma is 16 deep. Where columns are summed over (Q, K in Q K^T: K-major), a step is 16 columns, 32 bytes
 // within the rows; the next 8 rows are `stride` = 1024 bytes on. Where rows are summed over (V in P V: MN-major), a step is
 // 16 rows, 2048 bytes; the next 8 rows are `stride` = 1024 bytes on and the next slab is `leading` bytes on.
 #pragma once
 #include <hopper.cuh>  // not the neighbour: on the CPU backend its twin
 
-template <int ROWS, int COLUMNS>
+template <int ROWS, int COLUMNS, int ELEMENT_BYTES = 2>
 struct Swizzled {
-    static constexpr int SLABS = (COLUMNS + 63) / 64;
+    static constexpr int SLAB_COLUMNS = 128 / ELEMENT_BYTES, SLABS = (COLUMNS + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
     static constexpr unsigned SLAB_BYTES = ROWS * 128, BYTES = SLABS * SLAB_BYTES;
     static_assert(ROWS % 8 == 0, "the swizzle repeats every 8 rows");
 
@@ -36,7 +38,7 @@ struct Swizzled {
                                                    SmemAddress barrier, unsigned more = 0) {
         mbarrier_arrive_expect(barrier, BYTES + more);
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) request_box(tile + slab * SLAB_BYTES, map, slab * 64, s, h, b, barrier);
+        for (int slab = 0; slab < SLABS; ++slab) request_box(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
     // Such a tile that begins at a column, as part of what somebody else announced.
     static __device__ __forceinline__ void add(SmemAddress tile, const TensorMap& map, int column, int s, int h, int b,
@@ -47,7 +49,7 @@ struct Swizzled {
     }
     static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddress tile) {
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) send_box(map, slab * 64, s, h, b, tile + slab * SLAB_BYTES);
+        for (int slab = 0; slab < SLABS; ++slab) send_box(map, slab * SLAB_COLUMNS, s, h, b, tile + slab * SLAB_BYTES);
         send_commit();
     }
 };

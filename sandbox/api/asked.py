@@ -7,16 +7,19 @@ from operator import index
 from typing import Any, NamedTuple
 
 from ..core.errors import SpecError
+from ..core.normalise import number
 from ..core.score import BLOCK_MAP, Score
 from ..launch.dlpack import library_of
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
+DESCALE = ("descale_q", "descale_k", "descale_v")  # those of float8 that are arrays, before cu_seqlens
 ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # options that are arrays, by the caller's words
 
 
 class Asked(NamedTuple):
     """Options without their arrays: hashable, and part of a plan's key. `names` are the arrays', as they follow q, k, v
-    or dout, q, k, v, out, lse; `results` what a backward gives besides dq, dk and dv. `longest`: of a ragged batch, the
+    or dout, q, k, v, out, lse; `results` what a backward gives besides dq, dk and dv. `descale`: of q, k, v, a number
+    each, or None where it is an array. `longest`: of a ragged batch, the
     most queries and keys of a sequence, (None, None) where nobody has said."""
 
     names: tuple[str, ...] = ()
@@ -25,6 +28,8 @@ class Asked(NamedTuple):
     score: Score | None = None
     dropout: float = 0.0
     longest: tuple[int | None, int | None] | None = None
+    descale: tuple[float | None, ...] = ()
+    out_dtype: str = ""
     results: tuple[str, ...] = ()
 
 
@@ -58,6 +63,19 @@ def asked(
         arrays |= {f"score.{name}": tensor for name, tensor in score.tensors.items()}
         arrays |= {} if score.blocks is None else {BLOCK_MAP: score.blocks}
     return Asked(tuple(arrays), window, softcap, score and score.described, dropout), tuple(arrays.values())
+
+
+def with_float8(of: Asked, arrays: tuple[Any, ...], descale: Any, out_dtype: Any) -> tuple[Asked, tuple[Any, ...]]:
+    """The same with what float8 q, k and v are to be multiplied by, and the dtype of out, as people write them."""
+    name = "" if out_dtype is None else getattr(out_dtype, "__name__", None) or str(out_dtype)
+    of = of._replace(out_dtype=name.rpartition(".")[2])
+    if descale is None:
+        return of, arrays
+    if not isinstance(descale, Sequence) or len(descale) != 3:
+        raise SpecError(f"descale={descale!r} must be three: what q, k and v are to be multiplied by")
+    given = {name: x for name, x in zip(DESCALE, descale, strict=True) if hasattr(x, "__dlpack__")}
+    numbers = tuple(None if name in given else number(name, x) for name, x in zip(DESCALE, descale, strict=True))
+    return of._replace(names=(*of.names, *given), descale=numbers), (*arrays, *given.values())
 
 
 def _within_64_bits(seed: Any) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
-from .asked import CU_SEQLENS, Asked, asked, ragged
+from .asked import CU_SEQLENS, Asked, asked, ragged, with_float8
 from .passes import run_forward
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def attention(
     score: Score | None = None,
     dropout: float = 0.0,
     seed: Any = None,
+    descale: tuple[Any, Any, Any] | None = None,
+    out_dtype: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -49,6 +51,8 @@ def attention(
     `attention_varlen` has it; out and lse are nested then too.
     """
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
+    if descale is not None or out_dtype is not None:
+        what, arrays = with_float8(what, arrays, descale, out_dtype)
     if getattr(q, "is_nested", False):
         from . import torch_nested
 
@@ -65,8 +69,10 @@ def attend(
     library = library_of(arrays[0])
     arrays = *library.cast(*arrays[:3]), *arrays[3:]
     if library.records(*arrays, scale):
-        from . import torch_op
+        from . import torch_float8, torch_op
 
+        if what.descale:
+            return torch_float8.attention(arrays, (causal, scale, kernel, tile, backend, False, what))
         out, lse = torch_op.attention(arrays, what, causal, scale, kernel, tile, backend)
         return out, lse
     return run_forward(arrays, (causal, scale, kernel, tile, backend, False, what))
@@ -93,6 +99,8 @@ def attention_varlen(
     score: Score | None = None,
     dropout: float = 0.0,
     seed: Any = None,
+    descale: tuple[Any, Any, Any] | None = None,
+    out_dtype: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -115,6 +123,8 @@ def attention_varlen(
     but nothing outside of the arrays is touched. Raises what `attention_forward` does.
     """
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
+    if descale is not None or out_dtype is not None:
+        what, arrays = with_float8(what, arrays, descale, out_dtype)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     what, arrays = ragged(what, arrays, offsets, (max_seqlen_q, max_seqlen_k))
     for name, x in (("q", q), ("k", k), ("v", v)):

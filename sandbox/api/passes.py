@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
-from .asked import asked
+from .asked import asked, with_float8
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -44,14 +44,17 @@ def attention_forward(
     score: Score | None = None,
     dropout: float = 0.0,
     seed: Any = None,
+    descale: tuple[Any, Any, Any] | None = None,
+    out_dtype: Any = None,
     kernel: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention, FlashAttention-2's way (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
 
-    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), Hk dividing H; float32, float16 or bfloat16; any strides
-    with a unit stride in D. NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
+    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), Hk dividing H; float32, float16, bfloat16, or
+    float8 (e4m3fn, e5m2; v may be of the other), of which there is no gradient; any strides with a unit stride in D.
+    NumPy, CuPy, PyTorch or any other DLPack arrays of one library, on one device.
     causal: False; True, or "bottom-right", query i sees keys j <= i + Sk - Sq; "top-left", j <= i.
     scale: 1/sqrt(D) by default; of an array of one number the value is taken.
 
@@ -65,22 +68,29 @@ def attention_forward(
     1 - dropout, honoured to 2^-16. seed: which ones, as `sandbox.reference.dropout_keep` says: an int, or an int64
     array of one element, read when the kernel runs; None draws one from the library's own generator.
 
-    kernel: a name, by default the highest
-    rung that takes the problem. tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu", by
-    default where the arrays are.
+    descale: of float8, what q, k and v are to be multiplied by: three numbers, or float32 arrays that broadcast to
+    (B, heads). P is rounded to v's dtype, its row's largest to the largest number there is. out_dtype: of float8,
+    bfloat16 (by default), float16 or float32.
 
-    Returns out, (B, H, Sq, Dv), of q's dtype, library and device; and lse, (B, H, Sq) float32, the natural log-sum-exp
-    of the scores, the sink's among them. A row that sees no key has out 0 and lse -inf, or the sink. On a GPU the
-    work is queued on the caller's current stream; arrays that lie on the other side than `backend` are copied there
-    and back.
+    kernel: a name, by default the highest rung that takes the problem. tile: a Tile, {"BLOCK_M": 64, ...} or
+    "BLOCK_M=64,...". backend: "cuda" or "cpu", by default where the arrays are.
+
+    Returns out, (B, H, Sq, Dv), of q's dtype (of float8 `out_dtype`), library and device; and lse, (B, H, Sq) float32,
+    the natural log-sum-exp of the scores, the sink's among them. A row that sees no key has out 0 and lse -inf, or the
+    sink. On a GPU the work is queued on the caller's current stream; arrays that lie on the other side than `backend`
+    are copied there and back.
 
     Raises UnsupportedProblem naming the value that does not fit; SpecError, UnknownKernel, CompileError,
     ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
+    if descale is not None or out_dtype is not None:
+        what, arrays = with_float8(what, arrays, descale, out_dtype)
     if library_of(q).intercepts(q, k, v, *arrays):
-        from . import torch_op
+        from . import torch_float8, torch_op
 
+        if what.descale:
+            return torch_float8.attention((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
         return torch_op.forward((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
     return run_forward((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
 

@@ -60,7 +60,7 @@ def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
     if copied := unreadable(views, problem):
         return _copying_plan(run_forward, library, views, [names.index(name) for name in copied], options)
     out = (problem.batches, problem.H, problem.rows[0], problem.Dv)
-    results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype), "LSE": _rows(problem)}
+    results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype_of("O")), "LSE": _rows(problem)}
     return _plan("forward", problem, library, views, arrays[0], results, options)
 
 

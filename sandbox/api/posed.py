@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.integers import integer
 from ..core.normalise import normalise_causal
-from ..core.problem import ITEMSIZE, Problem
+from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
-from .asked import CU_SEQLENS, Asked
+from .asked import CU_SEQLENS, DESCALE, Asked
 
 
 def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None, asked: Asked) -> Problem:
@@ -26,7 +27,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
         if view.device != q.device:
             raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move one")
     for name, view in (("k", k), ("v", v)):
-        if view.dtype != q.dtype:
+        if view.dtype != q.dtype and not (name == "v" and {q.dtype, view.dtype} <= FLOAT8.keys()):
             raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
         if view.shape[0] != q.shape[0]:
             raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
@@ -45,7 +46,8 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     if asked.longest:
         options["ragged"] = Sq, Sk
         B, Sq, Sk = _batch(views, asked.longest)
-    options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results)
+    options |= _float8(views, asked)
+    options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results, out_dtype=options.get("out_dtype", ""))
     mask = normalise_causal(causal)
     lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     if "bias" in views:
@@ -86,6 +88,25 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
     return queries.shape[0] - 1, *most  # type: ignore[return-value]
 
 
+def _float8(views: Mapping[str, ArrayView], asked: Asked) -> dict[str, Any]:
+    """The fields of a Problem that tell of 8 bits, and out's dtype. Raises UnsupportedProblem where what q, k and v are
+    to be multiplied by is missing, and where a gradient is asked for."""
+    dtype = views["q"].dtype
+    if dtype in FLOAT8 and not asked.descale:
+        raise UnsupportedProblem(
+            f"q is {dtype}: it needs descale=(q, k, v), what each is to be multiplied by, a number or (B, heads) "
+            "float32 (1.0 where it was not scaled)"
+        )
+    if dtype in FLOAT8 and "dout" in views:
+        raise UnsupportedProblem(f"q is {dtype}, which has no gradient: convert q, k and v to bfloat16")
+    for name in DESCALE:
+        if name in views and views[name].dtype != "float32":
+            raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be float32")
+    shapes = (views[name].shape if name in views else () for name in DESCALE)
+    descale = tuple(s if n is None else n for n, s in zip(asked.descale, shapes, strict=False))
+    return {"v_dtype": views["v"].dtype, "out_dtype": asked.out_dtype or default_out_dtype(dtype), "descale": descale}
+
+
 def _check_tensor(name: str, view: ArrayView) -> None:
     if view.dtype not in ITEMSIZE:
         raise UnsupportedProblem(f"{name} is {view.dtype}: convert to one of {', '.join(ITEMSIZE)}")
@@ -100,7 +121,9 @@ def _check_tensor(name: str, view: ArrayView) -> None:
 DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool", "seed": "int64"}
 
 
-def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool) -> dict[str, Any]:
+def _shapes(
+    views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool, out_dtype: str
+) -> dict[str, Any]:
     """The fields of a Problem that say which arrays a score reads, of the views by the caller's words.
 
     A dimension of stride 0 counts as 1, but for a bias that is asked for its gradient as a `whole`.
@@ -121,8 +144,8 @@ def _shapes(views: Mapping[str, ArrayView], every: tuple[int, int, int, int], wh
                 shape if whole and name == "bias" else tuple(n if s else 1 for n, s in zip(shape, strides, strict=True))
             )
     if bias := views.get("bias"):
-        if bias.dtype not in (views["q"].dtype, "float32"):
-            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as q, {views['q'].dtype}")
+        if bias.dtype not in (out_dtype, "float32"):
+            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as out, {out_dtype}")
         found["bias_dtype"] = bias.dtype
     B, H = every[:2]
     for name, shapes in (("alibi", ((H,), (B, H))), ("sink", ((H,),)), ("key_lengths", ((B,),))):

@@ -26,7 +26,7 @@ from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
 from ..verify.scores import seen_pairs
 from . import environment
-from .given import Given, forward_of, given_to
+from .given import Given, forward_of, given_to, torch_dtype
 from .grids import GRIDS as GRIDS  # for those who name a problem
 from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
@@ -75,7 +75,8 @@ def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem
     import torch
 
     if kernel.computes == "forward":
-        return {"O": q.new_empty((*q.shape[:3], problem.Dv)), "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
+        out = q.new_empty((*q.shape[:3], problem.Dv), dtype=torch_dtype(problem.dtype_of("O")))
+        return {"O": out, "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
     out, lse = forward_of(problem, q, k, v, given)
     gradients = (x.new_empty(x.shape) for x in (q, k, v))
     return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
@@ -166,8 +167,9 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     queries, keys = (p.batches, p.H, p.rows[0], p.D), (p.batches, p.Hk, p.rows[1], p.D)
     values, results = (*keys[:3], p.Dv), (*queries[:3], p.Dv)
     shapes = (queries, keys, values, *([results] if computes == "backward" else []))
-    dtype = getattr(torch, p.dtype)
-    return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+    dtypes = (torch_dtype(p.dtype_of(name)) for name in ("Q", "K", "V", "dO"))
+    made = zip(shapes, dtypes, strict=False)
+    return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s, dtype in made)
 
 
 def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str, given: Given | None = None) -> Right:

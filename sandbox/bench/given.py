@@ -29,6 +29,13 @@ def given_to(problem: Problem, like: Any) -> dict[str, Any]:
     return found
 
 
+def torch_dtype(name: str) -> Any:
+    """PyTorch's word for a dtype."""
+    import torch
+
+    return getattr(torch, "float8_e4m3fn" if name == "float8_e4m3" else name)
+
+
 def forward_of(problem: Problem, q: Any, k: Any, v: Any, given: Given) -> tuple[Any, Any]:
     """O and LSE of our own forward."""
     options = asked_of(problem, given)
@@ -48,6 +55,10 @@ def asked_of(problem: Problem, given: Given) -> dict[str, Any]:
     options |= {option: given[name] for option, name in names.items() if name in given}
     if p.dropout:
         options |= {"dropout": p.dropout, "seed": given["seed"]}
+    if p.float8:
+        numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
+        options |= {"descale": tuple(given.get(f"descale_{x}", n) for x, n in numbers)}
+        options |= {"out_dtype": p.dtype_of("O")}
     if p.window == (None, None):
         del options["window"]
     if p.score is not None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from ..core.dtypes import FLOAT8
+
 Name = TypeVar("Name", bound=Hashable)
 _FLUSH = 256 << 20  # bytes: twice any L2 there is
 _LEAD = 600_000  # cycles, some 0.3 ms, that the GPU idles before a sample, in which the host gets ahead of it
@@ -169,11 +171,15 @@ def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: in
     """What this GPU reaches just now: a matrix product of n³, and a copy, counting bytes read and written."""
     import torch
 
-    kind: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "cuda:0"}
+    kind: dict[str, Any] = {"device": "cuda:0", "dtype": torch.bfloat16 if dtype in FLOAT8 else getattr(torch, dtype)}
     a, b, c = torch.randn(n, n, **kind), torch.randn(n, n, **kind), torch.empty(n, n, **kind)
+    multiply: Callable[[], object] = partial(torch.matmul, a, b, out=c)
+    if dtype in FLOAT8:  # e4m3, whatever the problem has: nobody multiplies e5m2 by e5m2
+        one, (x, y) = torch.ones((), device="cuda:0"), (m.to(torch.float8_e4m3fn) for m in (a, b))
+        multiply = partial(torch._scaled_mm, x, y.t(), one, one, out_dtype=torch.bfloat16)
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
     copy = torch.empty_like(source)
-    calls = {"product": Timed(partial(torch.matmul, a, b, out=c)), "copy": Timed(partial(copy.copy_, source))}
+    calls = {"product": Timed(multiply), "copy": Timed(partial(copy.copy_, source))}
     samples = measure(calls, stopwatch, Limits(rounds=40, warmup=10))
     seconds = {name: Timing.of(values).median for name, values in samples.items()}
     return {

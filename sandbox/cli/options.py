@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import click
 
 from ..core import registry
+from ..core.dtypes import ITEMSIZE
 from ..core.kernel import Kernel
-from ..core.problem import ITEMSIZE, Problem
+from ..core.problem import Problem
 from ..core.score import Score
 from ..core.tile import Tile
 

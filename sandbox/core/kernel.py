@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from .dtypes import FLOAT8_ARCH, ITEMSIZE
 from .errors import SpecError, UnknownKernel
 from .options import macros
-from .problem import ITEMSIZE, Problem
+from .problem import Problem
 from .tile import Tile
 
 Arch = tuple[int, int]  # compute capability, e.g. (9, 0)
@@ -68,6 +69,9 @@ class Kernel(Entry):
     tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     then: tuple[Entry, ...] = ()
+    macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # of one of several kernels that share a `.cu`
+    scratch: Mapping[str, Callable[[Problem], tuple[int, int]]] = field(default_factory=dict, hash=False)
+    """Scratch of other sizes than all kernels': numbers, and of these the first that have to be zeros."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/sequence.cuh
     deterministic: bool = True  # False: sums by atomics, in any order
@@ -120,6 +124,11 @@ class Kernel(Entry):
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             return f"{self.name}: needs compute capability {need} or later, this is {have}"
+        if problem.float8 and arch is not None and arch < FLOAT8_ARCH:
+            return (
+                f"{self.name}: {problem.dtype} needs compute capability 8.9 or later, whose tensor cores know it, this "
+                f"is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
+            )
         if problem.ragged and not self.ragged:
             return f"{self.name}: ragged batches are not built: pass each sequence alone, or choose another kernel"
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
@@ -144,9 +153,11 @@ class Kernel(Entry):
         smem = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
         return {
             **tile,
+            **self.macros,
             "HEAD_DIM": problem.D,
             **{f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in smem.items()},
             "CAUSAL": int(bool(problem.causal)),
             f"DTYPE_{problem.dtype}": 1,
+            **({f"DTYPE_{of}_{problem.dtype_of(of)}": 1 for of in "VO"} if problem.float8 else {}),
             **macros(problem),
         }

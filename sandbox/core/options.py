@@ -43,6 +43,9 @@ def macros(problem: Problem) -> dict[str, int]:
         "RAGGED": int(bool(problem.ragged)),
         "BLOCK_MAP": int(problem.block_map[3] > 0),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
+        # 8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v
+        "DESCALE": sum(bit for bit, one in zip((1, 2, 4), problem.descale, strict=False) if isinstance(one, tuple))
+        + 8 * problem.float8,
     }
     asked = {name: value for name, value in found.items() if value}
     if asked:
@@ -73,6 +76,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("mask", problem.mask, "bhi"),
         ("sink", every[1:2] if problem.sink else (), "h"),
         ("seed", (1,) if problem.dropout else (), ""),
+        *((f"descale_{x}", n, "bh") for x, n in zip("qkv", problem.descale, strict=False) if isinstance(n, tuple)),
         ("block_map", problem.block_map if problem.block_map[3] else (), "bhi"),
     ):
         if shape:
@@ -96,6 +100,8 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
         fields += [("bottom_right", _INT)]
     if problem.ragged:
         fields += [("rows_q", _INT), ("rows_k", _INT), ("sequences", _INT)]
+    if problem.float8:
+        fields += [("descale", ctypes.c_float), ("group", _INT)]
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]
     if problem.score and not problem.score.structure[2]:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import block_map
+from . import block_map, dtypes
+from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
-from .normalise import Causal, Window, lengths_of, normalise_causal, normalise_window, number, sizes_of
+from .normalise import Causal, Window, normalise_causal, normalise_window, number
 from .score import Score
-
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes an element
+from .shape_text import fields_of
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Problem:
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv); o: (B, H, Sq, Dv); query head h reads key/value head
     h // (H / Hk). `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k
     and v, and in a backward of do and o, is a multiple of. `mappable`: their strides are such as a tensor map takes,
-    positive, or 0 in B or H.
+    positive, or 0 in B or H. `v_dtype`: of v, where it is another float8 than q and k; `out_dtype`: of o, which is q's,
+    or of float8 bfloat16, unless said. `descale`: what float8 q, k and v are to be multiplied by, each a number or the
+    shape of a tensor that broadcasts to (B, heads); () where they are all 1.
 
     What a score is beyond scale and causal, absent by default: `window`, `softcap`; the shapes of `alibi`'s slopes,
     (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
-    `score`; and the probability `dropout` that an element of P is dropped. A bias has q's dtype, or `bias_dtype`.
+    `score`; and the probability `dropout` that an element of P is dropped. A bias has o's dtype, or `bias_dtype`.
     Raises SpecError naming the value that makes no sense.
 
     A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
@@ -53,7 +55,7 @@ class Problem:
     softcap: float = 0.0  # 0: none
     alibi: tuple[int, ...] = ()
     bias: tuple[int, ...] = ()
-    bias_dtype: str = ""  # "": q's, or "float32"
+    bias_dtype: str = ""  # "": o's, or "float32"
     bias_boxes: bool = True  # a tensor map describes it: as `alignment` 16 and `mappable`
     mask: tuple[int, ...] = ()
     sink: bool = False
@@ -62,14 +64,17 @@ class Problem:
     dropout: float = 0.0  # the probability that an element of P is dropped; a number, not compiled in
     ragged: tuple[int, ...] = ()
     lengths: tuple[tuple[int, int], ...] = ()
+    v_dtype: str = ""  # "": q's
+    out_dtype: str = ""  # "": q's, of float8 bfloat16
+    descale: Descale = ()
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         self._check_ragged()
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
-        if self.dtype not in ITEMSIZE:
-            raise SpecError(f"dtype={self.dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
+        for name, dtype in dtypes.normalise(self.dtype, self.v_dtype, self.out_dtype).items():
+            set_(self, name, dtype)
         if self.Hk == 0:
             set_(self, "Hk", self.H)
         if self.H and self.H % self.Hk:
@@ -85,6 +90,7 @@ class Problem:
         set_(self, "dropout", number("dropout", self.dropout or 0.0))
         if not 0 <= self.dropout <= 1:
             raise SpecError(f"dropout={self.dropout!r} must be a probability, 0 <= dropout <= 1")
+        set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
         self._check_tensors()
 
     def _check_ragged(self) -> None:
@@ -121,11 +127,10 @@ class Problem:
             shape = getattr(self, name)
             if shape and (len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, full, strict=True))):
                 raise SpecError(f"{name}={shape} must be four numbers, each 1 or that of (B, H, Sq, Sk) = {full}")
-        if self.bias_dtype and (not self.bias or self.bias_dtype not in (self.dtype, "float32")):
-            raise SpecError(
-                f"bias_dtype={self.bias_dtype!r} must be that of a bias: q's dtype, {self.dtype}, or float32"
-            )
-        set_(self, "bias_dtype", "" if self.bias_dtype == self.dtype else self.bias_dtype)
+        own = self.dtype_of("O")
+        if self.bias_dtype and (not self.bias or self.bias_dtype not in (own, "float32")):
+            raise SpecError(f"bias_dtype={self.bias_dtype!r} must be that of a bias: out's dtype, {own}, or float32")
+        set_(self, "bias_dtype", "" if self.bias_dtype == own else self.bias_dtype)
         for name in ("sink", "key_lengths"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name}={getattr(self, name)!r} must be True or False: whether there is one")
@@ -139,32 +144,7 @@ class Problem:
         `lengths` makes it a ragged batch, B and S then being those of its sequences: pairs, or text as "64,128x256".
         `alibi` may also be True, one slope a head; `bias` and `mask` text of numbers, or their names, as "1,H,Sq,Sk".
         """
-        parts = [part.strip() for part in shape.split(",")]
-        heads = parts[1].split("/") if len(parts) > 1 else []
-        widths = parts[-1].split("/")
-        numbers = [*parts[:1], *heads, *parts[2:-1], *widths]
-        if (
-            len(parts) not in (4, 5) or len(heads) not in (1, 2) or len(widths) not in (1, 2)
-            or not all(n.isdecimal() for n in numbers)
-        ):  # fmt: skip
-            raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
-        lengths = [int(n) for n in parts[2:-1]]
-        Hk, Dv = int(heads[-1]), int(widths[-1])
-        if len(heads) == 2 and not Hk:
-            raise SpecError(f"shape {shape!r}: Hk=0 key/value heads serve no query head")
-        if len(widths) == 2 and not Dv:
-            raise SpecError(f"shape {shape!r}: Dv=0: v must be at least 1 wide")
-        sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}
-        if isinstance(semantics.get("lengths"), str):
-            semantics["lengths"] = lengths_of(semantics["lengths"])
-        if pairs := semantics.get("lengths"):
-            sizes |= {"B": len(pairs), "Sq": max(q for q, _ in pairs), "Sk": max(k for _, k in pairs)}
-        if semantics.get("alibi") is True:
-            semantics["alibi"] = (sizes["H"],)
-        for name in ("bias", "mask"):
-            if isinstance(semantics.get(name), str):
-                semantics[name] = sizes_of(name, semantics[name], {**sizes, "S": sizes["Sk"]})
-        return cls(**sizes, Hk=Hk, Dv=Dv, **semantics)  # type: ignore[arg-type]
+        return cls(**fields_of(shape, semantics))
 
     def as_json(self) -> dict[str, Any]:
         """Every field, those that are absent left out: what `from_json` takes."""
@@ -182,8 +162,19 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
-        return ITEMSIZE[self.dtype]
+        """Bytes an element of q, k and v."""
+        return dtypes.ITEMSIZE[self.dtype]
+
+    @property
+    def float8(self) -> bool:
+        """Whether q, k and v are of 8 bits."""
+        return self.dtype in FLOAT8
+
+    def dtype_of(self, tensor: str) -> str:
+        """The dtype of "Q", "K", "V" or "O", or of a gradient, which is as what it belongs to."""
+        if tensor in ("O", "dO", "bias"):
+            return self.out_dtype or dtypes.default_out_dtype(self.dtype)
+        return (self.v_dtype if tensor == "V" else "") or self.dtype
 
     @property
     def batches(self) -> int:
@@ -219,7 +210,9 @@ class Problem:
                 if (shape := getattr(self, name))
             }
             alibi = (1, self.H) if len(self.alibi) == 2 else self.alibi
-            return dataclasses.replace(self, B=1, Sq=Sq, Sk=Sk, ragged=(), lengths=(), alibi=alibi, **cut)  # type: ignore[arg-type]
+            descale = tuple(n if isinstance(n, float) else (1, n[1]) for n in self.descale)
+            own = {"B": 1, "Sq": Sq, "Sk": Sk, "ragged": (), "lengths": (), "alibi": alibi, "descale": descale}
+            return dataclasses.replace(self, **own, **cut)  # type: ignore[arg-type]
 
         return tuple(part(*pair) for pair in self.lengths)
 
@@ -294,7 +287,8 @@ class Problem:
         """What of it the compiler sees: head widths, dtype, mask, options."""
         widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
         mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
-        return " ".join((widths, self.dtype, *mask, *self._options()))
+        of = dtypes.described(self.dtype, self.v_dtype, self.out_dtype)
+        return " ".join((widths, of, *mask, *self._options()))
 
     def _options(self) -> Iterator[str]:
         """Those that are asked for, as the command line has them."""
@@ -311,6 +305,8 @@ class Problem:
             yield "lengths=" + ",".join(str(q) if q == k else f"{q}x{k}" for q, k in self.lengths)
         elif self.ragged:
             yield f"ragged={self.ragged[0]},{self.ragged[1]}"
+        if self.descale:
+            yield dtypes.described_descale(self.descale)
         if self.score:
             yield f"score=({self.score})"
         if self.dropout:

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from .dtypes import ITEMSIZE
 from .errors import SpecError
 from .project import from_project, within_project
 
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
+SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
 DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call

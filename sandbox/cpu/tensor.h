@@ -98,9 +98,54 @@ inline float widened(uint16_t x, bool bfloat16) {  // without a branch, for the 
     return result;
 }
 
+inline float widened8(unsigned x, bool e5m2) {
+    const uint32_t sign = (x & 0x80u) << 24;
+    uint32_t magnitude = (x & 0x7fu) << (e5m2 ? 21 : 20), bits;
+    const bool special = e5m2 ? (x & 0x7fu) >= 0x7cu : (x & 0x7fu) == 0x7fu;
+    float scaled;
+    memcpy(&scaled, &magnitude, 4);
+    scaled *= e5m2 ? 0x1p112f : 0x1p120f;  // the exponents' biases differ by as much
+    memcpy(&bits, &scaled, 4);
+    if (special) bits = 0x7f800000u | (e5m2 && (x & 0x7fu) == 0x7cu ? 0u : 0x400000u);  // inf; NaN
+    bits |= sign;
+    memcpy(&scaled, &bits, 4);
+    return scaled;
+}
+
+// Rounded to 14 bits, towards zero: what Hopper's tensor cores keep of a sum of float8 products.
+inline float kept_of_sum(double x) {
+    float sum = static_cast<float>(x);
+    uint32_t bits;
+    memcpy(&bits, &sum, 4);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return sum;
+    bits &= 0xfffffc00u;
+    memcpy(&sum, &bits, 4);
+    return sum;
+}
+
+// As `multiply` below, of float8: an element of 16 bits holds two, k = 2 i in its low byte.
+inline void multiply8(float (&D)[16][WIDEST], const uint16_t (&A)[DEPTH][WIDEST], const uint16_t (&B)[DEPTH][WIDEST],
+                      unsigned n, bool accumulate, bool e5m2) {
+    float b[2 * DEPTH][WIDEST];
+    for (unsigned k = 0; k < 2 * DEPTH; ++k)
+        for (unsigned i = 0; i < n; ++i) b[k][i] = widened8(B[k / 2][i] >> 8 * (k % 2) & 0xffu, e5m2);
+    for (unsigned row = 0; row < 16; ++row) {
+        double sum[WIDEST];
+        for (unsigned i = 0; i < n; ++i) sum[i] = accumulate ? D[row][i] : 0.0;
+        for (unsigned k = 0; k < 2 * DEPTH; ++k) {
+            const float a = widened8(A[k / 2][row] >> 8 * (k % 2) & 0xffu, e5m2);
+            for (unsigned i = 0; i < n; ++i) sum[i] += static_cast<double>(a) * b[k][i];
+        }
+        for (unsigned i = 0; i < n; ++i) D[row][i] = kept_of_sum(sum[i]);
+    }
+}
+
 // D (16 x n) = or += A (16 x 16, stored [k][row]) B (16 x n, stored [k][column]).
 inline void multiply(float (&D)[16][WIDEST], const uint16_t (&A)[DEPTH][WIDEST], const uint16_t (&B)[DEPTH][WIDEST],
-                     unsigned n, bool accumulate, bool bfloat16) {
+                     unsigned n, bool accumulate, Format format) {
+    if (format == Format::e4m3 || format == Format::e5m2)
+        return multiply8(D, A, B, n, accumulate, format == Format::e5m2);
+    const bool bfloat16 = format == Format::bfloat16;
     float b[DEPTH][WIDEST];
     for (unsigned k = 0; k < DEPTH; ++k)
         for (unsigned i = 0; i < n; ++i) b[k][i] = widened(B[k][i], bfloat16);

@@ -7,6 +7,7 @@ addresses form the `void**` table that both cuLaunchKernel and the CPU backend t
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -117,9 +118,17 @@ def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
         named["block_map"] = None  # that `score` points to
-    own = COMPUTATIONS[kernel.computes].writes
-    shapes = {name: SCRATCH[name].shape(problem) for name in named if name not in own}
+    own = {name: sizes(problem)[:1] for name, sizes in kernel.scratch.items()}
+    written = COMPUTATIONS[kernel.computes].writes
+    shapes = {name: own.get(name) or SCRATCH[name].shape(problem) for name in named if name not in written}
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def zeroed_of(kernel: Kernel, problem: Problem) -> dict[str, int]:
+    """How many bytes of which scratch have to be zeros before a launch."""
+    own = {name: sizes(problem)[1] for name, sizes in kernel.scratch.items()}
+    shapes = {name: shape for name, shape in scratch_of(kernel, problem).items() if SCRATCH[name].zeroed}
+    return {name: 4 * own.get(name, math.prod(shape)) for name, shape in shapes.items()}
 
 
 class ArgumentBlock:
@@ -156,7 +165,7 @@ class ArgumentBlock:
                 assert tensor is not None, "the caller names every tensor whose strides count"
                 if row.rows:
                     box = box_of(row.tensor, problem, tensor, row.rows(tile))
-                    slot = map_slot(value, box, problem.dtype, encode)
+                    slot = map_slot(value, box, problem.dtype_of(row.tensor), encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
                     value.stride_b *= not problem.ragged  # of one batch entry
@@ -174,10 +183,12 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
     """`Score` of include/score.cuh, and where in it the addresses of tensors lie, by their names."""
     value = score_structure(problem)()
     left, right = problem.bounds
+    of_q, of_k, of_v = (n if isinstance(n, float) else 1.0 for n in problem.descale or (1.0, 1.0, 1.0))
     threshold = round(problem.dropout * 65536)
     factor = 0.0 if threshold > 0xFFFF else 1 / (1 - problem.dropout)  # 0: nothing is kept
     numbers = {
-        "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale, "left": left or 0,
+        "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale * of_q * of_k,
+        "descale": of_v, "group": problem.H // problem.Hk if problem.Hk else 1, "left": left or 0,
         "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
         "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
         "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,

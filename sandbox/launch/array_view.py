@@ -100,8 +100,11 @@ def permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[in
 
 def numpy_dtype(name: str) -> np.dtype:
     """`"bfloat16"` and so on as a NumPy dtype."""
-    if name == "bfloat16":
+    if name in _ML_DTYPES:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
     return np.dtype(name)
+
+
+_ML_DTYPES = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..core.dtypes import ITEMSIZE
 from ..core.errors import UnsupportedProblem
-from ..core.problem import ITEMSIZE
 from ..core.score import SIZES
 from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, numpy_dtype, permuted
 from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
@@ -26,9 +26,13 @@ __all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", 
 
 
 def _dtype(name: str, library: str) -> str:
+    name = _WORDS.get(name, name)
     if name not in SIZES:
         raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
     return name
+
+
+_WORDS = {"float8_e4m3fn": "float8_e4m3", "float8_e4m3": "float8_e4m3 with infinities"}  # other people's: ours
 
 
 class _NumPy(Library):
@@ -242,7 +246,7 @@ _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
 _DTYPES = {  # (DLDataTypeCode, bits)
     (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
-    (6, 8): "bool",
+    (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
 }  # fmt: skip
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 

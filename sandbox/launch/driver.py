@@ -170,7 +170,7 @@ def device(ordinal: int = 0) -> Device:
     return Device(ordinal, name, arch, attribute("MULTIPROCESSOR_COUNT"), smem, context)
 
 
-_MAP_DTYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+_MAP_DTYPES = {"float8_e4m3": 0, "float8_e5m2": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 _ONES = (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
 _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 

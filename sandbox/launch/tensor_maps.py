@@ -9,8 +9,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..core.dtypes import ITEMSIZE
 from ..core.errors import DriverError, UnsupportedProblem
-from ..core.problem import ITEMSIZE, Problem
+from ..core.problem import Problem
 
 
 class Tensor(Protocol):
@@ -140,7 +141,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     Triton's ragged descriptors.)
     """
     of_keys = name in ("K", "V", "dK", "dV")
-    itemsize, width, heads = ITEMSIZE[p.dtype], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
+    itemsize, width, heads = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
     size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
     if name == "bias":
         size = [*reversed(p.bias)]

@@ -99,7 +99,10 @@ class Profile:
     def tensor_peak(self) -> float | None:
         """TFLOP/s of dense products in the problem's dtype at the clock that the launch had; None where unknown."""
         capability = architectures.parse(self.subject.arch)
-        each = _FP32_FLOPS if self.subject.problem.dtype == "float32" else _TENSOR_FLOPS.get(capability)
+        problem = self.subject.problem
+        each = _FP32_FLOPS if problem.dtype == "float32" else _TENSOR_FLOPS.get(capability)
+        if each and problem.float8:
+            each *= 2
         sms = self.counters.first("device__attribute_multiprocessor_count", "launch__sm_count")
         return each * sms * self.counters.clock * 1e-12 if each and sms and self.counters.clock else None
 

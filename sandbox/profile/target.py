@@ -45,7 +45,8 @@ def _tensors(subject: Subject) -> dict[str, Staged]:
     """Whatever the kernel and a forward name, on the GPU: q, k, v and dO random, the others to be written."""
     kernel, p = subject.spec(), subject.problem
     q, k, v = make_inputs(Case("profile", p))
-    out = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32).astype(q.dtype)
+    out = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
+    out = out.astype(dlpack.numpy_dtype(p.dtype_of("O")))
     given = {"Q": q, "K": k, "V": v, "dO": out, **score_inputs(p)}
     made = {"O": out, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
     for name, (shape, dtype) in trial.made_for(kernel, p).items():

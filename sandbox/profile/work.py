@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..core.dtypes import ITEMSIZE
 from ..core.kernel import Entry
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -60,4 +61,4 @@ def _nbytes(name: str, p: Problem) -> int:
         return 4 * rows
     if name in ("K", "V", "dK", "dV"):
         return p.B * p.Hk * p.Sk * p.D * p.itemsize
-    return rows * p.D * (4 if name == "dQ_accum" else p.itemsize)
+    return rows * p.D * (4 if name == "dQ_accum" else ITEMSIZE[p.dtype_of(name)])

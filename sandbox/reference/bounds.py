@@ -12,7 +12,9 @@ from .rounding import dtype_name, ulp
 
 OUTPUT_FACTOR = 2.0  # of the yardstick's own error, for O
 GRADIENT_FACTOR = 3.0  # for dQ, dK and dV
-LSE_TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+LSE_TOLERANCE = {
+    "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3, "float8_e4m3": 5e-3, "float8_e5m2": 5e-3
+}  # fmt: skip
 
 
 def errors(x: ArrayLike, ref: ArrayLike) -> NDArray[np.float64]:
@@ -71,7 +73,8 @@ def gradient_bound(ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype
 def lse_bound(ref_lse: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:
     """The largest error that each LSE may have: tolerance · max(1, |ref|), in ref_lse's shape (B, H, Sq).
 
-    The tolerance is 1e-5 for float32 inputs, 1e-3 for float16 and bfloat16. Where ref_lse is not finite the bound
+    The tolerance is 1e-5 for float32 inputs, 1e-3 for those of 16 bits and 5e-3 for those of 8, of whose
+    products tensor cores sum up some 14 bits. Where ref_lse is not finite the bound
     is 0: a row without keys must have −inf. Compare elementwise: `(errors(lse, ref) <= lse_bound(ref, dtype)).all()`.
     Raises ValueError for an unknown dtype.
     """

@@ -10,13 +10,13 @@ mass: O = 0, LSE = −inf, or the sink's own logarithm where there is one, gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .gradients import Gradients, Sums
-from .rounding import dtype_name, round_to
+from .rounding import MOST, dtype_name, quantised, round_to
 from .score import Meaning, Options
 from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, shape_of
 
@@ -38,7 +38,7 @@ def attention(
 
     Source: FlashAttention-2 (Dao 2023), section 2.2: S, P and O.
     """
-    return _forward(q, k, v, causal, scale, options, np.float64, _exact)
+    return _forward(q, k, v, causal, scale, options, np.float64, _EXACTLY)
 
 
 def attention_backward(
@@ -79,6 +79,8 @@ def naive(
     causal: Causal = False,
     scale: float | None = None,
     dtype: DTypeLike | None = None,
+    v_dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
     **options: Unpack[Options],
 ) -> NDArray[np.float32]:
     """The yardstick: out (B, H, Sq, Dv) of plain attention in `dtype` (by default q's) with fp32 accumulation.
@@ -86,10 +88,22 @@ def naive(
     The scores are made in fp32 and rounded once, the softmax is fp32 and its P rounded, P V accumulates in fp32 and is
     rounded. The result is float32 holding numbers of `dtype`; inputs of another dtype are rounded to it first, but for
     what the options bring. Scores beyond float16's range become inf and their rows NaN, as plain attention has them.
-    Raises ValueError as `attention` does, and for a dtype other than float16, bfloat16, float32.
+    Of float8 the scores stay fp32, P is rounded to v's dtype (by default `v_dtype` is q's) as `quantised` has it, and
+    the result to `out_dtype`, by default bfloat16. Raises ValueError as `attention` does, and for an unknown dtype.
     """
-    rounded = _rounding(q, dtype)
-    return _forward(rounded(q), rounded(k), rounded(v), causal, scale, options, np.float32, rounded)[0]
+    name = dtype_name(np.asarray(q).dtype if dtype is None else dtype)
+    rounded = _rounding(q, name)
+    if name not in MOST:
+        same = Roundings(rounded, rounded, rounded, rounded)
+        return _forward(rounded(q), rounded(k), rounded(v), causal, scale, options, np.float32, same)[0]
+    of_v, of_out = dtype_name(v_dtype or name), dtype_name(out_dtype or "bfloat16")
+
+    def of_rows(P: Array) -> Array:
+        top = or_one(np.where(P == P, P, 0).max(axis=1, keepdims=True, initial=0))
+        return quantised(P / top, of_v) * top
+
+    steps = Roundings(_exact, of_rows, _exact, lambda x: round_to(x, of_out))
+    return _forward(rounded(q), rounded(k), round_to(v, of_v), causal, scale, options, np.float32, steps)[0]
 
 
 def naive_backward(
@@ -165,6 +179,18 @@ def _exact(x: Array) -> Array:
     return x
 
 
+class Roundings(NamedTuple):
+    """What becomes of S, of P before and after dropout, and of O."""
+
+    S: Round
+    P: Round
+    dropped: Round
+    O: Round
+
+
+_EXACTLY = Roundings(_exact, _exact, _exact, _exact)
+
+
 def _rounding(q: Array, dtype: DTypeLike | None) -> Round:
     name = dtype_name(np.asarray(q).dtype if dtype is None else dtype)
     return lambda x: round_to(x, name)
@@ -186,7 +212,7 @@ def _softmax(S: Array, seen: Mask, sink: float) -> tuple[Array, Array]:
 @np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without keys takes log(0)
 def _forward(
     q: Array, k: Array, v: Array, causal: Causal, scale: float | None, options: Options, dtype: DTypeLike,
-    rounded: Round,
+    rounded: Roundings,
 ) -> tuple[Array, Array]:  # fmt: skip
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     shape = shape_of(q, k, v)
@@ -197,9 +223,9 @@ def _forward(
         head = meaning.head(b, h)
         for rows in _chunks(shape.Sq, shape.Sk):
             S = head.scores(q[b, h, rows].astype(dtype), K, rows.start)
-            P, lse[b, h, rows] = _softmax(rounded(S.x), S.seen, head.sink)
-            P = rounded(head.dropped(rounded(P), rows.start))
-            out[b, h, rows] = rounded(dot_seen(P, V, S.seen))
+            P, lse[b, h, rows] = _softmax(rounded.S(S.x), S.seen, head.sink)
+            P = rounded.dropped(head.dropped(rounded.P(P), rows.start))
+            out[b, h, rows] = rounded.O(dot_seen(P, V, S.seen) * P.dtype.type(head.descale))
     return out, lse
 
 

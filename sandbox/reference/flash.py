@@ -4,7 +4,8 @@ Names as in the kernels: a bare Q, K, V, O, … is one head's tensor in global m
 tile on chip; S, P, dP, dS, m, l, alpha never leave the chip. `load` and `store` are the only lines that touch
 global memory, and `io_model` counts what they move. Tails need no guard here: a slice past the end is short.
 
-Arithmetic runs in `dtype`, float64 unless told otherwise; float32 follows a kernel's rounding more closely.
+Arithmetic runs in `dtype`, float64 unless told otherwise; float32 follows a kernel's rounding more closely. Where v is
+float8, P is rounded to its dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol, Unpack
 import numpy as np
 from numpy.typing import DTypeLike
 
+from .rounding import quantised
 from .score import Head, Meaning, Options
 from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, shape_of
 
@@ -21,6 +23,11 @@ from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, sha
 def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
     """Rows [row, row + rows) of one head's tensor in global memory, (rows, D) or (rows,); short at its end."""
     return x[row : row + rows].astype(dtype)
+
+
+def as_operand(P: Array, V: Array) -> Array:
+    """P as it is multiplied by V, in global memory: of float8 rounded to its dtype."""
+    return quantised(P, V.dtype).astype(P.dtype) if V.dtype.itemsize == 1 else P
 
 
 def store(x: Array, row: int, tile: Array) -> None:
@@ -92,7 +99,7 @@ def _flash1_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
             m_new = np.maximum(m_old, m_tile)  # line 13
             alpha, beta = np.exp(m_old - or_zero(m_new)), np.exp(m_tile - or_zero(m_new))
             l_new = alpha * l_old + beta * l_tile
-            P = head.dropped(P, m0, n0)  # line 14
+            P = head.dropped(as_operand(P, V), m0, n0)  # line 14
             O_rmem = (alpha * l_old)[:, None] * O_rmem + beta[:, None] * dot_seen(P, V_smem, seen)  # line 15
             store(O, m0, O_rmem / or_one(l_new)[:, None])
             store(l, m0, l_new)  # line 16
@@ -114,7 +121,7 @@ def _flash2_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
             P = np.exp(S - or_zero(m_new)[:, None])
             alpha = np.exp(m - or_zero(m_new))
             l = alpha * l + P.sum(axis=1)
-            P = head.dropped(P, m0, n0)  # not in the paper, which leaves it to FlashAttention-1
+            P = head.dropped(as_operand(P, V), m0, n0)  # not in the paper, which leaves it to FlashAttention-1
             O_rmem = alpha[:, None] * O_rmem + dot_seen(P, V_smem, seen)  # line 10
             m = m_new
         store(O, m0, O_rmem / or_one(l)[:, None])  # lines 12 and 14
@@ -147,5 +154,7 @@ def _forward(
     out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
-        head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, meaning.head(b, h))
+        own = meaning.head(b, h)
+        head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, own)
+        out[b, h] *= own.descale
     return out, lse

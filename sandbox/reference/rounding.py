@@ -19,25 +19,40 @@ _FORMATS = {
     "float16": _Format(np.dtype(np.float16), 10, -14),
     "bfloat16": _Format(np.dtype(ml_dtypes.bfloat16), 7, -126),
     "float32": _Format(np.dtype(np.float32), 23, -126),
+    "float8_e4m3": _Format(np.dtype(ml_dtypes.float8_e4m3fn), 3, -6),
+    "float8_e5m2": _Format(np.dtype(ml_dtypes.float8_e5m2), 2, -14),
 }
+MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # the largest numbers of 8 bits
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """The name float16, bfloat16 or float32 for a name, NumPy dtype or scalar type; ValueError for any other."""
+    """The name float32, float16, bfloat16, float8_e4m3 (ml_dtypes' float8_e4m3fn) or float8_e5m2 for a name, NumPy
+    dtype or scalar type; ValueError for any other."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    name = "float8_e4m3" if name == "float8_e4m3fn" else name
     if name not in _FORMATS:
         raise ValueError(f"dtype {name!r} must be one of {', '.join(_FORMATS)}")
     return name
 
 
 def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
-    """x rounded to nearest-even in `dtype`, kept as float32; beyond the dtype's range it becomes ±inf.
+    """x rounded to nearest-even in `dtype`, kept as float32; beyond the dtype's range it becomes ±inf, or in 8 bits the
+    largest number there is, as kernels convert.
 
-    Any shape. x is taken to float32 first. ValueError for a dtype other than float16, bfloat16, float32.
+    Any shape. x is taken to float32 first. ValueError for an unknown dtype.
     """
-    with np.errstate(over="ignore"):  # overflow to inf is the dtype's answer, not a fault
-        x = np.asarray(x).astype(np.float32, copy=False)
-        return x.astype(_FORMATS[dtype_name(dtype)].numpy, copy=False).astype(np.float32, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is the dtype's answer, not a fault
+        wide: NDArray[np.float32] = np.asarray(x).astype(np.float32, copy=False)
+        if most := MOST.get(dtype_name(dtype)):
+            wide = np.clip(wide, np.float32(-most), np.float32(most))
+        return wide.astype(_FORMATS[dtype_name(dtype)].numpy, copy=False).astype(np.float32, copy=False)
+
+
+def quantised(P: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
+    """P, numbers up to 1, as kernels round it to 8 bits: 1 becomes the largest number there is, so that all of the
+    dtype's range is used, and what is small beside it goes down to the smallest."""
+    most = np.float32(MOST[dtype_name(dtype)])
+    return round_to(np.asarray(P, np.float32) * most, dtype) / most
 
 
 def ulp(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ gradients of what it is made from.
 For query i and key j of batch entry b and head h, `shift` being Sk − Sq, or 0 with "top-left", and Sk the number of
 keys that count, each step where it is asked for:
 
-    x = scale · (q_i · k_j)
+    x = scale · (q_i · k_j)                                 scale times the descale of q and of k
     x = softcap · tanh(x / softcap)
     x = x − slope[b, h] · |i + shift − j|
     x = x + bias[b, h, i, j]
@@ -12,6 +12,7 @@ keys that count, each step where it is asked for:
     seen  iff  j < Sk, causal, i + shift − left ≤ j ≤ i + shift + right, mask[b, h, i, j], and the score's own condition
     P = softmax over the keys seen; sink[h] adds exp(sink[h]) to the sum and no value
     P = P ∘ keep / (1 − p)
+    O = P v times the descale of v
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Options(TypedDict, total=False):
     score: Expressions | None
     dropout: float  # p, 0 <= p <= 1
     seed: int | None  # of dropout: 64 bits
+    descale: tuple[Array | float, ...] | None  # what q, k, v are to be multiplied by, broadcastable to (B, heads) each
     part: Part | None  # what all others but `score` have of it is this part alone
 
 
@@ -78,7 +80,8 @@ class Meaning:
         self, shape: Shape, causal: Causal, scale: float | None, *, window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0, alibi: Array | None = None, bias: Array | None = None, mask: Array | None = None,
         sink: Array | None = None, key_lengths: Array | None = None, score: Expressions | None = None,
-        dropout: float = 0.0, seed: int | None = None, part: Part | None = None,
+        dropout: float = 0.0, seed: int | None = None, descale: tuple[Array | float, ...] | None = None,
+        part: Part | None = None,
     ):  # fmt: skip
         full = (shape.B, shape.H, shape.Sq, shape.Sk)
         self.shape, self.scale, self.softcap, self.user = shape, softmax_scale(scale, shape.D), float(softcap), score
@@ -95,6 +98,11 @@ class Meaning:
             raise ValueError(f"dropout={dropout} needs a seed: pass the one that the kernels were given")
         dropout_threshold(dropout)
         self.dropout, self.seed = float(dropout), seed
+        heads = (shape.H, shape.Hk, shape.Hk)
+        self.descale = [
+            np.broadcast_to(np.asarray(x, np.float64), (shape.B, n))
+            for x, n in zip(descale or (1.0, 1.0, 1.0), heads, strict=True)
+        ]
 
     def head(self, b: int, h: int) -> Head:
         """What head h of batch entry b has to ask."""
@@ -121,6 +129,9 @@ class Head:
         self.Sk = shape.Sk if meaning.lengths is None else int(np.clip(meaning.lengths[b], 0, shape.Sk))
         self.shift = meaning.part.row + (self.Sk - meaning.part.Sq if meaning.aligned_right else 0)
         self.sink = -np.inf if meaning.sink is None else float(meaning.sink[h])
+        of_q, of_k, of_v = meaning.descale
+        self.scale = meaning.scale * float(of_q[b, h]) * float(of_k[b, shape.key_head(h)])
+        self.descale = float(of_v[b, shape.key_head(h)])  # of O
 
     def seen(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
         """The part (rows, cols) of what is seen, without the user's own condition, at query row m0 and key n0."""
@@ -141,8 +152,8 @@ class Head:
         seen = self.seen(m0, len(Q), n0, len(K))
         steep: Array | float = 1.0
         own: Array | float = 1.0  # the derivative of the last step alone
-        x: Array = of.scale * (Q @ K.T)
-        size: Array | float = abs(of.scale) * (abs(Q) @ abs(K).T) if sized else 0.0
+        x: Array = self.scale * (Q @ K.T)
+        size: Array | float = abs(self.scale) * (abs(Q) @ abs(K).T) if sized else 0.0
         if of.softcap:
             y = np.tanh(x / of.softcap)
             x, steep = of.softcap * y, 1 - y * y

@@ -237,8 +237,9 @@ def _bshd(x: Array) -> Array:
 def _offset_view(x: Array) -> Array:
     """Cut out of the middle of something larger, surrounded by NaN; rows begin at multiples of 16 bytes if D allows."""
     B, H, S, D = x.shape
-    around = np.full((B, H + 1, S + 3, D + 16), np.nan, x.dtype)
-    view = around[:, 1:, 2 : 2 + S, 8 : 8 + D]
+    first = 16 if x.itemsize == 1 else 8
+    around = np.full((B, H + 1, S + 3, D + 2 * first), np.nan, x.dtype)
+    view = around[:, 1:, 2 : 2 + S, first : first + D]
     view[:] = x
     return view
 
@@ -278,7 +279,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
     INPUTS[case.inputs](q, k, v)
     lay_out = LAYOUTS[case.layout]
-    return tuple(lay_out(x.astype(numpy_dtype(p.dtype))) for x in (q, k, v))  # type: ignore[return-value]
+    dtypes = (numpy_dtype(p.dtype_of(name)) for name in "QKV")
+    return tuple(lay_out(x.astype(dtype)) for x, dtype in zip((q, k, v), dtypes, strict=True))  # type: ignore[return-value]
 
 
 def inputs_of(computes: str, case: Case) -> dict[str, Array]:

@@ -74,15 +74,16 @@ def expect(
         ranges = [(0, problem.Sq)]
     else:
         ranges = [(start, start + ROWS) for start in spread(rng, problem.Sq - ROWS + 1, STRIPS)]
+    how: dict[str, Any] = {"dtype": problem.dtype, "v_dtype": problem.dtype_of("V"), "out_dtype": problem.dtype_of("O")}
     strips = []
     for start, stop in ranges:
         found = []
         for b, h in heads:
             inputs = host(q[b : b + 1, h : h + 1, start:stop]), keys[b, h], values[b, h]
             options = part_options(problem, given or {}, b, h, start, stop, number)
-            found.append((*attention(*inputs, **options), naive(*inputs, **options, dtype=problem.dtype)))
+            found.append((*attention(*inputs, **options), naive(*inputs, **{**options, **how})))
         out, lse, plain = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-        strips.append(Strip(start, stop, out, lse, output_bound(out, plain, problem.dtype)))
+        strips.append(Strip(start, stop, out, lse, output_bound(out, plain, problem.dtype_of("O"))))
     return Expected(problem, heads, tuple(strips))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.dtypes import FLOAT8
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
@@ -46,6 +47,15 @@ TOGETHER = (
 )
 
 
+_OTHER = {"float8_e4m3": "float8_e5m2", "float8_e5m2": "float8_e4m3"}
+OF_FLOAT8: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # what float8 has besides, each with another option
+    lambda p: {"descale": ((p.B, p.H), 0.75, (p.B, p.Hk))},
+    lambda p: {"descale": (1.5, (1, p.Hk), 0.5), "out_dtype": "float32", "softcap": 2.0},
+    lambda p: {"v_dtype": _OTHER[p.dtype], "out_dtype": "float16", "window": (max(2, p.Sk // 5), None)},
+    lambda p: {"v_dtype": _OTHER[p.dtype], "descale": ((p.B, 1), (p.B, p.Hk), 2.0), "alibi": (p.H,)},
+)
+
+
 def documents(p: Problem) -> Score:
     """A user's own lines: keys of other documents are hidden, and x bends by a table for each head. Every kind of
     tensor and every function but `where`."""
@@ -69,6 +79,12 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
             p = dataclasses.replace(p, **OPTIONS[name](p))
         if kernel.refuses(p) is None:
             yield " + ".join(names), p
+    for n, more in enumerate(OF_FLOAT8):
+        for dtype in FLOAT8 if FLOAT8.keys() <= {*kernel.dtypes} else ():
+            p = problem(dtype=dtype, causal=("bottom-right", False)[n % 2])
+            p = dataclasses.replace(p, **more(p))
+            if kernel.refuses(p) is None:
+                yield "float8", p
 
 
 def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
@@ -82,7 +98,7 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
     if p.alibi:
         found["slopes"] = rng.uniform(0.05, 0.5, p.alibi).astype(np.float32)
     if p.bias:
-        found["bias"] = rng.standard_normal(p.bias).astype(numpy_dtype(p.bias_dtype or p.dtype))
+        found["bias"] = rng.standard_normal(p.bias).astype(numpy_dtype(p.bias_dtype or p.dtype_of("O")))
     if p.mask:
         rows, keys = p.mask[2:]
         hidden = [
@@ -95,6 +111,9 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
         found["sink"] = rng.standard_normal(p.H).astype(np.float32)
     if p.dropout:
         found["seed"] = rng.integers(-(2**63), 2**63, 1)
+    for x, one in zip("qkv", p.descale, strict=False):
+        if isinstance(one, tuple):
+            found[f"descale_{x}"] = rng.uniform(0.5, 1.5, one).astype(np.float32)
     if p.key_lengths:
         lengths = rng.integers(0, p.Sk + 1, p.B).astype(np.int32)
         lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
@@ -126,6 +145,9 @@ def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
     score = p.score and dataclasses.replace(p.score, tensors={name: given[f"score.{name}"] for name in p.score.tensors})
     if "seed" in given:
         tensors |= {"dropout": p.dropout, "seed": int(given["seed"][0])}
+    if p.descale:
+        numbers = (given.get(f"descale_{x}", one) for x, one in zip("qkv", p.descale, strict=True))
+        tensors["descale"] = tuple(numbers)
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
@@ -146,6 +168,9 @@ def part_options(
             part[name] = cut(name, b, h, rows, slice(None))[None, None]
     if "slopes" in given:
         part["slopes"] = cut("slopes", *(b, h)[-given["slopes"].ndim :]).reshape(1)
+    for name, n in (("descale_q", h), ("descale_k", h // (p.H // p.Hk)), ("descale_v", h // (p.H // p.Hk))):
+        if name in given:
+            part[name] = cut(name, b, n).reshape(1, 1)
     for name, i in (("sink", h), ("key_lengths", b)):
         if name in given:
             part[name] = host_array(given[name])[i : i + 1]

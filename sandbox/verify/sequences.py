@@ -40,7 +40,8 @@ class Sequence(NamedTuple):
             most = (self.b + 1, None, self.problem.Sq, self.problem.Sk)
             first = (self.b, 0, 0, 0)
             return tuple(slice(a, z) if n > 1 else slice(None) for n, a, z in zip(x.shape, first, most, strict=True))
-        return (own,) if name == "key_lengths" or (name == "slopes" and x.ndim == 2) else ()
+        by_sequence = (name == "slopes" and x.ndim == 2) or (name.startswith("descale_") and len(x) > 1)
+        return (own,) if name == "key_lengths" or by_sequence else ()
 
 
 def sequences_of(p: Problem) -> Iterator[Sequence]:

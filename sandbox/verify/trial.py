@@ -83,6 +83,7 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
     asked = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
     names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, there in asked.items() if there))
     dtypes = {
+        "O": problem.dtype_of("O"),
         "dbias": problem.bias_dtype or problem.dtype,
         "block_map": "int32",
         **dict.fromkeys(("LSE", "delta", "dsink"), "float32"),

@@ -56,11 +56,13 @@ def truth_of(computes: str, case: Case) -> Truth:
 
 def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     def plainly(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
-        return {"O": naive(own["Q"], own["K"], own["V"], **options, dtype=p.dtype)}
+        how: dict[str, Any] = {"dtype": p.dtype, "v_dtype": p.dtype_of("V"), "out_dtype": p.dtype_of("O")}
+        return {"O": naive(own["Q"], own["K"], own["V"], **options, **how)}
 
     exact, plain = (by_sequence(p, given, compute) for compute in (forward, plainly))
     out, lse = exact["O"], exact["LSE"]
-    return {"O": Answer(out, output_bound(out, plain["O"], p.dtype)), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
+    bound = output_bound(out, plain["O"], p.dtype_of("O"))
+    return {"O": Answer(out, bound), "LSE": Answer(lse, lse_bound(lse, p.dtype))}
 
 
 def _block_map(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:

@@ -53,7 +53,12 @@ def test_an_entry_that_is_no_kernel_names_its_owner() -> None:
 
 def test_two_files_are_a_kernel(project_copy: Path) -> None:
     new_kernel(
-        project_copy, "fwd_x", **{'("float32", "float16", "bfloat16")': '("float16",)', "args=": "max_D=16, args="}
+        project_copy,
+        "fwd_x",
+        **{
+            '("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2")': '("float16",)',
+            "args=": "max_D=16, args=",
+        },
     )
     done = in_project(project_copy, "sandbox", "list", "--json")
     assert {row["name"] for row in json.loads(done.stdout)} == {*registry.kernels(), "fwd_x"}

@@ -366,7 +366,7 @@ def test_all_of_them_together() -> None:
         ({"alibi": (2,)}, "alibi=(2,) must be the shape of one slope a head, (4,) or (2, 4)"),
         ({"bias": (7, 9)}, "bias=(7, 9) must be four numbers, each 1 or that of (B, H, Sq, Sk) = (2, 4, 7, 9)"),
         ({"mask": (1, 1, 1, 7)}, "mask=(1, 1, 1, 7) must be four numbers"),
-        ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' must be that of a bias: q's dtype"),
+        ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' must be that of a bias: out's dtype"),
         ({"bias_dtype": "float32"}, "bias_dtype='float32' must be that of a bias"),
         ({"sink": 1.0}, "sink=1.0 must be True or False"),
         ({"score": "x"}, "score='x' must be a sandbox.Score"),

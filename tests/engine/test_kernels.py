@@ -14,7 +14,7 @@ from sandbox.core import registry
 from sandbox.engine import choose, pipeline
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST, Device
-from sandbox.spec import COMPUTATIONS, Causal, Kernel, Problem, Tile
+from sandbox.spec import COMPUTATIONS, ITEMSIZE, Causal, Kernel, Problem, Tile
 from sandbox.toolchain import arch, nvrtc
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of, make_inputs, pointed_cases, sweep_cases
@@ -57,7 +57,7 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", list(ITEMSIZE))
 def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
     """Lengths, masks, groups, layouts, pointed inputs, options, ragged batches: everything `check` tries, where a GPU
     tries it."""

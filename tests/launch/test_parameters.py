@@ -11,6 +11,7 @@ from project import in_project, new_kernel
 from sandbox.core import registry
 from sandbox.core.errors import SpecError
 from sandbox.core.kernel import Kernel
+from sandbox.core.options import macros
 from sandbox.engine import pipeline
 from sandbox.launch import parameters
 from sandbox.launch.dlpack import HOST
@@ -43,7 +44,7 @@ def test_shipped_kernels_agree_with_their_specs(name: str, find) -> None:
     kernel = registry.get(name)
     for entry, found in zip(kernel.entries, find(kernel), strict=True):
         assert len(found) == len(entry.args)
-        parameters.hold(entry, found, kernel.source)
+        parameters.hold(entry, found, kernel.source, macros(problem_of(kernel)).get("SCORE_BYTES", 16))
 
 
 def swapped(one: str, other: str) -> tuple[str, ...]:

@@ -37,7 +37,10 @@ inline void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddre
     cpu::sandbox_send_box(from, &map, at, site);
 }
 inline void send_sums(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
-    cpu::sandbox_send_sums(to, from, bytes, site);
+    cpu::sandbox_send_numbers(to, from, bytes, true, site);
+}
+inline void send_floats(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
+    cpu::sandbox_send_numbers(to, from, bytes, false, site);
 }
 inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
     if (reinterpret_cast<uint64_t>(to) % 16) cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
@@ -46,6 +49,14 @@ inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3,
 }
 inline void send_commit() { cpu::sandbox_send_commit(); }
 inline void send_wait_read() { cpu::sandbox_send_wait_read(); }
+inline void send_wait() { cpu::sandbox_send_wait(); }
+
+// ---- counters in global memory
+
+inline void await_count(const unsigned* counter, unsigned arrivals) {
+    while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield();
+}
+inline void arrive_at_count(unsigned* counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
 
 // ---- warpgroup MMA
 
@@ -69,23 +80,26 @@ inline void wgmma_wait(SANDBOX_SITE) { cpu::sandbox_wgmma_wait(PENDING, site); }
 template <int R>
 inline void wgmma_settled(float (&d)[R], SANDBOX_SITE) { cpu::sandbox_wgmma_settled(d, site); }
 
+template <int R>
+inline void wgmma_discard(float (&d)[R]) { memset(d, 0xff, sizeof d); }
+
 namespace cpu {
 #if defined(DTYPE_bfloat16)
-constexpr bool BFLOAT16 = true;
+constexpr Format FORMAT_16 = Format::bfloat16;
 #else
-constexpr bool BFLOAT16 = false;
+constexpr Format FORMAT_16 = Format::float16;
 #endif
 }  // namespace cpu
 
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 inline void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate, SANDBOX_SITE) {
     const cpu::Product mine{d, nullptr, a.bits, b.bits, 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
-                            accumulate, cpu::BFLOAT16};
+                            accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
 template <Order B_ORDER, int R>
 inline void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate, SANDBOX_SITE) {
-    const cpu::Product mine{d, a, 0, b.bits, 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::BFLOAT16};
+    const cpu::Product mine{d, a, 0, b.bits, 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
 

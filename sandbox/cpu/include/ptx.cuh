@@ -73,9 +73,9 @@ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
 }
 
 inline unsigned pack(float low, float high) {
-#if defined(DTYPE_bfloat16)
+#if defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
     return cpu::float_to_bfloat16(low) | unsigned(cpu::float_to_bfloat16(high)) << 16;
-#elif defined(DTYPE_float16)
+#elif defined(DTYPE_float16) || defined(DTYPE_O_float16)
     return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16;
 #else
     return 0;
@@ -108,6 +108,9 @@ inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
 
 inline void add_fragment(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) atomicAdd(to + 4 * (threadIdx.x % 32) + i, x[i]);  // as on Hopper
+}
+inline void store_fragment(float* to, const float (&x)[4]) {
+    for (int i = 0; i < 4; ++i) to[4 * (threadIdx.x % 32) + i] = x[i];
 }
 inline void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
     for (int i = 0; i < 16; ++i) rows[i / 2 % 2][i / 4 * 2 + i % 2] = from[16 * g + i];

@@ -1,0 +1,81 @@
+"""Spec of `fwd_mma_fp8.cu`."""
+
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """Q, and two stages of K and V; rows padded to a multiple of 32 columns."""
+    K, V = cdiv(p.D, 32) * 32, cdiv(p.Dv, 32) * 32
+    return K * t.BLOCK_M + 2 * (K + V) * t.BLOCK_N
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 16:
+            return f"{name}={width} is not built: it must be a multiple of 16 (fwd_block2d takes any {name})"
+    if arch is not None and arch[0] not in (9, 10) and max(p.D, p.Dv) > 224:
+        return f"D={p.D}, Dv={p.Dv} spill on compute capability {arch[0]}.{arch[1]}: up to 224 (fwd_block2d takes any)"
+    if arch is not None and arch[0] not in (9, 10) and max(p.D, p.Dv) > 224:
+        return f"D={p.D}, Dv={p.Dv} spill on compute capability {arch[0]}.{arch[1]}: up to 224 (fwd_block2d takes any)"
+    if p.alignment < 16:
+        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
+    if not 1e-20 < p.scale < 1e6:
+        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
+    return None
+
+
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """What an MMA step, the register file and an SM's shared memory ask of a tile."""
+    rows, smem = t.BLOCK_M // t.WARPS, t.MIN_BLOCKS * smem_bytes(p, t)
+    accumulators = rows * (p.Dv + t.SUB_N + t.SUB_N // 4) // 32
+    rules = (
+        (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
+        (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
+        (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
+        (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
+        (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
+        (
+            rows == 16 or not (p.bias or p.mask or p.score or p.dropout),
+            f"{rows} rows a warp spill with dropout, a bias, a mask or a score of one's own: 16 do not",
+        ),
+        (
+            accumulators <= 168,
+            f"{rows} rows a warp need {accumulators} registers for S and O at Dv={p.Dv}: at most 168",
+        ),
+        (
+            smem <= 101376 or (arch is not None and arch[0] in (9, 10) and smem <= 232448) or arch is None,
+            f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 101376",
+        ),
+    )
+    return next((sentence for kept, sentence in rules if not kept), None)
+
+
+kernel = Kernel(
+    name="fwd_mma_fp8",
+    computes="forward",
+    rung=3,
+    default=True,
+    ragged=True,
+    summary="tensor cores of 8 bits, warp by warp (mma.sync): V's bytes change places on their way to registers",
+    dtypes=("float8_e4m3", "float8_e5m2"),
+    min_arch=(8, 9),
+    tiles=(
+        Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),
+        Tile(BLOCK_M=64, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),
+        Tile(BLOCK_M=64, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
+    ),
+    space={
+        "BLOCK_M": (64, 128),
+        "BLOCK_N": (32, 64, 96, 128),
+        "SUB_N": (32, 64),
+        "WARPS": (4, 8),
+        "MIN_BLOCKS": (1, 2, 3),
+    },
+    grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
+    block=lambda t: (32 * t.WARPS, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    check_tile=check_tile,
+    args=("Q", "K", "V", "O", "LSE", "group", "score"),
+)

@@ -1,0 +1,426 @@
+// Rung 4 for float8: attention forward on Hopper's warpgroup MMA of 8 bits (wgmma, k = 32), fed by tensor-map copies (TMA).
+//
+// As fwd_wgmma: a block stays on its SM and takes one piece of work after the other, one warpgroup produces, the others
+// consume, 64 query rows each. What 8 bits change:
+//
+// clang-format off
+//   producer, warp 0       K0 V0  K1 V1  K2 V2 ...         requests tiles; Q of the next piece between
+//             warps 2, 3            V0' ->     V1' -> ...  transpose V: TMA's tile -> another, keys along rows
+//   consumers              S = Q K^T | softmax, P | T = P V' | O = alpha O + T ...
+//
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | V' [STAGES] | mbarriers
+// clang-format on
+//
+// wgmma of 8 bits reads both operands with the index that it sums over contiguous. Two warps of the producer, which had nothing
+// to do, turn V round between TMA's arrival and the consumers' wait: ldmatrix.trans, two byte permutations, stmatrix, without a
+// bank conflict. The keys come out in the order in which a lane holds its scores (float8.cuh), and even columns apart from odd
+// ones, which makes of a lane's columns of O runs of four. After FlashAttention-3, section 3.3 (Shah et al. 2024).
+//
+// The tensor cores keep some 14 bits of a sum of 8-bit products. Of a tile's P V that is far below P's own rounding; a sum over
+// thousands of keys it would pull down by percents, always towards zero. So a tile's product is a sum T of its own, and O takes
+// it on in fp32: one FFMA an element, which brings the rescaling with alpha for nothing, and the maximum is followed in every
+// tile. P's largest is the largest number that V's type has.
+#include "float8_hopper.cuh"
+#include "row_by_row.cuh"
+#include "score.cuh"
+#include "swizzle.cuh"
+
+constexpr int CONSUMERS = BLOCK_M / 64;
+constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
+constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32;  // the columns beyond are zeros
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr unsigned TURNERS = 2;  // warps that turn V round
+constexpr float FAR = 3e38f;
+static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
+static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
+
+// So many columns of V a product: with T as wide as O of a wide head there would be too few registers.
+constexpr int part_columns(int parts) {
+    return HEAD_DIM_V % (16 * parts) == 0 && HEAD_DIM_V / parts <= MOST_COLUMNS ? HEAD_DIM_V / parts : part_columns(parts + 1);
+}
+constexpr int PART = part_columns(1), PARTS = HEAD_DIM_V / PART;
+
+using Queries = Swizzled<64, D_PAD, 1>;
+using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
+using Values = Swizzled<BLOCK_N, HEAD_DIM_V, 1>;
+using Turned = Swizzled<HEAD_DIM_V, BLOCK_N, 1>;
+
+// Shared memory, in bytes from its beginning.
+constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES, T_AT = V_AT + STAGES * Values::BYTES;
+constexpr unsigned T_BYTES = (Turned::BYTES + 1023) / 1024 * 1024, BARRIERS_AT = T_AT + STAGES * T_BYTES;
+static_assert(Turned::SLAB_BYTES % 1024 == 0, "a swizzled slab begins at a multiple of 1024 bytes");
+static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
+
+// The mbarriers, 8 bytes each: of each stage of K, V and V', and of each consumer's Q.
+constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
+                   EMPTY_V = FULL_V + 8 * STAGES, FULL_T = EMPTY_V + 8 * STAGES, EMPTY_T = FULL_T + 8 * STAGES,
+                   FULL_Q = EMPTY_T + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
+constexpr unsigned MORE_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage of V: whether there is a tile, or the walk has ended
+static_assert(MORE_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+
+__device__ __forceinline__ void init_barriers(SmemAddress base) {
+    for (unsigned stage = 0; stage < STAGES; ++stage) {
+        mbarrier_init(base + FULL_K + 8 * stage, 1);
+        mbarrier_init(base + FULL_V + 8 * stage, 1);
+        mbarrier_init(base + FULL_T + 8 * stage, TURNERS);
+        mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // a lane of each warp that reads it
+        mbarrier_init(base + EMPTY_V + 8 * stage, TURNERS);
+        mbarrier_init(base + EMPTY_T + 8 * stage, 4 * CONSUMERS);
+    }
+    for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
+        mbarrier_init(base + FULL_Q + 8 * consumer, 1);
+        mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
+    }
+    fence_proxy_async();
+}
+
+// The stage and the parity of the i-th tile that goes through a ring of STAGES.
+__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
+__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
+
+// The key tiles that some of the rows m0 .. m1 see anything of.
+__device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
+    const Range keys = head.keys(m0, m1);
+    const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
+    return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
+}
+
+struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
+    int m0, head;
+    Range range;
+    int tiles;
+#if RAGGED
+    int sequence;
+    __device__ __forceinline__ Piece(RowTile rows, unsigned head, const Score& score)
+        : m0(rows.row0), head(head), range(tiles_of(Head(score, rows.b, head), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin), sequence(rows.b) {}
+    __device__ __forceinline__ int b(int) const { return sequence; }
+    __device__ __forceinline__ int h(int) const { return head; }
+#else
+    __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
+        : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
+          tiles(range.end - range.begin) {}
+    __device__ __forceinline__ int b(int H) const { return head / H; }
+    __device__ __forceinline__ int h(int H) const { return head % H; }
+#endif
+    // The first key of the j-th tile to be walked.
+    __device__ __forceinline__ int keys_at(int j) const { return (Head::FIRST ? range.begin + j : j) * BLOCK_N; }
+};
+
+// How many of a piece's tiles are walked before the first of a warpgroup's own.
+__device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
+    return tiles > 0 && Head::FIRST ? own.begin - piece.range.begin : 0;
+}
+
+// Calls f with each of the block's pieces.
+//
+// Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
+// second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
+// begin each section at another place, and the last section of long rows has up to four rounds.
+template <class F>
+__device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
+    const unsigned blocks = query_tiles<BLOCK_M>(score);
+    const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
+#pragma unroll 1
+    for (unsigned head = 0, size; head < heads; head += size) {
+        size = heads - head < last ? heads - head : section;
+        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
+#pragma unroll 1
+        for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
+            if (i >= size * blocks) continue;
+#if RAGGED
+            const RowTile rows = query_tile<BLOCK_M>(score, CAUSAL ? blocks - 1 - i / size : i % blocks, 0);
+            if (!rows.surplus()) f(Piece(rows, CAUSAL ? head + i % size : i / blocks, score));
+#else
+            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
+#endif
+        }
+    }
+}
+
+// V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 32 keys and 16 columns at a time. In
+// V' a row is a column of V, of each 16 first the even ones, and keys are in the order SLOTS.
+__device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_smem, unsigned turner) {
+    const unsigned lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+#pragma unroll 1
+    for (unsigned columns = turner; columns < HEAD_DIM_V / 16; columns += TURNERS) {
+        const SmemAddress from = V_smem + Values::chunk(lane, columns), to = T_smem + (16 * columns + matrix % 2 * 8 + row) * 128;
+#pragma unroll
+        for (unsigned keys = 0; keys < BLOCK_N / 32; ++keys) {
+            unsigned pair[4];  // of keys 0, 8, 16 and 24 on
+            ldmatrix_x4_trans(pair, from + 32 * 128 * keys);
+            stmatrix_x4(to + Turned::chunk(row, 2 * keys + matrix / 2) - row * 128,
+                        even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]),
+                        odd_column(pair[2], pair[3]));
+        }
+    }
+}
+
+// What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
+struct Rows {
+    float O[HEAD_DIM_V / 2] = {};
+    float m[2] = {-INF, -INF}, l[2] = {}, alpha[2];  // m: a raw score; l: this lane's part of the sum; both times P_MOST
+
+    // Moves m up to the maxima of S, which become P = P_MOST exp2 of what they exceed m by: S is not used any more.
+    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent) {
+        float top[2][2] = {{-INF, -INF}, {-INF, -INF}}, sums[2][2] = {}, shift[2];  // two of each row: shorter chains
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], S[i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float m_new = fmaxf(m[half], row_max<4>(fmaxf(top[half][0], top[half][1])));
+            alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
+            m[half] = m_new;
+            shift[half] = fminf(fmaf(-m_new, exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
+            S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
+            sums[i / 2 % 2][i % 2] += S[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) l[half] = fmaf(l[half], alpha[half], sums[half][0] + sums[half][1]);
+    }
+    __device__ __forceinline__ bool finite() const {
+        float zero = 0.0f;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM_V / 2; ++i) zero = fmaf(O[i], 0.0f, zero);
+        return zero == 0.0f;
+    }
+};
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
+    const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
+    float* LSE,                                     // (B, H, Sq), contiguous
+    const __grid_constant__ TensorMap Q_map,        // boxes of 64 rows
+    const __grid_constant__ TensorMap K_map,        // boxes of BLOCK_N rows
+    const __grid_constant__ TensorMap V_map,
+    int H,
+    int heads,                                      // B * H
+    int group,                                      // H / Hk
+    const __grid_constant__ Score score) {
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddress base = smem_address(smem);
+    if (threadIdx.x == 0) init_barriers(base);
+    __syncthreads();  // the mbarriers are there before anybody uses them
+    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+
+    if (warp < 4) {
+        registers_give_back<PRODUCER_REGISTERS>();
+        unsigned used = 0, pieces = 0;  // tiles of earlier pieces, and these
+        unsigned* const more = reinterpret_cast<unsigned*>(smem + MORE_AT);
+        if (warp == 0 && elect()) {
+            for_each_piece(heads, H, score, [&](const Piece& piece) {
+                const int h = piece.h(H) / group, b = piece.b(H);
+                const Sequence sequence(score, b);
+                // A stride of 0 is a dimension of size 1 to a tensor map.
+                const auto request = [&](auto tiles, const TensorMap& map, const auto& tensor, unsigned tile, unsigned empty,
+                                         unsigned full, int j) {
+                    const unsigned i = used + j, stage = stage_of(i);
+                    mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    if (full == FULL_V) more[stage] = true;
+                    tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
+                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
+                };
+#pragma unroll 1
+                for (int j = 0; j < piece.tiles; ++j) {
+                    request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
+                    request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
+                }
+                used += piece.tiles;
+            });
+            mbarrier_wait(base + EMPTY_V + 8 * stage_of(used), parity_of(used) ^ 1);
+            more[stage_of(used)] = false;
+            mbarrier_arrive(base + FULL_V + 8 * stage_of(used));
+        } else if (warp == 1 && elect()) {
+            for_each_piece(heads, H, score, [&](const Piece& piece) {
+                const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
+                const Sequence sequence(score, piece.b(H));
+#pragma unroll 1
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer), h,
+                                     sequence.query_batch(b), base + FULL_Q + 8 * consumer);
+                }
+                ++pieces;
+            });
+        } else if (warp >= 4 - TURNERS) {
+#pragma unroll 1
+            for (unsigned i = 0;; ++i) {  // the tiles of all pieces
+                const unsigned stage = stage_of(i);
+                mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));
+                if (!more[stage]) break;
+                mbarrier_wait(base + EMPTY_T + 8 * stage, parity_of(i) ^ 1);
+                turn_round(base + V_AT + stage * Values::BYTES, base + T_AT + stage * T_BYTES, warp + TURNERS - 4);
+                fence_proxy_async();
+                __syncwarp();  // every lane has read its part of V, and its part of V' is there, before one says so
+                if (lane == 0) {
+                    mbarrier_arrive(base + EMPTY_V + 8 * stage);
+                    mbarrier_arrive(base + FULL_T + 8 * stage);
+                }
+            }
+        }
+        return;
+    }
+
+    registers_take<CONSUMER_REGISTERS>();
+    const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
+    const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
+    const int g = lane / 4, q = lane % 4;
+    unsigned used = 0, pieces = 0;
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+
+    for_each_piece(heads, H, score, [&](const Piece& piece) {
+        const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
+        const Head bound(score, piece.b(H), piece.h(H));
+        const float exponent = bound.unit * Head::LOG2E;
+        const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const int tiles = m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
+        const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
+        Rows rows;
+        // Of a wide head every step's descriptor would be kept in a register, more than there are.
+        const auto address = [](SmemAddress tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
+        const auto await = [&](unsigned full, int j) { mbarrier_wait(base + full + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto release = [&](unsigned empty, int j) { if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(used + j)); };
+        const auto multiply_QK = [&](float (&S)[BLOCK_N / 2], int j) {
+            const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
+            const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(used + j) * Keys::BYTES));
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < D_PAD / 32; ++step)
+                wgmma8<dtype>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
+            wgmma_commit();
+        };
+        const auto finish_scores = [&](float (&S)[BLOCK_N / 2], int j) {  // raw scores of tile j; -INF where a row does not see
+            const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
+            const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
+#pragma unroll
+            for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
+            if (Head::SCATTERED) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; ++i)
+                    if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
+                return;
+            }
+            const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
+            const int end[2] = {seen[0].end - column, seen[1].end - column};
+            const int begin[2] = {seen[0].begin - column, seen[1].begin - column};
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i) {
+                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+            }
+        };
+        const auto drop = [&](float (&S)[BLOCK_N / 2], int j) {  // what dropout drops of tile j's P
+            Head::Kept kept[BLOCK_N / 16];
+            bound.keep_along_queries(kept, first_row, piece.keys_at(j));
+#pragma unroll
+            for (int i = 0; i < (DROPOUT ? BLOCK_N / 2 : 0); ++i)
+                if (!kept[i / 8].keeps(i / 4 % 2 * 2 + i / 2 % 2, i % 2)) S[i] = 0.0f;
+        };
+        const auto operand = [&](unsigned (&P)[BLOCK_N / 32][4], const float (&S)[BLOCK_N / 2]) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 8; ++i) {
+                const float* s = S + i / 2 * 8 + i % 2 * 2;  // of blocks 2 k and 2 k + 1, of row g or g + 8
+                P[i / 4][i % 4] = pack4<dtype_v>(s[0], s[1], s[4], s[5]);
+            }
+        };
+        const auto multiply_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, auto then) {
+            const Descriptor T_smem = Turned::k_major(address(base + T_AT + stage_of(used + j) * T_BYTES));
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                float T[PART / 2];
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < BLOCK_N / 32; ++step)
+                    wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + part * PART * 128), step > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_settled(T);
+                if (part == PARTS - 1) release(EMPTY_T, j);
+                if (PARTS == 1) then();  // beside a wide O there are no registers for T and S at once
+#pragma unroll
+                for (int i = 0; i < PART / 2; ++i) {
+                    float& o = rows.O[part * (PART / 2) + i];
+                    o = fmaf(o, rows.alpha[i / 2 % 2], T[i]);
+                }
+            }
+            if (PARTS > 1) then();
+        };
+        const auto take_turn = [&] { if (CONSUMERS > 1) named_barrier_sync(turn, 256); };
+        const auto give_turn = [&] { if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256); };
+        const auto pass_on = [&](int j) {  // a tile that only the other consumers see
+            take_turn();
+            give_turn();
+            await(FULL_K, j);
+            release(EMPTY_K, j);
+            await(FULL_T, j);
+            release(EMPTY_T, j);
+        };
+
+        mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
+#pragma unroll 1
+        for (int j = 0; j < lead; ++j) pass_on(j);
+        if (tiles > 0) {
+            const int last = lead + tiles - 1;
+            float S[BLOCK_N / 2];
+            unsigned P[BLOCK_N / 32][4];
+            const auto score = [&](int j) {  // S, which is under way, becomes P
+                wgmma_wait<0>();
+                wgmma_settled(S);
+                release(EMPTY_K, j);
+                if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // all of the piece's Q K^T
+                finish_scores(S, j);
+                rows.exponentiate(S, exponent);
+                drop(S, j);
+                operand(P, S);
+            };
+            await(FULL_K, lead);
+            multiply_QK(S, lead);
+            score(lead);
+#pragma unroll 1
+            for (int j = lead; j < last; ++j) {
+                await(FULL_T, j);
+                await(FULL_K, j + 1);
+                take_turn();
+                multiply_PV(P, j, [&] {
+                    wgmma_discard(S);
+                    multiply_QK(S, j + 1);
+                    give_turn();
+                });
+                score(j + 1);
+            }
+            await(FULL_T, last);
+            take_turn();
+            multiply_PV(P, last, give_turn);
+        }
+        if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+#pragma unroll 1
+        for (int j = lead + max(tiles, 0); j < piece.tiles; ++j) pass_on(j);
+        used += piece.tiles;
+        ++pieces;
+
+        // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
+        if (Head::HIDES && named_barrier_or(own_barrier, 128, !rows.finite()))
+            return attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b(H), piece.h(H), H, m0, warp % 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query_row = first_row + 8 * half + g;
+            const Total total = bound.total(rows.m[half], row_sum<4>(rows.l[half]) * (1.0f / P_MOST));
+            const float inverse = total.inverse * (1.0f / P_MOST);
+            if (query_row >= bound.Sq) continue;
+            if (q == 0) LSE[bound.first_row(piece.head) + query_row] = total.lse;
+            dtype_o* const to = bound.query(O, piece.h(H), query_row) + 4 * q;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM_V / 16; ++i) {  // even columns of each 16 in one block of 8, odd ones in the next
+                const float* o = rows.O + 8 * i + 2 * half;
+                store4(to + 16 * i, o[0] * inverse, o[4] * inverse, o[1] * inverse, o[5] * inverse);
+            }
+        }
+    });
+}

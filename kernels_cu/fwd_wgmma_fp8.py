@@ -1,0 +1,114 @@
+"""Spec of `fwd_wgmma_fp8.cu`."""
+
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
+
+SMEM = 232448  # bytes that a block may have
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """Q, stages of K, V and V turned round, and the mbarriers; rows of 128 bytes, once or more."""
+    row, row_v, keys = 128 * cdiv(p.D, 128), 128 * cdiv(p.Dv, 128), 128 * cdiv(t.BLOCK_N, 128)
+    turned = cdiv(keys * p.Dv, 1024) * 1024
+    return row * t.BLOCK_M + t.STAGES * ((row + row_v) * t.BLOCK_N + turned) + 1024
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
+    if arch is not None and arch[0] != 9:
+        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+    for name, width in (("D", p.D), ("Dv", p.Dv)):
+        if width % 16:
+            return f"{name}={width} is not built: it must be a multiple of 16 (fwd_block2d takes any {name})"
+    if p.alignment < 16:
+        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
+    if not p.mappable:
+        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
+    if not 1e-20 < p.scale < 1e6:
+        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
+    if p.ragged and max(p.rows) > 2**30:
+        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
+    if p.batches * p.H * p.query_tiles(64) >= 2**31:
+        return f"{p} has {p.batches * p.H * p.query_tiles(64)} pieces of 64 rows: fewer than 2^31 are built"
+    return None
+
+
+def most_keys(p: Problem) -> int:
+    """BLOCK_N that does not spill, found by trial."""
+    width = max(p.D, p.Dv)
+    if p.bias or p.mask or p.score:  # looked up in memory
+        return 64 if width <= 128 else 32
+    if not simple(p):
+        return 128 if width <= 64 else 64
+    return 128 if width <= 128 else 96
+
+
+def simple(p: Problem) -> bool:
+    """Whether nothing is asked for that takes registers."""
+    return not (p.softcap or p.alibi or p.bias or p.mask or p.score or p.dropout or p.key_lengths or p.ragged)
+
+
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """What a warpgroup's registers and an SM's shared memory ask of a tile."""
+    consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
+    part = next(p.Dv // n for n in range(1, p.Dv // 16 + 1) if p.Dv % (16 * n) == 0 and p.Dv // n <= t.MOST_COLUMNS)
+    registers = p.Dv // 2 + max(t.BLOCK_N // 2 + 8, t.BLOCK_N // 4 + part // 2)
+    most = 128 if consumers == 3 else 200
+    rules = (
+        (
+            t.BLOCK_M in (64, 128, 192),
+            f"BLOCK_M={t.BLOCK_M} must be 64, 128 or 192: 64 rows for each consumer warpgroup",
+        ),
+        (t.BLOCK_N % 32 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 32 up to 256"),
+        (t.MOST_COLUMNS >= 16, f"MOST_COLUMNS={t.MOST_COLUMNS} must be at least 16: one wgmma's width"),
+        (
+            registers <= most,
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
+        ),
+        (most_keys(p) >= t.BLOCK_N, f"BLOCK_N={t.BLOCK_N} spills on {p.variant}: {most_keys(p)} keys do not"),
+        (consumers < 3 or simple(p), f"BLOCK_M={t.BLOCK_M} spills on {p.variant}: 128 rows do not"),
+        (
+            t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
+            f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: 32 columns a product do not",
+        ),
+        (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
+    )
+    return next((sentence for kept, sentence in rules if not kept), None)
+
+
+def rank(p: Problem, t: Tile) -> bool:
+    """First what was fastest on an H200."""
+    width = max(p.D, p.Dv)
+    best = (192, 128) if width <= 64 else (128, 128) if width <= 128 else (128, 96)
+    return best != (t.BLOCK_M, t.BLOCK_N)
+
+
+def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """One block for each of BLOCKS multiprocessors, which takes piece after piece."""
+    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
+
+
+kernel = Kernel(
+    name="fwd_wgmma_fp8",
+    computes="forward",
+    rung=4,
+    default=True,
+    ragged=True,
+    summary="Hopper's warpgroup MMA of 8 bits: V is turned round on its way, sums are taken on in fp32",
+    dtypes=("float8_e4m3", "float8_e5m2"),
+    min_arch=(9, 0),
+    arch_suffix="a",
+    tiles=(
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, MOST_COLUMNS=32, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, MOST_COLUMNS=64, BLOCKS=132),
+    ),
+    grid=grid,
+    block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    check_tile=check_tile,
+    rank=rank,
+    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "H", "heads", "group", "score"),
+)

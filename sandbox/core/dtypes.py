@@ -1,0 +1,86 @@
+"""Dtypes of Q, K, V and O, and by what numbers those of 8 bits are to be multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import SpecError
+from .normalise import number
+
+FLOAT8 = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # the largest number of each
+OF_16_BITS = ("float16", "bfloat16")
+ITEMSIZE = {"float32": 4, **dict.fromkeys(OF_16_BITS, 2), **dict.fromkeys(FLOAT8, 1)}  # bytes an element
+FLOAT8_ARCH = (8, 9)  # the first compute capability whose tensor cores multiply float8
+
+Descale = tuple[float | tuple[int, ...], ...]  # of q, k and v: a number, or the shape of a tensor of numbers
+
+
+def normalise_dtype(name: str, dtype: str) -> str:
+    """`dtype` by the word that it has here; "fn" in other people's word says that it has no infinity. Raises
+    SpecError."""
+    found = "float8_e4m3" if dtype == "float8_e4m3fn" else dtype
+    if found not in ITEMSIZE:
+        raise SpecError(f"{name}={dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
+    return found
+
+
+def normalise(dtype: str, v_dtype: str, out_dtype: str) -> dict[str, str]:
+    """The three fields of a Problem. Raises SpecError for what no kernel takes."""
+    dtype = normalise_dtype("dtype", dtype)
+    v_dtype, out_dtype = _normalise_v_dtype(dtype, v_dtype), _normalise_out_dtype(dtype, out_dtype)
+    return {"dtype": dtype, "v_dtype": v_dtype, "out_dtype": out_dtype}
+
+
+def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
+    """ "" where v is as q. Raises SpecError for a mixture that no kernel takes."""
+    if not v_dtype or (found := normalise_dtype("v_dtype", v_dtype)) == dtype:
+        return ""
+    if dtype not in FLOAT8 or found not in FLOAT8:
+        raise SpecError(f"v_dtype={v_dtype!r} does not go with dtype={dtype!r}: only float8 dtypes mix")
+    return found
+
+
+def default_out_dtype(dtype: str) -> str:
+    return "bfloat16" if dtype in FLOAT8 else dtype
+
+
+def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
+    """ "" where it is what out has by itself: q's, bfloat16 of float8. Raises SpecError."""
+    if not out_dtype or out_dtype == default_out_dtype(dtype):
+        return ""
+    if dtype not in FLOAT8 or out_dtype not in ("float32", *OF_16_BITS):
+        choice = "float32, float16 or bfloat16" if dtype in FLOAT8 else f"{dtype}, as q is"
+        raise SpecError(f"out_dtype={out_dtype!r} does not go with dtype={dtype!r}: choose {choice}")
+    return out_dtype
+
+
+def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Descale:
+    """() where every number is 1. Raises SpecError for what is no triple, and for a dtype that takes none."""
+    if not descale:
+        return ()
+    if dtype not in FLOAT8:
+        raise SpecError(f"descale={descale!r} goes with float8, not with {dtype}: pass scale")
+    if not isinstance(descale, Sequence) or len(descale) != 3:
+        raise SpecError(f"descale={descale!r} must be three: what q, k and v are to be multiplied by")
+    found: list[float | tuple[int, ...]] = []
+    for name, one, heads in zip("qkv", descale, (H, Hk, Hk), strict=True):
+        if not isinstance(one, Sequence):
+            found.append(number(f"descale of {name}", one))
+            if found[-1] <= 0:  # type: ignore[operator]
+                raise SpecError(f"descale of {name}={one!r} must be positive")
+            continue
+        shape = (*(1,) * (2 - len(one)), *one)
+        if len(shape) != 2 or any(n not in (1, most) for n, most in zip(shape, (B, heads), strict=True)):
+            raise SpecError(f"descale of {name} has shape {tuple(one)}: it must broadcast to (B, heads) = {(B, heads)}")
+        found.append(shape)
+    return () if found == [1.0, 1.0, 1.0] else tuple(found)
+
+
+def described(dtype: str, v_dtype: str, out_dtype: str) -> str:
+    """For people: what differs from what it would be unless said stands behind."""
+    return f"{dtype}{v_dtype and '/' + v_dtype}{out_dtype and '->' + out_dtype}"
+
+
+def described_descale(descale: Descale) -> str:
+    return "descale=" + ",".join(f"{n:g}" if isinstance(n, float) else "x".join(map(str, n)) for n in descale)

@@ -1,0 +1,146 @@
+"""`sandbox.attention` of float8: descale, dtypes, and what is refused."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import sandbox
+from sandbox.core.errors import SpecError, UnsupportedProblem
+from sandbox.core.problem import Problem
+from sandbox.engine import choose
+from sandbox.reference import attention, lse_bound, max_error, naive, output_bound
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def tensors(*dtypes: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, 4, 37, 32), (2, 2, 50, 32), (2, 2, 50, 32))
+    made = (torch.from_numpy(rng.standard_normal(s, np.float32)) for s in shapes)
+    return tuple(x.to(device, dtype) for x, dtype in zip(made, dtypes, strict=True))
+
+
+def check(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
+    inputs = tuple(x.float().numpy() for x in (q, k, v))
+    words = (str(x.dtype).removeprefix("torch.").removesuffix("fn") for x in (q, v))
+    of_q, of_v = words
+    exact, _ = attention(*inputs, **options)
+    out_dtype = str(out.dtype).removeprefix("torch.")
+    plain = naive(*inputs, **options, dtype=of_q, v_dtype=of_v, out_dtype=out_dtype)
+    assert max_error(out.float().numpy(), exact) <= output_bound(exact, plain, out_dtype)
+
+
+@pytest.mark.parametrize("of_v", [E4M3, E5M2])
+@pytest.mark.parametrize("of_q", [E4M3, E5M2])
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, "float32"])
+def test_dtypes(of_q, of_v, out_dtype) -> None:
+    q, k, v = tensors(of_q, of_q, of_v)
+    out = sandbox.attention(q, k, v, causal=True, descale=(1.5, 0.5, 2.0), out_dtype=out_dtype)
+    assert out.dtype == {None: torch.bfloat16, "float32": torch.float32}.get(out_dtype, out_dtype)
+    check(out, q, k, v, causal=True, descale=(1.5, 0.5, 2.0))
+
+
+def test_descale_of_every_head() -> None:
+    """Tensors for some, numbers for others; broadcast; with steps of the score after it."""
+    q, k, v = tensors(E4M3, E4M3, E4M3)
+    of_q, of_v = torch.rand(2, 4) + 0.5, torch.rand(1, 2) + 0.5
+    slopes = torch.rand(4)
+    for options in ({}, {"softcap": 2.0}, {"alibi": slopes}):
+        out, lse = sandbox.attention(q, k, v, descale=(of_q, 0.5, of_v), return_lse=True, **options)
+        told = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        told["descale"] = (of_q.numpy(), 0.5, of_v.numpy())
+        check(out, q, k, v, **told)
+        exact = attention(*(x.float().numpy() for x in (q, k, v)), **told)[1]
+        assert (abs(lse.numpy() - exact) <= lse_bound(exact, "float8_e4m3")).all()
+
+
+def test_a_tensor_is_read_at_each_call() -> None:
+    q, k, v = tensors(E4M3, E4M3, E4M3)
+    of_v = torch.ones(2, 2)
+    first = sandbox.attention(q, k, v, descale=(1, 1, of_v), out_dtype="float32")
+    of_v *= 2
+    assert torch.equal(sandbox.attention(q, k, v, descale=(1, 1, of_v), out_dtype="float32"), 2 * first)
+
+
+def test_a_number_is_not_another_number() -> None:
+    q, k, v = tensors(E4M3, E4M3, E4M3)
+    first, second = (sandbox.attention(q, k, v, descale=(1, 1, n), out_dtype="float32") for n in (1.0, 2.0))
+    assert torch.equal(second, 2 * first)
+
+
+def test_numpy() -> None:
+    q, k, v = (x.float().numpy().astype(ml_dtypes.float8_e4m3fn) for x in tensors(E4M3, E4M3, E4M3))
+    out = sandbox.attention(q, k, v, descale=(1, 1, 1))
+    assert (type(out), out.dtype) == (np.ndarray, ml_dtypes.bfloat16)
+    assert sandbox.attention(q, k, v, descale=(1, 1, 1), out_dtype=np.float32).dtype == np.float32
+    with pytest.raises(UnsupportedProblem, match=r"float8_e4m3 with infinities"):
+        sandbox.attention(*(x.astype(ml_dtypes.float8_e4m3) for x in (q, k, v)), descale=(1, 1, 1))
+
+
+def test_ragged() -> None:
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors(E4M3, E4M3, E4M3))
+    ends = torch.tensor([0, 20, 37], dtype=torch.int32), torch.tensor([0, 5, 50], dtype=torch.int32)
+    of_v = torch.tensor([[1.0, 2.0], [3.0, 0.5]])
+    out = sandbox.attention_varlen(q, k, v, *ends, causal=True, descale=(1, 1, of_v))
+    for b, (a, z, first, last) in enumerate(((0, 20, 0, 5), (20, 37, 5, 50))):
+        own = (q[a:z], k[first:last], v[first:last])
+        alone = tuple(x.transpose(0, 1)[None] for x in own)
+        numbers = of_v[b : b + 1].numpy()
+        check(out[a:z].transpose(0, 1)[None], *alone, causal=True, descale=(1.0, 1.0, numbers))
+
+
+def test_the_compiler_goes_around_it() -> None:
+    q, k, v = tensors(E4M3, E4M3, E4M3)
+
+    @torch.compile(backend="eager")
+    def twice(q, k, v):
+        return 2 * sandbox.attention(q, k, v, descale=(1.0, 1.0, 1.0))
+
+    assert torch.equal(twice(q, k, v), 2 * sandbox.attention(q, k, v, descale=(1.0, 1.0, 1.0)))
+
+
+def test_refusals() -> None:
+    q, k, v = tensors(E4M3, E4M3, E4M3)
+    one = (1, 1, 1)
+    with pytest.raises(UnsupportedProblem, match=r"q is float8_e4m3: it needs descale=\(q, k, v\)"):
+        sandbox.attention(q, k, v)
+    with pytest.raises(UnsupportedProblem, match=r"has no gradient: pass detached tensors, or convert"):
+        sandbox.attention(q.requires_grad_(), k, v, descale=one)
+    q = q.detach()
+    with pytest.raises(SpecError, match=r"goes with float8, not with float32: pass scale"):
+        sandbox.attention(q.float(), k.float(), v.float(), descale=(*one[:2], 2))
+    with pytest.raises(SpecError, match=r"must be three"):
+        sandbox.attention(q, k, v, descale=(1, 1))
+    with pytest.raises(SpecError, match=r"descale of k=-1.0 must be positive"):
+        sandbox.attention(q, k, v, descale=(1, -1, 1))
+    with pytest.raises(SpecError, match=r"descale of v has shape \(2, 4\): it must broadcast to \(B, heads\)"):
+        sandbox.attention(q, k, v, descale=(1, 1, torch.ones(2, 4)))
+    with pytest.raises(UnsupportedProblem, match=r"descale_v is float64: it must be float32|float64"):
+        sandbox.attention(q, k, v, descale=(1, 1, torch.ones(2, 2, dtype=torch.float64)))
+    with pytest.raises(UnsupportedProblem, match=r"q is float8_e4m3 and v is float32: convert one"):
+        sandbox.attention(q, k, v.float(), descale=one)
+    with pytest.raises(SpecError, match=r"out_dtype='int8' does not go with dtype='float8_e4m3'"):
+        sandbox.attention(q, k, v, descale=one, out_dtype="int8")
+    with pytest.raises(UnsupportedProblem, match=r"needs compute capability 8.9 or later.*this is 8.0: convert"):
+        choose.choose_kernel(Problem(1, 1, 8, 8, 64, dtype="float8_e4m3"), "forward", (8, 0))
+
+
+def test_rotate() -> None:
+    """Products stay, numbers that stick out are spread; alike in NumPy and PyTorch, whatever the layout."""
+    rng = np.random.default_rng(0)
+    for D in (64, 96, 7):
+        q, k = (rng.standard_normal((2, 3, s, D), np.float32) for s in (5, 9))
+        a, b = sandbox.rotate(q, k)
+        np.testing.assert_allclose(a @ b.swapaxes(2, 3), q @ k.swapaxes(2, 3), atol=1e-4)
+        assert a.dtype == np.float32
+        turned = torch.from_numpy(q).transpose(1, 2).contiguous().transpose(1, 2)
+        assert np.array_equal(sandbox.rotate(turned, torch.from_numpy(k))[0].numpy(), a)
+    assert not np.allclose(a, sandbox.rotate(q, k, seed=1)[0])
+    one = np.zeros((1, 64), np.float32)
+    one[0, 3] = 8
+    assert (abs(sandbox.rotate(one, one)[0]) == 1).all()
+    with pytest.raises(UnsupportedProblem, match="D must be the same"):
+        sandbox.rotate(one, one[:, :32])
