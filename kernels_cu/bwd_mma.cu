@@ -377,8 +377,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     }
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
     if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
-        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, n0(),
-                                                        threadIdx.x / 32);
+        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
+                                                        n0(), threadIdx.x / 32);
 
     __syncthreads();  // everybody has used K and V before dK and dV take their place
     stage_rows<COLS>(smem, dK_rmem, score.scale);

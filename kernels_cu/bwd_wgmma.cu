@@ -21,9 +21,16 @@
 // clang-format on
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
-// the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold them;
+// the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
+// order of the keys, so that they do not. dQ_accum holds the accumulators as the lanes hold them;
 // `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
+#ifndef ORDERED
+#define ORDERED 0
+#else
+#define bwd_wgmma bwd_ordered
+#define bwd_wgmma_dq bwd_ordered_dq
+#endif
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -37,7 +44,7 @@ constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
 constexpr bool BIAS_AHEAD = BIAS == 1;       // a bias of 16 bits is loaded while S^T is multiplied
 constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
-constexpr bool KEPT_N0 = RAGGED || DROPOUT;  // whether a block's first key is kept in a register: with dropout, else it spills
+constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -50,6 +57,7 @@ static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && 
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
 static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
 static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
+static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 using Queries = Swizzled<BLOCK_M, D_PAD>;
@@ -68,7 +76,8 @@ static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? 8 * MAP_WORDS : 0), "spec a
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-static_assert(FULL_dS + 16 <= MAP_AT, "the mbarriers have 256 bytes");
+constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the number of the block's piece
+static_assert(CLAIM_AT + 4 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -178,6 +187,34 @@ struct Constant {
     static constexpr bool value = B;
 };
 
+// ORDERED: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
+// but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
+// added to it. Where the sums begin, with so many query tiles of all heads:
+constexpr long long ADDED = 4;
+__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
+
+// The keys of a block. ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a
+// block has begun. Heads come in sections of SECTION pieces at least; of a section first the first piece of each head, then the
+// second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together do not
+// meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait for.
+constexpr int SECTION = 132;
+struct Piece {
+    int key_tile, kv_head, b;
+
+    __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
+        if (!ORDERED) return;
+        const unsigned heads = gridDim.y * gridDim.z, most = (SECTION + gridDim.x - 1) / gridDim.x;  // of a section
+        const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
+        const unsigned head = first + place % own;
+        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
+    }
+    // How many pieces of the head add to query tile m0 before this one.
+    __device__ __forceinline__ int before(const Head& head, int m0) const {
+        const Range keys = head.keys(m0, m0 + BLOCK_M);
+        return Head::LAST ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
+    }
+};
+
 __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
     float zero = 0.0f;
 #pragma unroll
@@ -187,7 +224,7 @@ __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
 
 // P^T or dS^T of a warp (16 keys, from chunk `chunk` on, times QUERIES queries) to rows of queries in shared memory.
 __device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, const unsigned (&pairs)[QUERIES / 16][4]) {
-    const unsigned lane = threadIdx.x % 32;
+    const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
 #pragma unroll
     for (int step = 0; step < QUERIES / 16; ++step) {
         const unsigned (&x)[4] = pairs[step];
@@ -215,19 +252,32 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && own.surplus()) return;
+    const RowTile of_grid = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && of_grid.surplus()) return;
     const SmemAddress base = smem_address(smem);
-    if (threadIdx.x == 0) init_barriers(base);
     TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
-    if (Head::MAPPED) map.fill(Sequence(score, own.b), blockIdx.y * group, group, own.row0);
-    __syncthreads();  // the mbarriers, and the map, are there before anybody uses them
+    if (threadIdx.x == 0) {
+        init_barriers(base);
+        if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
+    }
+    if (Head::MAPPED) map.fill(Sequence(score, of_grid.b), blockIdx.y * group, group, of_grid.row0);
+    __syncthreads();  // the mbarriers, and the map or the claim, are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
+    const auto claimed = [&] { return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0); };
+    const Piece piece = claimed();
+    const RowTile own = ORDERED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
+    const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
     const Head head0(score, b, kv_head * group);
     const Walk walk{head0, map, group, own.row0};
+    const auto tile_number = [&](int head, int m0) {
+        return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
+    };
     const auto dQ_tile = [&](int head, int m0) {
-        return dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
+        const long long all = static_cast<long long>(gridDim.z) * H * query_tiles<BLOCK_M>(score);
+        return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
+    };
+    const auto added = [&](int head, int m0, unsigned consumer) {  // pieces, so far
+        return reinterpret_cast<unsigned*>(dQ_accum) + ADDED + 2 * tile_number(head, m0) + consumer;
     };
 
     if (warp < 4) {
@@ -253,29 +303,42 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
         } else if (warp == 1) {
-            const bool of_LSE = lane < 16;  // the other half: delta
-            const float* const column = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) + lane % 16;
             walk.for_each([&](unsigned i, int head, int m0) {
-                const float* const from = column + static_cast<long long>(head) * query_rows(score) + m0;
-                const int rows = head0.Sq - m0 - lane % 16;  // from the lane's first on
+                const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
+                const bool of_LSE = lane < 16;                // the other half: delta
+                const int row = m0 + lane % 16;               // the lane's first
+                const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
+                                          static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16) {
-                    const float x = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
+                    const float x = row + t < head0.Sq ? from[t] : of_LSE ? -INF : 0.0f;
                     to[t] = !of_LSE || x == -INF ? x : -x * Head::LOG2E;  // of a row that sees no key P is 0
                 }
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
-        } else if (!SHARED_KEYS && warp >= 2 && elect()) {
+        } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
-                mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
-                send_sums(dQ_tile(head, m0) + consumer * DQ_SHARE, base + dQ_AT + consumer * 4 * DQ_SHARE, 4 * DQ_SHARE);
-                send_commit();
-                send_wait_read();
-                mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+                if (SHARED_KEYS) {  // the consumer adds by itself, when it may
+                    await_count(added(head, m0, consumer), piece.before(head0, m0));
+                    mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+                    mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
+                } else {
+                    mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
+                    if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
+                    float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
+                    const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
+                    if (ORDERED && piece.before(head0, m0) == 0) send_floats(to, from, 4 * DQ_SHARE);
+                    else send_sums(to, from, 4 * DQ_SHARE);
+                    send_commit();
+                    send_wait_read();
+                    mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
+                    if (ORDERED) send_wait();
+                }
+                if (ORDERED) arrive_at_count(added(head, m0, consumer));
             });
         }
         return;
@@ -283,7 +346,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     registers_take<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer, turn = 4 + consumer, next_turn = 5 - consumer;
-    const int q = lane % 4;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
@@ -348,11 +410,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
         const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
             if (SHARED_KEYS) {
+                if (ORDERED) mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2);
+                const bool first = ORDERED && piece.before(head0, m0) == 0;
                 float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) {
                     const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                    add_fragment(to + k * 128, sums);
+                    if (first) store_fragment(to + k * 128, sums);
+                    else add_fragment(to + k * 128, sums);
+                }
+                if (ORDERED) {
+                    __syncwarp();  // all lanes have added
+                    if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
                 }
             } else {
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
@@ -376,7 +445,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
             const unsigned dS_before = dS_AT + (i % 2 ^ 1) * Pairs::BYTES;
             const float* const stats =  // of the lane's first queries
-                reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + 2 * q;
+                reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + thread_index_x() % 4 * 2;
             float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
             await(FULL_Q, i);
             multiply_rows(S, K_AT, Q_at);
@@ -546,10 +615,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         wgmma_settled(dV_rmem);
     }
 
+    const Piece done = claimed();  // asked again, or it would be kept all the time
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
     if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, walk.n0(), warp - 4);
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, ORDERED ? done.b : b,
+                                                    ORDERED ? done.kv_head : kv_head, H, walk.n0(), warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -569,9 +640,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
             const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
             const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(b);
-            send_box(dV_map, at * 64, row, kv_head, batch, base + V_AT + from);
-            send_box(dK_map, at * 64, row, kv_head, batch, base + K_AT + from);
+            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(ORDERED ? done.b : b);
+            send_box(dV_map, at * 64, row, done.kv_head, batch, base + V_AT + from);
+            send_box(dK_map, at * 64, row, done.kv_head, batch, base + K_AT + from);
         }
         send_commit();
         send_wait_read();  // shared memory lives as long as the block
@@ -597,13 +668,17 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const int row0 = own.row0 + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
-    const float* from = dQ_accum + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
+    const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
+    const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
+    const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
+    const bool untouched = ORDERED && keys.begin >= keys.end;  // rows that see no keys
     float zero = 0.0f;
 #pragma unroll
     for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
         const int chunk = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8), col = col0 + 8 * chunk;
         float sums[2][8];
         fetch_rows(sums, from + chunk * 512, g);
+        for (int k = 0; k < (untouched ? 16 : 0); ++k) sums[k / 8][k % 8] = 0.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             unsigned packed[4];

@@ -1,5 +1,7 @@
 """Spec of `bwd_wgmma.cu`."""
 
+from dataclasses import replace
+
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 SMEM = 232448  # bytes that a block may have
@@ -62,7 +64,13 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-kernel = Kernel(
+def ordered_dQ(p: Problem) -> tuple[int, int]:
+    """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums."""
+    rows = p.B * p.H * cdiv(p.Sq, 128) * 128
+    return 8 + rows // 32 + rows * (1 << max(p.D - 1, 31).bit_length()), 8 + rows // 32
+
+
+in_any_order = Kernel(
     name="bwd_wgmma",
     computes="backward",
     rung=4,
@@ -97,3 +105,25 @@ kernel = Kernel(
         ),
     ),
 )
+
+
+def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
+    """Who adds to a query tile, and when, has to follow from numbers."""
+    if mapped(p):
+        return "masks and conditions are not built in order (bwd_block2d takes them)"
+    return supports(p, arch)
+
+
+in_order = replace(
+    in_any_order,
+    name="bwd_ordered",
+    summary="bwd_wgmma, whose blocks add to dQ in the order of the keys: the same bits every time",
+    deterministic=True,
+    ragged=False,
+    supports=supports_in_order,
+    macros={"ORDERED": 1},
+    scratch={"dQ_accum": ordered_dQ},
+    then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
+)
+
+kernels = (in_any_order, in_order)

@@ -97,8 +97,30 @@ __device__ __forceinline__ void send_sums(float* to, SmemAddress from, unsigned 
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
+// The same, but what was there is replaced.
+__device__ __forceinline__ void send_floats(float* to, SmemAddress from, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
 // Waits until the boxes and sums that this thread has sent have left shared memory.
 __device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until they have also come to where they were sent.
+__device__ __forceinline__ void send_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- counters in global memory, by which blocks wait for each other
+
+// Until so many have arrived. What they, and those whom they had waited for, did before is seen from here on, also by what this
+// thread sends.
+__device__ __forceinline__ void await_count(const unsigned* counter, unsigned arrivals) {
+    unsigned arrived;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+    while (arrived < arrivals);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void arrive_at_count(unsigned* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
 
 // ---- warpgroup MMA
 

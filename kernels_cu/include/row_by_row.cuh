@@ -53,20 +53,21 @@ struct Pair {
     }
 };
 
-// dK and dV of the block's key tile, keys n0 .. n0 + ROWS of head blockIdx.y, by WARPS_ warps, of which this is the one of
-// number `warp`.
+// dK and dV of keys n0 .. n0 + ROWS of head kv_head and batch entry b, by WARPS_ warps, of which this is the one of number
+// `warp`.
 template <int ROWS, int WARPS_>
 __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
-                                                      const View<dtype>& dV, int group, const Score& score, int n0, int warp) {
-    const int kv_head = blockIdx.y, b = key_tile<ROWS>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
+                                                      const View<dtype>& dV, int group, const Score& score, int b, int kv_head, int H,
+                                                      int n0, int warp) {
+    const int lane = threadIdx.x % 32;
     const Sequence own(score, b);
     for (int j = n0 + warp; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);
-            const long long first = head.first_row(gridDim.y * group, h);
+            const long long first = head.first_row(H, h);
             const Range queries = head.queries(j, j + 1);
             for (int i = queries.begin; i < queries.end; ++i) {
                 if (!head.sees(i, j)) continue;

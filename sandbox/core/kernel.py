@@ -69,6 +69,9 @@ class Kernel(Entry):
     tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     then: tuple[Entry, ...] = ()
+    macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # of one of several kernels that share a `.cu`
+    scratch: Mapping[str, Callable[[Problem], tuple[int, int]]] = field(default_factory=dict, hash=False)
+    """Scratch of other sizes than all kernels': numbers, and of these the first that have to be zeros."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/sequence.cuh
     deterministic: bool = True  # False: sums by atomics, in any order
@@ -150,6 +153,7 @@ class Kernel(Entry):
         smem = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
         return {
             **tile,
+            **self.macros,
             "HEAD_DIM": problem.D,
             **{f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in smem.items()},
             "CAUSAL": int(bool(problem.causal)),

@@ -133,7 +133,11 @@ void Block::add_departed() {
     acquire(&ended);  // whoever sent them
     List<Departed>& sums = hopper.departed;
     for (unsigned i = sums.count; i-- > 0;)
-        for (unsigned n = 0; n < sums.items[i].count; ++n) atomic_add(sums.items[i].to + n, sums.items[i].numbers[n]);
+        for (unsigned n = 0; n < sums.items[i].count; ++n) {
+            const Departed& item = sums.items[i];
+            if (item.add) atomic_add(item.to + n, item.numbers[n]);
+            else __atomic_store(item.to + n, item.numbers + n, __ATOMIC_RELAXED);
+        }
     hopper.drop_departed();
 }
 
@@ -257,16 +261,16 @@ uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
 
 }  // namespace
 
-extern "C" void sandbox_send_sums(float* to, const char* from, unsigned bytes, Site site) {
+extern "C" void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site) {
     if ((sent_from(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
         trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
-    self().sent.add() = {from, {}, {}, to, bytes, false, site};
+    self().sent.add() = {from, {}, {}, to, bytes, add, false, site};
 }
 
 extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
     if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     Sent& box = self().sent.add();
-    box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, site};
+    box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, site};
     for_box_chunks(*map, box.at, [](char* to, uint64_t, unsigned valid) { seen_writing(to, valid); });
 }
 
@@ -285,11 +289,19 @@ extern "C" void sandbox_send_wait_read() {
     for (unsigned i = 0; i < sent.count; ++i) {
         const Sent item = sent.items[i];
         if (!item.committed) sent.items[left++] = item;
-        else if (!item.sums) store_box(item.from, item.map, item.at);
-        else current->hopper.departed.add() = {item.sums, copied_floats(item.from, item.bytes), item.bytes / 4};
+        else if (!item.numbers) store_box(item.from, item.map, item.at);
+        else current->hopper.departed.add() = {item.numbers, copied_floats(item.from, item.bytes), item.bytes / 4, item.add};
     }
     sent.count = left;
 }
+
+extern "C" void sandbox_send_wait() {
+    sandbox_send_wait_read();
+    current->add_departed();
+}
+
+// Lets the others go on: of a thread that waits for another block.
+extern "C" void sandbox_yield() { pause(); }
 
 extern "C" void sandbox_generic_write(const char* at, unsigned bytes) {
     const SharedMemory& smem = current->smem;

@@ -72,19 +72,21 @@ struct Copy {  // one cp.async, on its way
     void* issued;  // where in the kernel: what it does later is done there, for whoever reports it
 };
 
-struct Sent {  // one box, or sums, on its way out of shared memory
+struct Sent {  // one box, or numbers, on its way out of shared memory
     const char* from;
     TensorMap map;
     int at[MAP_RANK];
-    float* sums;  // what it is added to; null: a box
+    float* numbers;  // where they go; null: a box
     unsigned bytes;
+    bool add;  // to what is there
     bool committed;
     Site site;
 };
 
-struct Departed {  // sums that have left shared memory and are not added yet
+struct Departed {  // numbers that have left shared memory and have not arrived yet
     float *to, *numbers;
     unsigned count;
+    bool add;
 };
 
 template <class T> struct List {

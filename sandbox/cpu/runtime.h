@@ -78,9 +78,11 @@ void sandbox_set_registers(unsigned registers, Site site);
 // sent leaves shared memory only when it is waited for. Sums are added later still: when the block ends.
 void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
 void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
-void sandbox_send_sums(float* to, const char* from, unsigned bytes, Site site);
+void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site);
 void sandbox_send_commit();
 void sandbox_send_wait_read();
+void sandbox_send_wait();
+void sandbox_yield();
 // Ordinary writes that the async proxy does not see before the fence.
 void sandbox_generic_write(const char* at, unsigned bytes);
 void sandbox_fence_proxy_async();

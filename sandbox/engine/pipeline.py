@@ -22,7 +22,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver, parameters
-from ..launch.arguments import NOT_ALWAYS, SCRATCH, ArgumentBlock, Launch, describe, scratch_of
+from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, describe, zeroed_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -79,8 +79,7 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
         steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
-    scratch = scratch_of(kernel, problem)
-    zeroed = {name: 4 * math.prod(shape) for name, shape in scratch.items() if SCRATCH[name].zeroed}
+    zeroed = zeroed_of(kernel, problem)
     launch, names = steps[0] if len(steps) == 1 and not zeroed else (None, ())
     if launch is None:
         names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))

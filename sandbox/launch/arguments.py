@@ -7,6 +7,7 @@ addresses form the `void**` table that both cuLaunchKernel and the CPU backend t
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -117,9 +118,17 @@ def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
         named["block_map"] = None  # that `score` points to
-    own = COMPUTATIONS[kernel.computes].writes
-    shapes = {name: SCRATCH[name].shape(problem) for name in named if name not in own}
+    own = {name: sizes(problem)[:1] for name, sizes in kernel.scratch.items()}
+    written = COMPUTATIONS[kernel.computes].writes
+    shapes = {name: own.get(name) or SCRATCH[name].shape(problem) for name in named if name not in written}
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def zeroed_of(kernel: Kernel, problem: Problem) -> dict[str, int]:
+    """How many bytes of which scratch have to be zeros before a launch."""
+    own = {name: sizes(problem)[1] for name, sizes in kernel.scratch.items()}
+    shapes = {name: shape for name, shape in scratch_of(kernel, problem).items() if SCRATCH[name].zeroed}
+    return {name: 4 * own.get(name, math.prod(shape)) for name, shape in shapes.items()}
 
 
 class ArgumentBlock:

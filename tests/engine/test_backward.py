@@ -220,7 +220,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kernel", [*BACKWARD, None], ids=lambda kernel: kernel.name if kernel else "adds")
 def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, allocated: list[int]) -> None:
-    """delta, and at most one fp32 accumulator of dQ's shape (where that is whole tiles)."""
+    """delta, and at most one fp32 accumulator of dQ's shape (where that is whole tiles), and few counters."""
     kernel = kernel or adds
     dtype = getattr(torch, kernel.dtypes[0])
     dout, q, k, v, out, lse = (torch.from_numpy(x) for x in arrays(1, 2, 128, 64))
@@ -230,7 +230,8 @@ def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, a
     gradients = sandbox.attention_backward(*given, kernel=kernel)
     beyond = sum(allocated) - sum(x.nbytes for x in gradients)
     accumulator = any("dQ_accum" in entry.args for entry in kernel.entries)
-    assert beyond == lse.nbytes + accumulator * 4 * q.numel()
+    counters = beyond - lse.nbytes - accumulator * 4 * q.numel()  # of a kernel that adds in order
+    assert 0 <= counters <= (q.nbytes // 50 if kernel.scratch else 0), f"{counters} bytes"
     sandbox.reload()
 
 

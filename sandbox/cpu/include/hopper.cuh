@@ -37,7 +37,10 @@ inline void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddre
     cpu::sandbox_send_box(from, &map, at, site);
 }
 inline void send_sums(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
-    cpu::sandbox_send_sums(to, from, bytes, site);
+    cpu::sandbox_send_numbers(to, from, bytes, true, site);
+}
+inline void send_floats(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
+    cpu::sandbox_send_numbers(to, from, bytes, false, site);
 }
 inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
     if (reinterpret_cast<uint64_t>(to) % 16) cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
@@ -46,6 +49,14 @@ inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3,
 }
 inline void send_commit() { cpu::sandbox_send_commit(); }
 inline void send_wait_read() { cpu::sandbox_send_wait_read(); }
+inline void send_wait() { cpu::sandbox_send_wait(); }
+
+// ---- counters in global memory
+
+inline void await_count(const unsigned* counter, unsigned arrivals) {
+    while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield();
+}
+inline void arrive_at_count(unsigned* counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
 
 // ---- warpgroup MMA
 
