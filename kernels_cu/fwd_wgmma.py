@@ -88,7 +88,7 @@ def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
     width, short = max(p.D, p.Dv), p.Sq < (4096 if p.causal else 2048) or p.ragged
     if p.block_map[3]:  # as masks are made: in powers of two
-        return 128, 64 if width <= 128 else 32
+        return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
     if width > 128:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
@@ -119,13 +119,13 @@ kernel = Kernel(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
