@@ -14,10 +14,11 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % 16:
             return f"{name}={width} is not built: it must be a multiple of 16 (fwd_block2d takes any {name})"
-    if arch is not None and arch[0] not in (9, 10) and max(p.D, p.Dv) > 224:
-        return f"D={p.D}, Dv={p.Dv} spill on compute capability {arch[0]}.{arch[1]}: up to 224 (fwd_block2d takes any)"
-    if arch is not None and arch[0] not in (9, 10) and max(p.D, p.Dv) > 224:
-        return f"D={p.D}, Dv={p.Dv} spill on compute capability {arch[0]}.{arch[1]}: up to 224 (fwd_block2d takes any)"
+    width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
+    if arch is not None and width > (128 if options else 192):
+        return (
+            f"D={p.D}, Dv={p.Dv} spill: up to 192 are built, 128 with options of a score (fwd_block2d takes any)"
+        )
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not 1e-20 < p.scale < 1e6:
@@ -35,6 +36,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
         (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
+        (rows == 16 or not arch or arch < (10, 0), f"{rows} rows a warp spill on compute capability 10.0 and later"),
         (
             rows == 16 or not (p.bias or p.mask or p.score or p.dropout),
             f"{rows} rows a warp spill with dropout, a bias, a mask or a score of one's own: 16 do not",

@@ -73,7 +73,7 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
                    FULL_PIECE = EMPTY_Q + 8 * CONSUMERS, EMPTY_PIECE = FULL_PIECE + 8, PIECE_AT = EMPTY_PIECE + 8;
-constexpr unsigned TOLD_AT = PIECE_AT + 16;  // of each stage, in a walk by the block map
+constexpr unsigned TOLD_AT = PIECE_AT + 32;  // of each stage, in a walk by the block map
 static_assert(TOLD_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
@@ -110,18 +110,23 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
     Range range;
     int tiles;
 #if RAGGED
-    int sequence;
+    int number;
+    Extent extent;
     __device__ __forceinline__ Piece(Dealt dealt, const Score& score)
-        : m0(dealt.row0), head(dealt.head), range(tiles_of(Head(score, dealt.b, head), m0, m0 + BLOCK_M)),
-          tiles(range.end - range.begin), sequence(dealt.b) {}
-    __device__ __forceinline__ int b(int) const { return sequence; }
+        : m0(dealt.row0), head(dealt.head), number(dealt.b), extent(dealt.extent) {
+        range = tiles_of(Head(sequence(score, 0), head), m0, m0 + BLOCK_M);
+        tiles = range.end - range.begin;
+    }
+    __device__ __forceinline__ int b(int) const { return number; }
     __device__ __forceinline__ int h(int) const { return head; }
+    __device__ __forceinline__ Sequence sequence(const Score& score, int) const { return {score, number, extent}; }
 #else
     __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
         : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
           tiles(range.end - range.begin) {}
     __device__ __forceinline__ int b(int H) const { return head / H; }
     __device__ __forceinline__ int h(int H) const { return head % H; }
+    __device__ __forceinline__ Sequence sequence(const Score& score, int H) const { return {score, b(H)}; }
 #endif
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const {
@@ -312,7 +317,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             unsigned used = 0;  // tiles of earlier pieces
             for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = piece.h(H) / group, b = piece.b(H);
-                const Sequence sequence(score, b);
+                const Sequence sequence = piece.sequence(score, H);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
@@ -352,7 +357,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             unsigned pieces = 0;
             for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
-                const Sequence sequence(score, piece.b(H));
+                const Sequence sequence = piece.sequence(score, H);
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
@@ -380,7 +385,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
-        const Head bound(score, piece.b(H), piece.h(H));
+        const Head bound(piece.sequence(score, H), piece.h(H));
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there

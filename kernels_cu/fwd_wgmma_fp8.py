@@ -65,7 +65,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
         (most_keys(p) >= t.BLOCK_N, f"BLOCK_N={t.BLOCK_N} spills on {p.variant}: {most_keys(p)} keys do not"),
-        (consumers < 3 or simple(p), f"BLOCK_M={t.BLOCK_M} spills on {p.variant}: 128 rows do not"),
+        (
+            consumers < 3 or (simple(p) and max(p.D, p.Dv) <= 64),
+            f"BLOCK_M={t.BLOCK_M} spills on {p.variant}: 128 rows do not",
+        ),
         (
             t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
             f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: 32 columns a product do not",

@@ -47,10 +47,10 @@ def there_and_back(costs: list[int], causal: bool) -> list[float]:
 
 def longest_first(costs: list[int], rows: int) -> Iterator[int]:
     """The pieces in the order in which include/dealing.cuh hands them out."""
-    ordered, head = sorted((cost for cost in costs if cost), reverse=True), 0
+    ordered, head = sorted((cost for cost in costs if cost), key=lambda cost: -(cost // 2)), 0  # two key tiles a level
     section = SECTION_BYTES // (rows * ROW_BYTES) + 1
     while head < HEADS:
-        size = section if HEADS - head > 4 * section else HEADS - head
+        size = section if HEADS - head > 2 * section else HEADS - head
         yield from (cost for cost in ordered for _ in range(size))
         head += size
 

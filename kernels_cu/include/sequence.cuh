@@ -110,6 +110,12 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #endif
 }
 
+#if RAGGED
+struct Extent {  // where a sequence lies, as its `Sequence` found it
+    int first_query, Sq, first_key, all_keys, Sk;
+};
+#endif
+
 struct Sequence {
     const Score& score;
     int b;
@@ -128,6 +134,11 @@ struct Sequence {
 #endif
         diagonal = score.bottom_right ? Sk - Sq : 0;
     }
+    // The same, of what somebody has found before.
+    __device__ __forceinline__ Sequence(const Score& score, int b, Extent found)
+        : score(score), b(b), Sq(found.Sq), Sk(found.Sk), diagonal(score.bottom_right ? found.Sk - found.Sq : 0),
+          first_query(found.first_query), first_key(found.first_key), all_keys(found.all_keys) {}
+    __device__ __forceinline__ Extent extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
     __device__ __forceinline__ int key_rows() const { return all_keys; }  // that are there
 
     // The address of query row i, or key j, in head h of a tensor.
