@@ -16,9 +16,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
             return f"{name}={width} is not built: it must be a multiple of 16 (fwd_block2d takes any {name})"
     width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
     if arch is not None and width > (128 if options else 192):
-        return (
-            f"D={p.D}, Dv={p.Dv} spill: up to 192 are built, 128 with options of a score (fwd_block2d takes any)"
-        )
+        return f"D={p.D}, Dv={p.Dv} spill: up to 192 are built, 128 with options of a score (fwd_block2d takes any)"
     if p.alignment < 16:
         return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
     if not 1e-20 < p.scale < 1e6:
