@@ -218,7 +218,8 @@ def _make_plan(
         if len(kept) >= _MOST_PLANS:
             kept.clear()
         kept[key] = plan
-    return plan, tuple(map(library_of(arrays[0]).pointer, arrays))
+    # What is refused may be arrays of several libraries, or have no address.
+    return plan, () if isinstance(plan, Refusal) else tuple(map(library_of(arrays[0]).pointer, arrays))
 
 
 class Refusal:
