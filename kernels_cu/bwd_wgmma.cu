@@ -309,17 +309,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         } else if (warp == 1) {
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
-                const bool of_LSE = lane < 16;                // the other half: delta
-                const int row = m0 + lane % 16;               // the lane's first
+                const bool of_LSE = lane < 16;                          // the other half: delta
+                const int row = m0 + lane % 16, rows = head0.Sq - row;  // from the lane's first on
                 const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
+                float x[BLOCK_M / 16];  // all loads before the first store: none waits for another
 #pragma unroll
-                for (int t = 0; t < BLOCK_M; t += 16) {
-                    const float x = row + t < head0.Sq ? from[t] : of_LSE ? -INF : 0.0f;
-                    to[t] = !of_LSE || x == -INF ? x : -x * Head::LOG2E;  // of a row that sees no key P is 0
-                }
+                for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
+#pragma unroll
+                for (int t = 0; t < BLOCK_M; t += 16)
+                    to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });

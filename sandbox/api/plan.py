@@ -161,7 +161,7 @@ def _plan(
 
     def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
         made = tuple([new() for new in news])
-        if room:
+        if offsets:
             memory = new_scratch()  # whose memory goes back in the order of the stream
             start = pointer(memory)
             launch(taken((*addresses, *map(pointer, made), *[start + offset for offset in offsets])), stream())
