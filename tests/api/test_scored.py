@@ -167,7 +167,7 @@ def test_a_bias_lies_as_it_likes(kind: str, device: Device) -> None:
     ("given", "message"),
     [
         ({"bias": np.zeros((3, SK), np.float32)}, "bias has shape (3, 33): it must broadcast to (B, H, Sq, Sk) = "),
-        ({"bias": np.zeros((SQ, SK), np.float16)}, "bias is float16: it must be float32 or as q, float32"),
+        ({"bias": np.zeros((SQ, SK), np.float16)}, "bias is float16: it must be float32 or as out, float32"),
         ({"mask": np.zeros((SQ, SK), np.float32)}, "mask is float32: it must be bool"),
         ({"mask": np.zeros((1, 1, 1, 1, SK), bool)}, "mask has shape (1, 1, 1, 1, 33): it must broadcast to"),
         ({"alibi": np.zeros(3, np.float32)}, "alibi has shape (3,): it must be (4,) or (2, 4)"),
