@@ -1,6 +1,6 @@
 """How fast are ragged batches? The grid `ragged` beside PyTorch's varlen_attn.
 
-python experiments/015_ragged/run.py            needs a GPU; half a minute on an H200
+python experiments/016_ragged/run.py            needs a GPU; half a minute on an H200
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How evenly a ragged batch's pieces fall on the multiprocessors, in three orders, without a GPU.
 
-python experiments/015_ragged/balance.py        prints the table of README.md
+python experiments/016_ragged/balance.py        prints the table of README.md
 
 A piece costs its key tiles and one more; the balance is the mean of the multiprocessors' times over the greatest.
 """
