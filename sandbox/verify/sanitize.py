@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..core import registry
+from ..core.dtypes import FLOAT8
 from ..core.errors import ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
 from ..core.options import score_structure, score_tensors
@@ -69,19 +70,26 @@ def small_tile(kernel: Kernel) -> Tile:
     return min(kernel.tiles, key=lambda tile: np.prod(list(tile.values())))
 
 
+def usual_dtypes(kernel: Kernel) -> Sequence[str]:
+    """The dtypes that a kernel is examined in unless others are asked for: of 8 bits only if it takes no wider ones."""
+    return [dtype for dtype in kernel.dtypes if dtype not in FLOAT8] or kernel.dtypes
+
+
 def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
     """Causal with lengths that no tile divides and grouped heads, then whole tiles; several blocks of each."""
-    M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+    M, N, dtypes = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64), usual_dtypes(kernel)
 
     def taken(**fields: Any) -> Iterator[Problem]:
+        if kernel.computes == "block_map":  # there is none without a mask
+            fields["mask"] = (1, 1, fields["Sq"], fields["Sk"])
         for problem in (Problem(D=D, **fields) for D in _WIDTHS):
             if not (kernel.refuses(problem) or refuses_tile(kernel, problem, tile, None)):
                 yield problem
                 return
 
     return [
-        *taken(B=1, H=2, Hk=1, Sq=2 * M + 3, Sk=2 * N + 5, dtype=kernel.dtypes[-1], causal="bottom-right"),
-        *taken(B=2, H=1, Sq=M, Sk=2 * N, dtype=kernel.dtypes[0]),
+        *taken(B=1, H=2, Hk=1, Sq=2 * M + 3, Sk=2 * N + 5, dtype=dtypes[-1], causal="bottom-right"),
+        *taken(B=2, H=1, Sq=M, Sk=2 * N, dtype=dtypes[0]),
     ]
 
 
@@ -89,7 +97,7 @@ def shipped(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
     """The tiles that a large problem gets, each at the first of its head widths and with lengths it does not divide."""
     found: dict[Tile, Problem] = {}
     for D in _SHIPPED_WIDTHS:
-        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right")
+        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=usual_dtypes(kernel)[-1], causal="bottom-right")
         try:
             tile = choose_tile(kernel, whole, arch)
         except UnsupportedProblem:

@@ -71,7 +71,7 @@ def test_list() -> None:
     shown = call("list")
     assert shown.exit_code == 0
     for row in rows:
-        (line,) = [line for line in shown.stdout.splitlines() if line.startswith(row["name"])]
+        (line,) = [line for line in shown.stdout.splitlines() if line.split()[:1] == [row["name"]]]
         assert row["summary"] in line
 
 
@@ -85,7 +85,7 @@ def test_list_for_a_problem() -> None:
     shown = call("list", "--shape", "1,2,77,60", "--arch", "sm_90a").stdout.splitlines()
     assert [line.split()[0] for line in shown if "chosen" in line] == ["fwd_block2d", "bwd_block2d"]
     assert [line.split()[0] for line in shown if "takes it" in line] == ["fwd_minimal", "bwd_minimal"]
-    (line,) = [line for line in shown if line.startswith("fwd_mma")]
+    (line,) = [line for line in shown if line.startswith("fwd_mma ")]
     assert "refuses" in line
     assert "multiple of 8" in line
 
@@ -181,8 +181,8 @@ def test_spellings_of_a_problem() -> None:
     """`--shape` everywhere; what it was called before still does, and is not shown."""
     for command, old, value, shapes in (
         (("list", "--arch", "sm_90a"), "--problem", "1,2,77,60", ["1,2,77,60"]),
-        (("compile", "bwd_delta"), "-D", "32,64", ["1,1,1,32", "5,4/2,7,9,64"]),
-        (("ptx", "fwd_minimal"), "--head-dim", "32", ["2,1,100,32"]),
+        (("compile", "bwd_delta"), "-D", "32,64", ["1,1,1,32", "1,1,1,64"]),
+        (("ptx", "fwd_minimal"), "--head-dim", "32", ["1,1,1,32"]),
     ):
         now = [word for shape in shapes for word in ("--shape", shape)]
         assert untimed(parsed(*command, *now)) == untimed(parsed(*command, old, value))
@@ -328,7 +328,7 @@ def test_help(command: tuple[str, ...]) -> None:
     [
         (
             ("run", "fwd_minimall"),
-            "sandbox: kernel 'fwd_minimall' is not known: did you mean fwd_minimal? there are fwd_",
+            "sandbox: kernel 'fwd_minimall' is not known: did you mean fwd_minimal? there are ",
         ),
         (("run", "--shape", "1,2,3"), "sandbox: shape '1,2,3' must be B,H,S,D or B,H,Sq,Sk,D, such as "),
         (("run", "--shape", "1,3/2,5,64"), "sandbox: H=3 query heads are not a multiple of Hk=2 key/value heads"),

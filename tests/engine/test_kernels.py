@@ -236,6 +236,7 @@ def test_program_name_is_the_source(tmp_path) -> None:
 def test_each_entry_is_compiled_by_its_name() -> None:
     """One cubin holds them all."""
     for kernel in KERNELS:
-        compiled = [pipeline.compile(entry.name, D=64, arch="sm_90a") for entry in kernel.entries]
+        dtype = kernel.dtypes[0]
+        compiled = [pipeline.compile(entry.name, D=64, dtype=dtype, arch="sm_90a") for entry in kernel.entries]
         assert [c.entry for c in compiled] == [entry.name for entry in kernel.entries]
         assert len({c.cubin for c in compiled}) == 1

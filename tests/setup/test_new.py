@@ -163,7 +163,8 @@ def test_every_command_speaks_json_and_explains_itself(path: tuple[str, ...], co
 @pytest.mark.parametrize(
     ("words", "completed"),
     [("sandbox ru", {"run"}), ("sandbox sass fwd_mi", {"fwd_minimal"}), ("sandbox run fwd_mma fwd_b", {"fwd_block2d"}),
-     ("sandbox new kernel mine --from fwd_mm", {"fwd_mma"}), ("sandbox sass fwd_mma --dtype b", {"bfloat16"}),
+     ("sandbox new kernel mine --from fwd_mm", {"fwd_mma", "fwd_mma_fp8"}),
+     ("sandbox sass fwd_mma --dtype b", {"bfloat16"}),
      ("sandbox watch fwd_mi", {"fwd_minimal"}), ("sandbox sass bwd_minimal_", {"bwd_minimal_dq"}),
      ("sandbox profile bwd_mma_", {"bwd_mma_dq"})],
 )  # fmt: skip
