@@ -72,7 +72,7 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
 
 
 WRITTEN = "query_row < head.Sq ? to_float"
-SCALE = "dot * score.scale"
+SCALE = "dot * own_scale()"
 BARRIER = "__syncthreads();  // the tile is whole"
 START = "float m = -INF, l = 0.0f;"
 
