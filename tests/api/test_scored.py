@@ -104,7 +104,6 @@ def test_gradients_of_everything(name: str, device: Device) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_compile(name: str, device: Device) -> None:
-    torch._dynamo.reset()
     call = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
     found, wanted = gradients(call, device, name, Dv=24)
     for which, x in found.items():
