@@ -44,7 +44,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
     """
     history = History(kernel)
     with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
-        saves = iter(()) if once else _saves(registry.FOLDER)  # from here on no save is missed
+        saves = iter(()) if once else saves(registry.FOLDER)  # from here on no save is missed
         seen: Texts | None = None
         while True:
             texts = read_texts(kernel)
@@ -60,7 +60,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
             next(saves)
 
 
-def _saves(folder: Path) -> Iterator[None]:
+def saves(folder: Path) -> Iterator[None]:
     """An item after every save below `folder`, from now on."""
     try:
         import watchfiles
