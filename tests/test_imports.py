@@ -197,7 +197,7 @@ def test_importing_the_package_is_light() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    heavy = ("torch", "cupy", "rich", "click", "triton", "matplotlib", "cuda")
+    heavy = ("torch", "cupy", "rich", "click", "triton", "matplotlib", "cuda", "dask", "distributed")
     assert "sandbox.api.attention" in done.stdout.split()
     assert "sandbox.engine.pipeline" not in done.stdout.split()
     assert [name for name in done.stdout.split() if top(name) in heavy] == []
