@@ -37,6 +37,7 @@
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
+#include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -105,10 +106,6 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     }
     fence_proxy_async();
 }
-
-// The stage and the parity of the i-th tile that goes through a ring of STAGES.
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
 // Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
 struct TileMap {

@@ -31,6 +31,8 @@
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
 #include "dealing.cuh"
+#include "pieces.cuh"
+#include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -92,17 +94,6 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
         mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     }
     fence_proxy_async();
-}
-
-// The stage and the parity of the i-th tile that goes through a ring of STAGES.
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
-
-// The key tiles that some of the rows m0 .. m1 see anything of.
-__device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
-    const Range keys = head.keys(m0, m1);
-    const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
-    return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
 struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
@@ -221,26 +212,10 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, 
 }
 #else
 // Calls f with each of the block's pieces.
-//
-// Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
-// second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
-// begin each section at another place, and the last section of long rows has up to four rounds. In a window most pieces are
-// alike and read few keys: one section, in which the short pieces of all heads come last (window 1024: +5%).
 template <class F>
 __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
-    const unsigned blocks = query_tiles<BLOCK_M>(score);
-    const unsigned section = CAUSAL && !Head::FIRST ? max(2 * gridDim.x / blocks, 1) : heads;
-    const unsigned last = section < 16 ? 2 * section : section;
-#pragma unroll 1
-    for (unsigned head = 0, size; head < heads; head += size) {
-        size = heads - head < last ? heads - head : section;
-        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-#pragma unroll 1
-        for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
-            if (i >= size * blocks) continue;
-            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
-        }
-    }
+    for_each_query_tile(query_tiles<BLOCK_M>(score), heads,
+                        [&](unsigned tile, unsigned head) { f(Piece(tile, head, score, H)); });
 }
 #endif
 
