@@ -50,6 +50,8 @@ constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile'
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
 constexpr bool BIAS_TILES = BIAS & 8;
+// What is not seen is hidden in P, not in S: ptxas packs derivatives behind the next branch, and both of a pair beside S spill.
+constexpr bool HIDE_LATE = Head::STEEP;
 constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
 constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
@@ -238,6 +240,13 @@ __device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, co
         const SmemAddress to = rows + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
         stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
     }
+}
+// The same of the bias, from shared memory.
+__device__ __forceinline__ void fetch_pairs(unsigned (&pairs)[QUERIES / 16][4], SmemAddress rows, unsigned chunk) {
+    const unsigned lane = thread_index_x() % 32;
+#pragma unroll
+    for (int step = 0; step < QUERIES / 16; ++step)
+        ldmatrix_x4_trans(pairs[step], rows + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
@@ -498,13 +507,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             }
 
             unsigned shift[QUERIES / 16][4];  // the bias, as S^T lies
-#pragma unroll
-            for (int step = 0; step < (BIAS_TILES ? QUERIES / 16 : 0); ++step) {
-                const unsigned lane = thread_index_x() % 32;
-                const SmemAddress tile = pairs_at(base + BIAS_AT + stage * BIAS_BYTES);
-                ldmatrix_x4_trans(shift[step], tile + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8,
-                                                                   warp % 4 * 2 + lane / 8 % 2));
-            }
+            if (BIAS_TILES) fetch_pairs(shift, pairs_at(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
@@ -523,30 +526,34 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     S[k] = bound.raw(S[k], at0, bias.x), S[k + 1] = bound.raw(S[k + 1], at1, bias.y);
                 }
             }
-            if (scattered) {
+            const auto hide_unseen = [&](auto hide) {
+                if (scattered) {
 #pragma unroll
-                for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!(seen >> k & 1)) S[k] = -INF;
-            }
-            const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
-            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
-                int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const Range rows = head0.queries_that_see(place.key + 8 * half);
-                    begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
+                    for (int k = 0; k < QUERIES / 2; ++k)
+                        if (!(seen >> k & 1)) hide(k);
                 }
+                const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
+                if ((first_query < whole.begin) | (first_query + QUERIES > whole.end)) {  // also rows from Sq on: 0 * inf is NaN
+                    int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
 #pragma unroll
-                for (int k = 0; k < QUERIES / 2; ++k) {
-                    const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
-                    if ((Head::LAST && row < begin[half]) || row >= end[half]) S[k] = -INF;
+                    for (int half = 0; half < 2; ++half) {
+                        const Range rows = head0.queries_that_see(place.key + 8 * half);
+                        begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
+                    }
+#pragma unroll
+                    for (int k = 0; k < QUERIES / 2; ++k) {
+                        const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
+                        if ((Head::LAST && row < begin[half]) || row >= end[half]) hide(k);
+                    }
                 }
-            }
+            };
+            if constexpr (!HIDE_LATE) hide_unseen([&](int k) { S[k] = -INF; });
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
+            if constexpr (HIDE_LATE) hide_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
             if (LATE_DQ) named_barrier_arrive(next_turn, 256);
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll
