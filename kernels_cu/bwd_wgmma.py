@@ -14,8 +14,8 @@ def columns(p: Problem, t: Tile) -> int:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; stages of Q, dO, LSE, delta and a bias; dS, P where consumers share keys, else dQ; the mbarriers; of a block
-    map what concerns a block."""
+    """K, V; stages of Q, dO, LSE, delta and a bias; dS, P where consumers share keys, else dQ; the mbarriers; of a
+    block map what concerns a block."""
     row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
     dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
