@@ -59,6 +59,7 @@ using Outputs = Swizzled<64, DV_PAD>;
 
 constexpr int AT_ONCE = 8;  // of a thread's scores, looked up in memory: of more the addresses would spill
 static_assert(BLOCK_N / 2 % AT_ONCE == 0, "a tile is looked up in whole turns");
+static_assert(!Head::SCATTERED || BLOCK_N <= 128, "a bit for each of a thread's scores");
 constexpr bool BIAS_TILES = BIAS & 8;
 using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 
@@ -297,7 +298,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
                     const unsigned i = used + j, stage = stage_of(i);
+                    TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    TIMELINE(load);
                     if (Head::MAPPED && full == FULL_K) told_of(smem, stage) = told;
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
@@ -335,7 +338,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const Sequence sequence = piece.sequence(score, H);
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    TIMELINE(wait_empty_Q);
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    TIMELINE(load_Q);
                     Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer), h,
                                      sequence.query_batch(b), base + FULL_Q + 8 * consumer);
                 }
@@ -345,6 +350,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #if RAGGED
         if (warp == 2) deal_pieces(smem, heads, group, dealt, score);
 #endif
+        TIMELINE(done);
         return;
     }
 
@@ -429,19 +435,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
             if (Head::SCATTERED && !tile.whole) {
-#pragma unroll
-                for (int begin = 0; begin < BLOCK_N / 2; begin += 32) {
-                    unsigned seen = 0;
+                unsigned long long seen = 0;  // a bit for each score; one loop for all, which the compiler meets once
 #pragma unroll 1
-                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); i += AT_ONCE) {
+                for (int i = 0; i < BLOCK_N / 2; i += AT_ONCE) {
+                    unsigned some = 0;
 #pragma unroll
-                        for (int k = 0; k < AT_ONCE; ++k)
-                            seen |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << i % 32 + k;
-                    }
-#pragma unroll
-                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); ++i)
-                        if (!(seen >> i % 32 & 1)) S[i] = -INF;
+                    for (int k = 0; k < AT_ONCE; ++k)
+                        some |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << k;
+                    seen |= static_cast<unsigned long long>(some) << i % 64;
                 }
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; ++i)
+                    if (!(seen >> i % 64 & 1)) S[i] = -INF;
                 return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
@@ -470,17 +475,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_V(j);
         };
 
+        TIMELINE(wait_Q);
         mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
 #pragma unroll 1
         for (int j = 0; j < lead; ++j) pass_on(j);
         if (tiles > 0) {
+            TIMELINE(wait_K);
             await_K(lead);
             if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
+            TIMELINE(multiply);
             multiply_QK(lead);
             if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
+            TIMELINE(softmax);
             if (!BIAS_TILES) release_K(lead);
             finish_scores(lead, first);
             rows.raise_maximum(S, exponent);
@@ -489,11 +498,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (last > lead) await_K(lead + 1);
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
+                TIMELINE(wait_turn);
                 if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                TIMELINE(multiply);
                 multiply_QK(j);
                 multiply_PV(j - 1);
                 if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
                 multiplied();
+                TIMELINE(softmax);
                 const Told tile = told(j);
                 release_V(j - 1);
                 if (!BIAS_TILES) release_K(j);
@@ -504,8 +516,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 rows.l[0] += sum[0];
                 rows.l[1] += sum[1];
                 drop(tile);
+                TIMELINE(wait_K);
                 if (j < last) await_K(j + 1);
             }
+            TIMELINE(multiply);
             multiply_PV(last);
             wgmma_wait<0>();
             wgmma_settled(rows.O);
@@ -518,6 +532,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         used += walked;
         ++pieces;
 
+        TIMELINE(store);
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if (O_APART && sender) send_wait_read();  // the last piece's O
         const bool spoilt = named_barrier_or(own_barrier, 128, Head::HIDES && !rows.finite());  // all four warps have used Q
@@ -554,4 +569,5 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         }
     });
     if (sender) send_wait_read();  // shared memory lives as long as the block
+    TIMELINE(done);
 }
