@@ -12,6 +12,7 @@ __all__ = [
     "picture",
     "place",
     "problem",
+    "refusals",
     "registry",
     "score",
     "snippet",
