@@ -1,6 +1,6 @@
 """What marks cost each kernel, and the timelines that they show. See README.md beside this file.
 
-python experiments/018_timeline/run.py            a minute on a GPU; rows to results.jsonl, pictures and traces beside it
+python experiments/018_timeline/run.py     a minute on a GPU; rows, pictures and traces beside it
 """
 
 from __future__ import annotations
