@@ -34,6 +34,7 @@
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
+#include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -99,10 +100,6 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     }
     fence_proxy_async();
 }
-
-// The stage and the parity of the i-th tile that goes through a ring of STAGES.
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
 // Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
 struct TileMap {
@@ -296,7 +293,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
+                    TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    TIMELINE(load);
                     Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
                                      tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
                                      base + full + 8 * stage);
@@ -314,7 +313,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
+                TIMELINE(wait_empty);
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
+                TIMELINE(load_stats);
                 float x[BLOCK_M / 16];  // all loads before the first store: none waits for another
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
@@ -332,7 +333,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 } else {
+                    TIMELINE(wait_dQ);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
+                    TIMELINE(send_dQ);
                     if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
                     float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
                     const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
@@ -346,6 +349,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 if (ORDERED) arrive_at_count(added(head, m0, consumer));
             });
         }
+        TIMELINE(done);
         return;
     }
 
@@ -452,11 +456,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const float* const stats =  // of the lane's first queries
                 reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + thread_index_x() % 4 * 2;
             float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
+            TIMELINE(wait_Q);
             await(FULL_Q, i);
+            TIMELINE(S);
             multiply_rows(S, K_AT, Q_at);
             wgmma_wait<1>();  // for dK of the tile before
             if (begun) release(EMPTY_Q, i - 1);
+            TIMELINE(wait_dO);
             await(FULL_dO, i);
+            TIMELINE(S);
             multiply_rows(dP, V_AT, dO_at);
             if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
@@ -490,7 +498,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
+            TIMELINE(wait_turn);
             if (LATE_DQ) named_barrier_sync(turn, 256);
+            TIMELINE(softmax);
             const Place place(first_query, walk.n0() + own_keys);
             unsigned derivative[QUERIES / 16][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
@@ -541,6 +551,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
+            TIMELINE(dP);
             if (!DROP_IN_PLACE) add_rows(dV_rmem, P, P_at, dO_at, begun);
             const auto multiply_dQ_before = [&] {
                 await_dS(i - 1);
@@ -550,6 +561,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
             wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !DQ_LAST && !FIRST)>();  // for dP^T
             wgmma_settled(dP);
+            TIMELINE(dS);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
@@ -576,6 +588,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (DQ_LAST && !FIRST) multiply_dQ_before();
             add_rows(dK_rmem, dS, dS_at, Q_at, begun);
 
+            TIMELINE(dQ);
             wgmma_wait<1>();  // for dV and dQ
             release(EMPTY_dO, i);
             if (!LATE_DQ || !FIRST) {
@@ -611,6 +624,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         wgmma_settled(dV_rmem);
     }
 
+    TIMELINE(store);
     const Piece done = claimed();  // asked again, or it would be kept all the time
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
@@ -643,6 +657,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         send_commit();
         send_wait_read();  // shared memory lives as long as the block
     }
+    TIMELINE(done);
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the consumers' warps of its index have added.

@@ -146,8 +146,10 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
         if (MASKED && n0 + n >= keys.end) break;  // no row of the warp sees the rest
         if (MASKED && Head::FIRST && n0 + n + KEYS <= keys.begin) continue;
         float S[M_TILES][KEYS / 8][4] = {};
+        TIMELINE(QK);
         dot_products<KEYS>(S, rows, Q_smem, K_smem, n, place, key_place);
 
+        TIMELINE(softmax);
         float top[M_TILES][2];
         bool exceeds = false;
 #pragma unroll
@@ -189,6 +191,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
             for (int i = 0; i < KEYS / 4; ++i) P[mt][i / 4][i % 4] = kept[i / 4].left(i % 4, P[mt][i / 4][i % 4]);
         }
 
+        TIMELINE(PV);
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) {
 #pragma unroll
@@ -251,8 +254,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     rows.reset();
     if (tiles > first) request_stage(first);
     const auto arrive = [&](int j) {
+        TIMELINE(wait_load);
         cp_async_wait<0>();
         __syncthreads();  // tile j is there for everybody, and everybody has used tile j - 1, whose stage is filled next
+        TIMELINE(load);
         const int next = next_from(j + 1);
         if (next < tiles) request_stage(next, 1);
         if (Q_IN_REGISTERS && j == first) rows.load_queries(Q_smem, place);
@@ -277,6 +282,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     if (Head::HIDES && __syncthreads_or(!rows.finite()))
         return attend_row_by_row<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
+    TIMELINE(store);
     if (V_ROW > ROW) __syncthreads();  // every warp has read Q before rows of O, wider than its own, take its place
     __syncwarp();  // every lane has read the warp's own rows of Q before O takes their place
     char* const O_warp = V_ROW == ROW ? Q_warp : smem + warp * 16 * M_TILES * V_ROW;
@@ -308,4 +314,5 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
             *reinterpret_cast<uint4*>(head.query(O, h, first_row + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(O_warp + VTile::at(row, chunk));
     }
+    TIMELINE(done);
 }

@@ -31,6 +31,8 @@
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
 #include "dealing.cuh"
+#include "pieces.cuh"
+#include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -92,17 +94,6 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
         mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     }
     fence_proxy_async();
-}
-
-// The stage and the parity of the i-th tile that goes through a ring of STAGES.
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
-
-// The key tiles that some of the rows m0 .. m1 see anything of.
-__device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
-    const Range keys = head.keys(m0, m1);
-    const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
-    return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
 struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
@@ -221,26 +212,10 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, 
 }
 #else
 // Calls f with each of the block's pieces.
-//
-// Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
-// second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
-// begin each section at another place, and the last section of long rows has up to four rounds. In a window most pieces are
-// alike and read few keys: one section, in which the short pieces of all heads come last (window 1024: +5%).
 template <class F>
 __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
-    const unsigned blocks = query_tiles<BLOCK_M>(score);
-    const unsigned section = CAUSAL && !Head::FIRST ? max(2 * gridDim.x / blocks, 1) : heads;
-    const unsigned last = section < 16 ? 2 * section : section;
-#pragma unroll 1
-    for (unsigned head = 0, size; head < heads; head += size) {
-        size = heads - head < last ? heads - head : section;
-        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-#pragma unroll 1
-        for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
-            if (i >= size * blocks) continue;
-            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
-        }
-    }
+    for_each_query_tile(query_tiles<BLOCK_M>(score), heads,
+                        [&](unsigned tile, unsigned head) { f(Piece(tile, head, score, H)); });
 }
 #endif
 
@@ -322,7 +297,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
                     const unsigned i = used + j, stage = stage_of(i);
+                    TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    TIMELINE(load);
                     if (Head::MAPPED && full == FULL_K) told_of(smem, stage) = told;
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
@@ -360,7 +337,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const Sequence sequence = piece.sequence(score, H);
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    TIMELINE(wait_empty_Q);
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    TIMELINE(load_Q);
                     Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer), h,
                                      sequence.query_batch(b), base + FULL_Q + 8 * consumer);
                 }
@@ -370,6 +349,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #if RAGGED
         if (warp == 2) deal_pieces(smem, heads, group, dealt, score);
 #endif
+        TIMELINE(done);
         return;
     }
 
@@ -495,17 +475,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_V(j);
         };
 
+        TIMELINE(wait_Q);
         mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
 #pragma unroll 1
         for (int j = 0; j < lead; ++j) pass_on(j);
         if (tiles > 0) {
+            TIMELINE(wait_K);
             await_K(lead);
             if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
+            TIMELINE(multiply);
             multiply_QK(lead);
             if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
+            TIMELINE(softmax);
             if (!BIAS_TILES) release_K(lead);
             finish_scores(lead, first);
             rows.raise_maximum(S, exponent);
@@ -514,11 +498,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (last > lead) await_K(lead + 1);
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
+                TIMELINE(wait_turn);
                 if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                TIMELINE(multiply);
                 multiply_QK(j);
                 multiply_PV(j - 1);
                 if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
                 multiplied();
+                TIMELINE(softmax);
                 const Told tile = told(j);
                 release_V(j - 1);
                 if (!BIAS_TILES) release_K(j);
@@ -529,8 +516,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 rows.l[0] += sum[0];
                 rows.l[1] += sum[1];
                 drop(tile);
+                TIMELINE(wait_K);
                 if (j < last) await_K(j + 1);
             }
+            TIMELINE(multiply);
             multiply_PV(last);
             wgmma_wait<0>();
             wgmma_settled(rows.O);
@@ -543,6 +532,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         used += walked;
         ++pieces;
 
+        TIMELINE(store);
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if (O_APART && sender) send_wait_read();  // the last piece's O
         const bool spoilt = named_barrier_or(own_barrier, 128, Head::HIDES && !rows.finite());  // all four warps have used Q
@@ -579,4 +569,5 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         }
     });
     if (sender) send_wait_read();  // shared memory lives as long as the block
+    TIMELINE(done);
 }

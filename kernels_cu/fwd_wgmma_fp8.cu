@@ -21,6 +21,8 @@
 // it on in fp32: one FFMA an element, which brings the rescaling with alpha for nothing, and the maximum is followed in every
 // tile. P's largest is the largest number that V's type has.
 #include "float8_hopper.cuh"
+#include "pieces.cuh"
+#include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -75,17 +77,6 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     fence_proxy_async();
 }
 
-// The stage and the parity of the i-th tile that goes through a ring of STAGES.
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
-
-// The key tiles that some of the rows m0 .. m1 see anything of.
-__device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
-    const Range keys = head.keys(m0, m1);
-    const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
-    return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
-}
-
 struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
     int m0, head;
     Range range;
@@ -114,29 +105,16 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 }
 
 // Calls f with each of the block's pieces.
-//
-// Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
-// second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
-// begin each section at another place, and the last section of long rows has up to four rounds.
 template <class F>
 __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
-    const unsigned blocks = query_tiles<BLOCK_M>(score);
-    const unsigned section = CAUSAL ? max(2 * gridDim.x / blocks, 1) : heads, last = section < 16 ? 2 * section : section;
-#pragma unroll 1
-    for (unsigned head = 0, size; head < heads; head += size) {
-        size = heads - head < last ? heads - head : section;
-        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-#pragma unroll 1
-        for (unsigned first = 0, i = begin; first < size * blocks; first += gridDim.x, i = 2 * first - 1 - i) {
-            if (i >= size * blocks) continue;
+    for_each_query_tile(query_tiles<BLOCK_M>(score), heads, [&](unsigned tile, unsigned head) {
 #if RAGGED
-            const RowTile rows = query_tile<BLOCK_M>(score, CAUSAL ? blocks - 1 - i / size : i % blocks, 0);
-            if (!rows.surplus()) f(Piece(rows, CAUSAL ? head + i % size : i / blocks, score));
+        const RowTile rows = query_tile<BLOCK_M>(score, tile, 0);
+        if (!rows.surplus()) f(Piece(rows, head, score));
 #else
-            f(CAUSAL ? Piece(blocks - 1 - i / size, head + i % size, score, H) : Piece(i % blocks, i / blocks, score, H));
+        f(Piece(tile, head, score, H));
 #endif
-        }
-    }
+    });
 }
 
 // V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 32 keys and 16 columns at a time. In

@@ -1,5 +1,6 @@
 // What every kernel shares: the element type, views of tensors, and loads that are right at the edges.
 #pragma once
+#include "timeline.cuh"
 
 // The spec passes -DDTYPE_float16=1 and so on; `dtype` is an element of Q and K, `dtype_v` of V and `dtype_o` of O: all the
 // same, but where Q, K and V are float8. Arithmetic is in fp32.

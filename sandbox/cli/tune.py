@@ -36,29 +36,36 @@ from .output import followed, print_json, say, screen
 @score_options
 @click.option("--fix", help="Hold these numbers of the tile, as BLOCK_M=64,WARPS=4.")
 @click.option("--gpus", help="GPUs to spread the work over, as 0,1; by default all.")
+@click.option("--dask", "cluster", metavar="ADDRESS", help="Spread it over the workers of this Dask cluster instead.")
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier search has measured.")
 @click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw the space to PREFIX.png and PREFIX.svg.")
 @backend_option
 @json_option
 def tune_(
     kernel: str, grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, scored: Scored,
-    fix: str | None, gpus: str | None, fresh: bool, prefix: Path | None, backend: str | None, as_json: bool,
+    fix: str | None, gpus: str | None, cluster: str | None, fresh: bool, prefix: Path | None, backend: str | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Find the fastest tile, which attention then takes.
 
     Of the spec's space: compile in parallel, drop what spills, check, time by successive halving. The best is kept, and
     `attention` takes it for problems of the class on that GPU, until the source changes. An interrupted search goes
     on where it stopped. --backend cpu is for trying this command: its times say nothing.
+
+    --dask tcp://HOST:8786 names the scheduler of a Dask cluster whose workers have one GPU each (dask cuda worker) and
+    the same state of this project. They compile and time; results are kept on this machine.
     """
     if not shapes and not grid:
         raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")
     if gpus and not all(part.strip().isdecimal() for part in gpus.split(",")):
         raise click.BadParameter(f"{gpus!r} is not a list of numbers, such as 0,1", param_hint="--gpus")
+    if gpus and cluster:
+        raise click.UsageError("--gpus counts this machine's, and --dask asks others: name one of the two")
     problems = [problem_of(s, dtype, causal, scored) for s in shapes]
     problems += contest.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
     searches = []
-    with labs.lab(spec, backend, [int(part) for part in gpus.split(",")] if gpus else ()) as lab:
+    with labs.lab(spec, backend, [int(part) for part in gpus.split(",")] if gpus else (), cluster) as lab:
         for number, problem in enumerate(problems):
             search = Search(spec, problem, lab, fixed, fresh)
             for _ in followed(search, lambda c: f"{c.state} {c.tile}"):

@@ -94,6 +94,7 @@ bool Block::deliver_boxes() {
         }
         acquire(box.barrier);  // whoever requested it
         load_box(box.to, box.map, box.at);
+        smem.mark(box.to, box_bytes(box.map), true);
         release(box.barrier);
         reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box_bytes(box.map));
         end_phase(*this, box.barrier);
@@ -240,6 +241,7 @@ extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* a
     mbarrier_at(barrier, site);
     seen_writing(to, box_bytes(*map));
     memset(to, 0xff, box_bytes(*map));
+    current->smem.mark(to, box_bytes(*map), false);
     Requested& box = hopper.requested.add();
     box = {to, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.requested.count % 3, site};
     for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { seen_reading(from, valid); });
@@ -247,6 +249,12 @@ extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* a
 }
 
 namespace {
+
+void must_be_written(const char* from, uint64_t bytes, const char* what, Site site) {
+    if (!current->smem.was_written(from, bytes))
+        trap(site, "%s shared memory + %lld before anything was written there", what,
+             static_cast<long long>(from - current->smem.dynamic));
+}
 
 // Where in shared memory what is sent lies; all of it has to be there for the async proxy.
 uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
@@ -264,6 +272,7 @@ uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
 extern "C" void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site) {
     if ((sent_from(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
         trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
+    must_be_written(from, bytes, "sends", site);
     self().sent.add() = {from, {}, {}, to, bytes, add, false, site};
 }
 
@@ -271,7 +280,10 @@ extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const i
     if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     Sent& box = self().sent.add();
     box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, site};
-    for_box_chunks(*map, box.at, [](char* to, uint64_t, unsigned valid) { seen_writing(to, valid); });
+    for_box_chunks(*map, box.at, [&](char* to, uint64_t place, unsigned valid) {
+        must_be_written(from + place, valid, "sends", site);
+        seen_writing(to, valid);
+    });
 }
 
 extern "C" void sandbox_send_commit() {
@@ -333,7 +345,9 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
     const SharedMemory& smem = current->smem;
     const MatrixPlace place(bits);
     if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset");
-    const Range read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count);
+    const Range read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
+        must_be_written(smem.dynamic + offset, 16, "wgmma reads", site);
+    });
     if (read.end > smem.dynamic_bytes)
         trap(site, "wgmma reads up to shared memory + %llu, which has %u", static_cast<unsigned long long>(read.end),
              smem.dynamic_bytes);

@@ -44,13 +44,17 @@ class CpuFunction:
 
     def __init__(self, library: Path, entry: str):
         self.entry = entry
-        loaded = _load(str(library))
+        loaded = self._loaded = _load(str(library))
         self._run = loaded.sandbox_launch
         self._entry = ctypes.cast(getattr(loaded, f"sandbox_entry_{entry}"), ctypes.c_void_p)
         self._smem = ctypes.cast(loaded.sandbox_dynamic_smem_address, ctypes.c_void_p)
         each = (ctypes.c_uint * _MOST_PARAMETERS)()
         count = getattr(loaded, f"sandbox_parameters_{entry}")(each)
         self.parameters = tuple(Parameter((_KINDS[packed & 3],), packed >> 2) for packed in each[:count])
+
+    def constant(self, name: str) -> int:
+        """The address of a global or constant variable of the library: one for all of its entry points."""
+        return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, name))
 
     def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
         """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.

@@ -132,9 +132,9 @@ struct SharedMemory {
     bool* written;  // of each byte, by this block
 
     bool holds(const char* at) const { return begin <= at && at < end; }
-    void wrote(const char* at, size_t bytes) {
+    void mark(const char* at, size_t bytes, bool as) {
         for (size_t i = 0; i < bytes; ++i)
-            if (holds(at + i)) written[at + i - begin] = true;
+            if (holds(at + i)) written[at + i - begin] = as;
     }
     bool was_written(const char* at, size_t bytes) const {
         for (size_t i = 0; i < bytes; ++i)
@@ -142,6 +142,9 @@ struct SharedMemory {
         return true;
     }
     ~SharedMemory() { free(written); }
+#else
+    void mark(const char*, size_t, bool) {}
+    bool was_written(const char*, size_t) const { return true; }
 #endif
 
     explicit SharedMemory(const Launch& launch) : dynamic_bytes(launch.smem_bytes) {
@@ -624,9 +627,7 @@ extern "C" void sandbox_wait_for_copies(unsigned pending) {
     while (done < fiber.copy_count && fiber.copies[done].group + pending < fiber.copy_group) {
         const Copy& copy = fiber.copies[done++];
         permit(copy);
-#if defined(SANDBOX_SHADOW)
-        current->smem.wrote(copy.to, copy.bytes);
-#endif
+        current->smem.mark(copy.to, copy.bytes, true);
 #if defined(SANDBOX_TSAN)
         __tsan_func_entry(copy.issued);
 #endif
@@ -694,14 +695,14 @@ void check_read(const char* at, size_t bytes, const void* where) {
 // What -fsanitize=kernel-address makes of each load and store.
 #define SANDBOX_ACCESS(size) \
     extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
-    extern "C" void __asan_store##size##_noabort(const char* at) { current->smem.wrote(at, size); }
+    extern "C" void __asan_store##size##_noabort(const char* at) { current->smem.mark(at, size, true); }
 SANDBOX_ACCESS(1)
 SANDBOX_ACCESS(2)
 SANDBOX_ACCESS(4)
 SANDBOX_ACCESS(8)
 SANDBOX_ACCESS(16)
 extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) { check_read(at, bytes, __builtin_return_address(0)); }
-extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { current->smem.wrote(at, bytes); }
+extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { current->smem.mark(at, bytes, true); }
 extern "C" void __asan_handle_no_return() {}
 #endif
 

@@ -54,15 +54,19 @@ constexpr unsigned DEPTH = 16, WIDEST = 256;  // of one wgmma
 struct Range { uint64_t begin, end; };
 
 // Elements (k, i), i from `first` on, `count` of them, of a matrix that lies at `place` with K, or with i, contiguous.
-// Returns the bytes between which it lies, counted from `smem`; reads nothing from `end` on.
+// Returns the bytes between which it lies, counted from `smem`; reads nothing from `end` on. Calls reads(offset) of each 16
+// bytes read.
+template <class F>
 inline Range read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixPlace& place,
-                            bool k_major, unsigned first, unsigned count) {
+                         bool k_major, unsigned first, unsigned count, F reads) {
     Range range{~0ull, 0};
     const auto chunk = [&](uint64_t offset, uint16_t (&elements)[8]) {
         offset = swizzled(place.start + offset);
         if (offset < range.begin) range.begin = offset;
         if (offset + 16 > range.end) range.end = offset + 16;
-        if (offset + 16 <= end) memcpy(elements, smem + offset, 16);
+        if (offset + 16 > end) return;
+        reads(offset);
+        memcpy(elements, smem + offset, 16);
     };
     uint16_t eight[8] = {};
     if (k_major) {

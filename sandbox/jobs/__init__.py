@@ -1,3 +1,3 @@
-"""Processes for work that may crash or hang: a worker, and a fleet of them."""
+"""Processes for work that may crash or hang: a worker, a fleet of them, a cluster of machines."""
 
-__all__ = ["fleet", "worker"]
+__all__ = ["cluster", "fleet", "worker"]

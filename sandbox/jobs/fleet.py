@@ -19,7 +19,7 @@ class Fleet:
         self._environments, self._seconds = environments, seconds
 
     def __enter__(self) -> Fleet:
-        self._workers = [Worker(_do, environment=environment) for environment in self._environments]
+        self._workers = [Worker(perform, environment=environment) for environment in self._environments]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -52,7 +52,8 @@ class Fleet:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _do(job: tuple[Callable[..., Any], Iterable[Any], float], at: At) -> tuple[Any, bool]:
+def perform(job: tuple[Callable[..., Any], Iterable[Any], float], at: At) -> tuple[Any, bool]:
+    """What a worker of a fleet does: a function, its arguments, and the seconds that they may take."""
     function, arguments, seconds = job
     at("working", seconds)
     return function(*arguments), True

@@ -56,7 +56,7 @@ class WorkerDied(SandboxError, RuntimeError):
     """The worker ended, or was ended, because of a job, which may have raised. `stage` is what it was doing, `hung`
     whether it took too long, `printed` what it wrote meanwhile."""
 
-    def __init__(self, message: str, *, stage: str, hung: bool, printed: str = ""):
+    def __init__(self, message: str, *, stage: str = "", hung: bool = False, printed: str = ""):
         super().__init__(message)
         self.stage, self.hung, self.printed = stage, hung, printed
 

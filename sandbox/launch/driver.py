@@ -113,6 +113,11 @@ class Device:
         finally:
             _call("cuCtxPopCurrent")
 
+    def clock_rate(self) -> int:
+        """Cycles a second of an SM, at the most."""
+        which = _bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE
+        return 1000 * _call("cuDeviceGetAttribute", which, _call("cuDeviceGet", self.ordinal))
+
     def synchronize(self, after: str = "") -> None:
         """Wait for all work; an error of an earlier launch shows up here, so say which in `after`."""
         with self.current():
@@ -202,6 +207,11 @@ class CudaFunction:
         """A CU_FUNC_ATTRIBUTE, such as "NUM_REGS"."""
         attributes = _bindings().CUfunction_attribute
         return _call("cuFuncGetAttribute", getattr(attributes, f"CU_FUNC_ATTRIBUTE_{which}"), self._function)
+
+    def constant(self, name: str) -> int:
+        """The address of a global or constant variable of its module."""
+        with self.device.current():
+            return int(_call("cuModuleGetGlobal", self._module, name.encode(), about=name)[0])
 
     def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
         """Blocks that the driver says fit on an SM at once."""

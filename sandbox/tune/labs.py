@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..bench import contest
+from ..bench import contest, environment
 from ..bench.given import given_to
 from ..bench.timing import Events, Limits, Timing, measure
 from ..core import registry
@@ -22,7 +25,8 @@ from ..core.errors import CompileError, GpuUnavailable, ToolchainMissing, Unsupp
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..engine import pipeline
+from ..engine import pipeline, tuned
+from ..jobs.cluster import Cluster, ClusterUnavailable
 from ..jobs.fleet import Fleet
 from ..jobs.worker import WorkerDied
 from ..launch import driver
@@ -44,8 +48,7 @@ class GpuLab:
     """
 
     def __init__(self, kernel: Kernel, ordinals: Sequence[int] = ()):
-        if importlib.util.find_spec("torch") is None:
-            raise ToolchainMissing("tune needs PyTorch, for its tensors and its timing: make setup")
+        _need_torch()
         devices = [driver.device(i) for i in ordinals or range(driver.device_count())]
         names = {device.name for device in devices}
         if len(names) != 1:
@@ -66,14 +69,21 @@ class GpuLab:
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
 
+    def describe(self) -> dict[str, Any]:
+        """As `search.Lab` says."""
+        return environment.describe()
+
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:
         """As `search.Lab` says."""
         jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
-        with Fleet([{}] * min(len(os.sched_getaffinity(0)), len(jobs)), _COMPILE_SECONDS) as fleet:
+        with self._compilers(len(jobs)) as fleet:
             for job, found in fleet.map(compile_tile, jobs):
                 yield job[2], str(found) if isinstance(found, WorkerDied) else found
+
+    def _compilers(self, jobs: int) -> AbstractContextManager[Any]:
+        return Fleet([{}] * min(len(os.sched_getaffinity(0)), jobs), _COMPILE_SECONDS)
 
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
@@ -95,8 +105,65 @@ class CpuLab(GpuLab):
         self._measure = measure_on_cpu
 
 
-def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int]) -> GpuLab:
-    """Where to tune. Raises GpuUnavailable without a GPU, unless backend is "cpu"."""
+class ClusterLab(GpuLab):
+    """The workers of a Dask cluster, each with one GPU, all of one kind; with `backend` "cpu" without any.
+
+    They compile too, so that this machine needs neither GPU nor NVRTC. Entering raises ClusterUnavailable, also
+    for workers that have another source of the kernel or share a GPU, and UnsupportedProblem for GPUs that differ.
+    """
+
+    def __init__(self, kernel: Kernel, address: str, backend: str | None):
+        self._kernel, self._backend = kernel, backend
+        self._stack = ExitStack()
+        self._fleet: Any = Cluster(address, _MEASURE_SECONDS)
+        self._measure = measure_on_cpu if backend == "cpu" else measure_on_gpu
+
+    def __enter__(self) -> ClusterLab:
+        with ExitStack() as stack:
+            stack.enter_context(self._fleet)
+            found = self._fleet.everywhere(station, self._kernel.name, self._backend)
+            self._setting = self._examined(found)
+            self._stack = stack.pop_all()
+        return self
+
+    def _examined(self, found: Mapping[str, Station | WorkerDied]) -> dict[str, Any]:
+        """Takes `gpu` and `arch` from the workers' stations, if these fit together; where the first measures."""
+        stations: dict[str, Station] = {}
+        for worker, it in found.items():
+            if isinstance(it, WorkerDied):
+                raise ClusterUnavailable(f"the worker {worker} cannot tune {self._kernel.name}: {it}")
+            if it.digest != tuned.digest(self._kernel):
+                raise ClusterUnavailable(
+                    f"the worker {worker} on {it.host} has another source of {self._kernel.name}: let every machine "
+                    "have the same state of the project, in a shared folder, say"
+                )
+            stations[worker] = it
+        if len(kinds := sorted({it.gpu for it in stations.values()})) != 1:
+            raise UnsupportedProblem(f"times of {', '.join(kinds)} cannot be compared: let the cluster have one kind")
+        places = Counter((it.host, it.handle) for it in stations.values() if it.handle)
+        for (host, handle), workers in places.items():
+            if workers > 1:
+                raise ClusterUnavailable(
+                    f"{workers} workers on {host} share GPU {handle}: start `dask cuda worker`, which gives each one "
+                    "of its own, or set CUDA_VISIBLE_DEVICES for each"
+                )
+        first = next(iter(stations.values()))
+        self.gpu, self.arch = first.gpu, first.arch
+        return first.setting
+
+    def describe(self) -> dict[str, Any]:
+        """As `search.Lab` says: of one of the workers."""
+        return self._setting
+
+    def _compilers(self, jobs: int) -> AbstractContextManager[Any]:
+        return nullcontext(self._fleet)
+
+
+def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int], cluster: str | None = None) -> GpuLab:
+    """Where to tune: on the Dask `cluster` of that address, or here. Raises GpuUnavailable without a GPU, unless
+    backend is "cpu", and ToolchainMissing."""
+    if cluster:
+        return ClusterLab(kernel, cluster, backend)
     if backend == "cpu":
         return CpuLab(kernel)
     if not driver.available():
@@ -104,7 +171,34 @@ def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int]) -> GpuLab:
     return GpuLab(kernel, ordinals)
 
 
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ToolchainMissing("tune needs PyTorch, for its tensors and its timing: make setup")
+
+
 # ---- in the workers
+
+
+@dataclass(frozen=True)
+class Station:
+    """What a worker of a cluster measures with. `handle`: its GPU among those of `host`, "" for the CPU backend."""
+
+    host: str
+    handle: str
+    gpu: str
+    arch: str
+    digest: str  # of the kernel's source there
+    setting: dict[str, Any]
+
+
+def station(kernel: str, backend: str | None) -> Station:
+    """This worker's. Raises GpuUnavailable, UnknownKernel."""
+    spec, host, setting = registry.get(kernel), platform.node(), environment.describe()
+    if backend == "cpu":
+        return Station(host, "", EMULATION, pipeline.DEFAULT_ARCH, tuned.digest(spec), setting)
+    _need_torch()
+    gpu, handle = driver.device(), os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    return Station(host, handle or "0", gpu.name, pipeline.arch_name(spec, gpu.arch), tuned.digest(spec), setting)
 
 
 def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resources | str:

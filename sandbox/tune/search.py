@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from ..bench import environment
 from ..bench.timing import Timing
 from ..core import jsonl
 from ..core.errors import UnsupportedProblem
@@ -63,6 +62,9 @@ class Lab(Protocol):
     gpu: str
     arch: str
 
+    def describe(self) -> dict[str, Any]:
+        """Where it measures, as `environment.describe`."""
+
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:
@@ -90,7 +92,7 @@ class Search:
         self.combinations = 0  # how many tiles the space has, legal or not
         self.winner: Candidate | None = None
         self.own: Candidate | None = None
-        self._setting = environment.describe()
+        self._setting = lab.describe()
         self._key = {"digest": tuned.digest(kernel), "gpu": lab.gpu, "problem": problem.as_json()}
         self._known: dict[tuple[str, int, bool], dict[str, Any]] = {}  # (tile, samples asked for, final) -> row
 

@@ -50,12 +50,13 @@ class Trial:
 
 
 def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Array], device: Device, *,
-           repeats: int = 1) -> Trial:  # fmt: skip
+           repeats: int = 1, before: Callable[[], None] = lambda: None) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
 
     Every byte of the outputs, of a border around them, and of scratch is NaN before the launch. Where an input has gaps
-    between its rows, the outputs' rows have gaps of their own. `seconds` is the median of `repeats` launches after the
-    first: GPU time between events, or the wall clock on the CPU backend.
+    between its rows, the outputs' rows have gaps of their own. `before` is called before each
+    launch. `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on
+    the CPU backend.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
     made = {name: _bordered(name, *what, gap) for name, what in outputs_of(kernel, problem).items()}
@@ -64,13 +65,13 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
         prepared = pipeline.prepare(kernel, tile, problem, views, device)
-        seconds = _wall_clock(prepared, prepared.pointers(views), repeats)
+        seconds = _wall_clock(prepared, prepared.pointers(views), repeats, before)
     else:
         staged = {name: Staged(view, device) for name, view in views.items()}
         for twin in staged.values():
             twin.send()
         prepared = pipeline.prepare(kernel, tile, problem, staged, device)
-        seconds = _gpu_time(prepared, prepared.pointers(staged), repeats)
+        seconds = _gpu_time(prepared, prepared.pointers(staged), repeats, before)
         for name in outputs:
             staged[name].fetch()
     trespassed = tuple(name for name, (memory, within) in made.items() if _written_beside(memory, within))
@@ -123,21 +124,28 @@ def _filled(shape: tuple[int, ...], dtype: str) -> Array:
     return array
 
 
-def _wall_clock(prepared: pipeline.Prepared, pointers: tuple[int, ...], repeats: int) -> float:
+def _wall_clock(
+    prepared: pipeline.Prepared, pointers: tuple[int, ...], repeats: int, before_each: Callable[[], None]
+) -> float:
     times = []
     for _ in range(repeats):
+        before_each()
         start = time.perf_counter()
         prepared.launch(pointers)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _gpu_time(prepared: pipeline.Prepared, pointers: tuple[int, ...], repeats: int) -> float:
+def _gpu_time(
+    prepared: pipeline.Prepared, pointers: tuple[int, ...], repeats: int, before_each: Callable[[], None]
+) -> float:
+    before_each()
     prepared.launch(pointers)
     prepared.wait()  # a fault of the kernel is raised here, with its name
     times = []
     with driver.device(prepared.device[1]).current():
         for _ in range(repeats):
+            before_each()
             before, after = driver.Event(), driver.Event()
             before.record()
             prepared.launch(pointers)

@@ -60,8 +60,6 @@ def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
     assert problems
     for problem in problems:
         found = on_host(tool, kernel, problem, tile, timeout=60)
-        if kernel.name == "fwd_wgmma_fp8" and tool == "uninitialised" and found.clean is False:
-            pytest.xfail(found.text)  # its turners; not found yet whether kernel or tool is wrong
         assert found.clean or (tool == "orders" and not kernel.deterministic), found.text or found
         assert found.findings == ()
 
@@ -119,6 +117,27 @@ def test_a_row_too_far_is_named(tmp_path: Path) -> None:
     report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16), source)
     assert "heap-buffer-overflow" in report.text
     assert ("fwd_minimal.cu", line) in report.lines
+
+
+UNWRITTEN = {  # of V in fwd_wgmma_fp8, which is turned round on its way
+    "turned round before it came": (
+        "mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));",
+        "",
+        "shared memory read before",
+    ),
+    "turned round in part": ("columns += TURNERS", "columns += 2 * TURNERS", "wgmma reads shared memory + "),
+}
+
+
+@pytest.mark.parametrize("what", UNWRITTEN)
+def test_what_hopper_copies_and_multiplies_has_to_be_there(what: str, tmp_path: Path) -> None:
+    """A box that has not come, and an operand of wgmma that is not whole."""
+    old, new, said = UNWRITTEN[what]
+    kernel = registry.get("fwd_wgmma_fp8")
+    source = changed(tmp_path, lambda text: text.replace(old, new), kernel.source)
+    report = run_kernel("uninitialised", kernel, Problem(1, 1, 64, 64, 64, dtype="float8_e4m3"), source)
+    assert said in report.text, report.text
+    assert "before anything was written there" in report.text
 
 
 def test_tensors_of_the_score_are_buffers_too() -> None:
@@ -273,6 +292,21 @@ BROKEN = {
     "shared memory that no copy has reached": (
         "uninitialised",
         COPY.format(wait="cp_async_wait<1>();"),
+    ),
+    "floats that are sent and that nobody wrote": (
+        "uninitialised",
+        """#define DTYPE_float16 1
+        #define HEAD_DIM 64
+        #define RAGGED 0
+        #include "hopper.cuh"
+        extern "C" __global__ void k(float* out) {
+            extern __shared__ __align__(16) float a[];
+            if (threadIdx.x) return;
+            a[0] = a[1] = a[2] = 1.0f;
+            send_floats(out, smem_address(a), 16);  // HERE
+            send_commit();
+            send_wait();
+        }""",
     ),
     "race between blocks": (
         "thread",

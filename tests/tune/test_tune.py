@@ -113,6 +113,9 @@ class FakeLab:
         self.noise, self.gain = noise, gain
         self.dies_after = math.inf
 
+    def describe(self) -> dict[str, object]:
+        return {"device": GPU}
+
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:

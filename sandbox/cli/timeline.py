@@ -1,0 +1,80 @@
+"""`timeline`: what does each warp do when?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ..core import registry
+from ..engine import pipeline
+from ..engine.choose import choose_tile
+from ..timeline import plot, record, report, trace
+from ..verify.check import pick_device
+from .group import cli
+from .options import (
+    Scored,
+    backend_option,
+    causal_option,
+    dtype_option,
+    json_option,
+    kernel_argument,
+    parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
+    tile_option,
+)
+from .output import exit_status, print_json, say, screen
+
+
+@cli.command("timeline")
+@kernel_argument
+@shape_option(default="1,2,512,64", show_default=True)
+@dtype_option
+@causal_option
+@score_options
+@tile_option
+@backend_option
+@click.option("--blocks", metavar="N,N…", help="Show these blocks of the grid; by default four.")
+@click.option("--between", metavar="A,B", help="Draw from tick A to tick B; by default what can be told apart.")
+@click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw it to PREFIX.png and PREFIX.svg.")
+@click.option("--trace", "trace_file", type=click.Path(path_type=Path),
+              help="Write FILE.json, for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
+@json_option
+def timeline_(
+    kernel: str, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None, backend: str | None,
+    blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """When each warp begins which step, by the marks TIMELINE(name) in the kernel.
+
+    Marks are compiled in here alone. A GPU's ticks are cycles; the CPU backend shows the order of the fibers.
+    """
+    spec, problem, device = registry.get(kernel), problem_of(shape, dtype, causal, scored), pick_device(backend)
+    chosen = choose_tile(spec, problem, pipeline.arch_of(device), parsed_tile(tile))
+    numbers = _numbers(blocks, "--blocks") if blocks else None
+    window = _numbers(between, "--between") if between else None
+    if window and (len(window) != 2 or window[0] >= window[1]):
+        raise click.BadParameter(f"{between} must be two rising numbers, such as 0,20000", param_hint="--between")
+    found = record.record(spec, problem, chosen, device, numbers)
+    if as_json:
+        print_json(report.as_json(found))
+    else:
+        say(report.headline(found))
+        screen().print(report.shares_table(found))
+        for text in report.remarks(found):
+            say(text)
+    if prefix:
+        for path in plot.draw(found, prefix, (window[0], window[1]) if window else None):
+            say(f"wrote {path}", stderr=True)
+    if trace_file:
+        trace.write(found, trace_file)
+        say(f"wrote {trace_file}", stderr=True)
+    sys.exit(exit_status([found.same is not False]))
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise click.BadParameter(f"{text} must be numbers, such as 0,1", param_hint=option)
+    return [int(part) for part in text.split(",")]

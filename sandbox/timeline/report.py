@@ -1,0 +1,100 @@
+"""A timeline for the terminal: where the time of each role goes, and who waited longest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ..verify.report import si_time, table
+from .record import Lane, Step, Timeline
+
+_WAITS = 5
+
+
+@dataclass(frozen=True)
+class Share:
+    """A step of a role, all its warps and blocks together: how often, and its part of all their ticks."""
+
+    role: str
+    step: str
+    waits: bool
+    times: int
+    share: float
+    mean: float
+    longest: int
+
+
+def shares(timeline: Timeline) -> list[Share]:
+    """By role, the largest part first."""
+    roles: dict[str, dict[str, list[Step]]] = defaultdict(lambda: defaultdict(list))
+    for lane in sorted(timeline.lanes, key=lambda lane: lane.warp):
+        for step in lane.steps:
+            roles[lane.role][step.name].append(step)
+    found = []
+    for role, named in roles.items():
+        whole = sum(step.ticks for steps in named.values() for step in steps) or 1
+        rows = [
+            Share(role, name, steps[0].waits, len(steps), sum(s.ticks for s in steps) / whole,
+                  sum(s.ticks for s in steps) / len(steps), max(s.ticks for s in steps))
+            for name, steps in named.items()
+        ]  # fmt: skip
+        found += sorted(rows, key=lambda row: -row.share)
+    return found
+
+
+def longest_waits(timeline: Timeline, count: int = _WAITS) -> list[tuple[Lane, Step]]:
+    """The longest waits of all, longest first."""
+    waits = [(lane, step) for lane in timeline.lanes for step in lane.steps if step.waits]
+    return sorted(waits, key=lambda pair: -pair[1].ticks)[:count]
+
+
+def shares_table(timeline: Timeline) -> Table:
+    """What `timeline` prints."""
+    numbers = ["times", "share", f"mean {timeline.unit}", "longest"]
+    shown = table("role", "step", *numbers, right=numbers)
+    last = ""
+    for row in shares(timeline):
+        role, last = ("" if row.role == last else row.role), row.role
+        style = "dim" if row.waits else ""
+        figures = (str(row.times), f"{row.share:.1%}", f"{row.mean:.0f}", str(row.longest))
+        shown.add_row(role, row.step, *figures, style=style)
+    return shown
+
+
+def headline(timeline: Timeline) -> str:
+    """What was launched, where, and which of it is shown."""
+    blocks = ", ".join(str(block) for block in dict.fromkeys(lane.block for lane in timeline.lanes))
+    subject = f"{timeline.kernel} {timeline.problem}, tile {timeline.tile}, on {timeline.device}"
+    return f"{subject}: blocks {blocks} of {timeline.blocks}"
+
+
+def remarks(timeline: Timeline) -> Sequence[str]:
+    """The longest waits, what marks cost, and what is to be known of the figures."""
+    said = [
+        f"block {lane.block} warp {lane.warp}: {step.ticks} {timeline.unit} in {step.name}, from {step.begin} on"
+        for lane, step in longest_waits(timeline)
+    ]
+    if said:
+        said.insert(0, "longest waits:")
+    if timeline.seconds and timeline.slowdown is not None:
+        plain, marked = map(si_time, timeline.seconds)
+        said.append(f"marks cost {timeline.slowdown:+.1%}: {plain} without them, {marked} with them")
+    else:
+        said.append("a tick is a mark that the block came to: the CPU backend's order of fibers, not time")
+    if timeline.lost:
+        said.append(f"{timeline.lost} marks found no room and are not shown: take a smaller problem")
+    if timeline.same is False:
+        said.append("WRONG: with marks the kernel gives other results than without them")
+    return said
+
+
+def as_json(timeline: Timeline) -> dict[str, Any]:
+    """Lanes with their steps, shares, waits and what marks cost."""
+    waits = [{"block": lane.block, "warp": lane.warp, "step": step} for lane, step in longest_waits(timeline)]
+    names = ("kernel", "problem", "tile", "device", "unit", "rate", "blocks", "seconds", "slowdown", "same", "lost")
+    about = {name: getattr(timeline, name) for name in names}
+    return {**about, "shares": shares(timeline), "longest_waits": waits, "lanes": timeline.lanes}

@@ -1,0 +1,35 @@
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event Format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .record import Timeline
+
+
+def write(timeline: Timeline, path: Path) -> None:
+    """A process for each block, a thread for each warp, a complete event for each step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"kernel": timeline.kernel, "problem": str(timeline.problem), "tile": str(timeline.tile),
+             "device": timeline.device, "unit": timeline.unit, "lost": timeline.lost}  # fmt: skip
+    path.write_text(json.dumps({"traceEvents": [*_events(timeline)], "displayTimeUnit": "ns", "otherData": about}))
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    microseconds = 1e6 / timeline.rate if timeline.rate else 1.0  # of a tick; a mark is shown as one
+    named: set[int] = set()
+    for lane in timeline.lanes:
+        at = {"pid": lane.block, "tid": lane.warp}
+        if lane.block not in named:
+            named.add(lane.block)
+            yield {**at, "ph": "M", "name": "process_name", "args": {"name": f"block {lane.block}, SM {lane.sm}"}}
+        yield {**at, "ph": "M", "name": "thread_name", "args": {"name": f"warp {lane.warp} ({lane.role})"}}
+        for step in lane.steps:
+            yield {
+                **at, "ph": "X", "name": step.name, "cat": "wait" if step.waits else "work",
+                "ts": step.begin * microseconds, "dur": step.ticks * microseconds,
+                "args": {timeline.unit: step.ticks},
+            }  # fmt: skip

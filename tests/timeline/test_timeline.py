@@ -1,0 +1,185 @@
+"""The timeline: marks that vanish, what they note, what is shown of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from project import LOT
+
+from sandbox.cli import cli
+from sandbox.core import registry
+from sandbox.core.errors import UnsupportedProblem
+from sandbox.engine.choose import choose_tile
+from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST
+from sandbox.spec import Kernel, Problem
+from sandbox.timeline import notes, plot, record, report, trace
+from sandbox.toolchain import nvrtc
+
+PROBLEM = Problem(1, 1, 256, 256, 64, dtype="float16")
+_MARK = re.compile(r"TIMELINE\(\w+\);")
+
+
+def recorded(kernel: Kernel, problem: Problem = PROBLEM, **options) -> record.Timeline:
+    return record.record(kernel, problem, choose_tile(kernel, problem, None), HOST, **options)
+
+
+@pytest.fixture(scope="module")
+def mma() -> record.Timeline:
+    return recorded(registry.get("fwd_mma"))
+
+
+def test_marks_are_nothing_unless_asked_for(tmp_path: Path) -> None:
+    """The same cubin, bit by bit, as of a copy without them; one of the kernels, by lot."""
+    name, arch = random.Random(LOT).choice((("fwd_mma", "sm_80"), ("fwd_wgmma", "sm_90a"), ("bwd_wgmma", "sm_90a")))
+    kernel = registry.get(name)
+    tile = choose_tile(kernel, PROBLEM, (9, 0))
+    text, copy, defines = kernel.source.read_text(), tmp_path / kernel.source.name, kernel.defines(PROBLEM, tile)
+    cubins = []
+    for version in (text, _MARK.sub("", text)):
+        copy.write_text(version)
+        cubins.append(nvrtc.compile(copy, name, arch, defines).cubin)
+    assert _MARK.search(text)
+    assert cubins[0] == cubins[1]
+
+
+def test_marks_are_compiled_in_on_request(tmp_path: Path) -> None:
+    kernel = registry.get("fwd_minimal")
+    copy = tmp_path / kernel.source.name
+    copy.write_text(_marked(kernel.source.read_text()))
+    tile = kernel.tiles[0]
+    defines = kernel.defines(PROBLEM, tile)
+    ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, {notes.MACRO: 1})]
+    assert ["%globaltimer" in text for text in ptx] == [False, True]
+    assert "sandbox_timeline" in ptx[1]
+
+
+def _marked(text: str) -> str:
+    line = "        __syncthreads();  // every row has used"
+    assert line in text
+    return text.replace(line, f"        TIMELINE(tile);\n{line}")
+
+
+def test_a_kernel_of_ones_own_gets_a_timeline_by_one_line(tmp_path: Path) -> None:
+    kernel = registry.get("fwd_minimal")
+    own = dataclasses.replace(kernel, source=tmp_path / kernel.source.name)
+    own.source.write_text(_marked(kernel.source.read_text()))
+    found = recorded(own, blocks=[1])
+    tile = choose_tile(own, PROBLEM, None)
+    assert {(lane.block, len(lane.steps)) for lane in found.lanes} == {(1, PROBLEM.Sk // tile.BLOCK_N)}
+    assert {step.name for lane in found.lanes for step in lane.steps} == {"tile"}
+    assert len(found.lanes) == tile.BLOCK_M // 32
+    with pytest.raises(UnsupportedProblem, match="has no marks"):
+        recorded(kernel)
+
+
+def test_each_warp_s_steps_are_in_the_order_of_the_kernel(mma: record.Timeline) -> None:
+    assert mma.unit == "marks"
+    assert mma.seconds is None
+    assert mma.same is True
+    assert [(lane.block, lane.warp) for lane in mma.lanes] == [(block, warp) for block in (0, 1) for warp in range(4)]
+    step = ["QK", "softmax", "PV"]
+    tile = ["wait_load", "load", *step * (mma.tile.BLOCK_N // mma.tile.SUB_N)]
+    for lane in mma.lanes:
+        assert [s.name for s in lane.steps] == tile * (PROBLEM.Sk // mma.tile.BLOCK_N) + ["store"]
+        assert lane.role == "warps 0-3"
+        assert all(a.end == b.begin for a, b in zip(lane.steps, lane.steps[1:], strict=False))
+
+
+def test_a_block_comes_to_one_mark_at_a_time(mma: record.Timeline) -> None:
+    for block in (0, 1):
+        begins = sorted(step.begin for lane in mma.lanes if lane.block == block for step in lane.steps)
+        assert len(begins) == len({*begins})
+        assert begins[0] == 0
+
+
+def test_the_roles_of_warps_are_told_apart() -> None:
+    found = recorded(registry.get("fwd_wgmma"), dataclasses.replace(PROBLEM, Sq=64), blocks=[0])
+    steps = {role: {step.name for lane in found.lanes if lane.role == role for step in lane.steps} for role in
+             {lane.role for lane in found.lanes}}  # fmt: skip
+    assert steps.pop("warp 0") == {"wait_empty", "load"}
+    assert steps.pop("warp 1") == {"wait_empty_Q", "load_Q"}
+    assert {"wait_turn", "multiply", "softmax", "store"} <= set.union(*steps.values())
+
+
+def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
+    kernel = registry.get("bwd_minimal")
+    own = dataclasses.replace(kernel, source=tmp_path / kernel.source.name)
+    first, second = (f"    extern __shared__ __align__(16) float smem[];\n    TIMELINE({name});\n" for name in "ab")
+    before, _, between, _, after = re.split(r"( *extern __shared__ .*\n)", kernel.source.read_text())
+    own.source.write_text(before + first + between + second + after)
+    found = recorded(own)
+    assert {step.name for lane in found.lanes for step in lane.steps} == {"a"}
+    assert found.same is True
+
+
+def test_what_finds_no_room_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "ROOM", 5)
+    found = recorded(registry.get("fwd_mma"))
+    marks = 1 + 2 * (2 + 3 * 4) + 1  # store, two tiles of four steps, done
+    assert {lane.lost for lane in found.lanes} == {marks - 5}
+    assert {len(lane.steps) for lane in found.lanes} == {5}
+    assert any("found no room" in text for text in report.remarks(found))
+
+
+def test_shares_add_up_and_waits_are_apart(mma: record.Timeline) -> None:
+    rows = report.shares(mma)
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert [row.step for row in rows if row.waits] == ["wait_load"]
+    (lane, longest), *_ = report.longest_waits(mma)
+    assert longest.ticks == max(row.longest for row in rows if row.waits)
+    assert longest in lane.steps
+
+
+def test_the_trace_is_what_perfetto_reads(mma: record.Timeline, tmp_path: Path) -> None:
+    trace.write(mma, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    steps = [e for e in events if e["ph"] == "X"]
+    assert len(steps) == sum(len(lane.steps) for lane in mma.lanes)
+    assert {e["pid"] for e in steps} == {0, 1}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"block 0, SM 0", "block 1, SM 0"}
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in steps)
+
+
+def test_the_picture_shows_what_it_is_asked_for(mma: record.Timeline, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = plot.draw(mma, tmp_path / "lanes", (0, 40))
+    assert [path.suffix for path in paths] == [".png", ".svg"]
+    assert "softmax" in paths[1].read_text() or paths[1].stat().st_size > 5000  # text may be drawn as outlines
+    with pytest.raises(UnsupportedProblem, match="no warp has a step"):
+        plot.draw(mma, tmp_path / "none", (10**6, 10**6 + 1))
+
+
+def test_the_command_says_what_it_was_asked(tmp_path: Path) -> None:
+    run = lambda *more: CliRunner().invoke(  # noqa: E731
+        cli, ["timeline", "fwd_mma", "--shape", "1,1,256,64", "--backend", "cpu", *more]
+    )
+    shown = run()
+    assert shown.exit_code == 0, shown.output
+    assert "longest waits" in shown.output
+    assert "wait_load" in shown.output
+    found = json.loads(run("--json", "--blocks", "1", "--trace", str(tmp_path / "t.json")).stdout)
+    assert {lane["block"] for lane in found["lanes"]} == {1}
+    assert found["same"] is True
+    assert (tmp_path / "t.json").is_file()
+    assert run("--blocks", "7").exit_code == 2
+    assert run("--between", "5").exit_code == 2
+
+
+@pytest.mark.gpu
+def test_marks_cost_little_on_a_gpu() -> None:
+    kernel = registry.get("fwd_wgmma")
+    if driver.device().arch != (9, 0):
+        pytest.skip("fwd_wgmma is of Hopper")
+    problem = Problem(4, 16, 4096, 4096, 128, dtype="float16")
+    found = record.record(kernel, problem, choose_tile(kernel, problem, (9, 0)), ("cuda", 0))
+    assert found.same is True
+    assert found.slowdown is not None
+    assert found.slowdown < 0.05
+    assert {"warp 0", "warp 1"} < {lane.role for lane in found.lanes}
