@@ -97,8 +97,10 @@ kernel = Kernel(
     summary="few queries, many keys: heads of a group share a tile, blocks share the keys, keys may lie in pages",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
-    tiles=tuple(
-        Tile(BLOCK_M=rows, BLOCK_N=16, WARPS=4, STAGES=stages, BLOCKS=132) for stages in (3, 2) for rows in (16, 32)
+    tiles=(
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
+        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132),  # D >= 128, of 100 KB a multiprocessor
     ),
     space={
         "BLOCK_M": (16, 32),
