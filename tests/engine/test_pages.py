@@ -86,7 +86,7 @@ def test_a_tile_has_as_many_blocks_as_the_gpu_multiprocessors() -> None:
 )
 def test_pages_that_make_no_sense(fields: dict, said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        Problem(**{**{"B": 1, "H": 1, "Sq": 1, "Sk": 160, "D": 64}, **fields})
+        Problem(**{"B": 1, "H": 1, "Sq": 1, "Sk": 160, "D": 64, **fields})
 
 
 def test_a_problem_in_pages_is_told_again() -> None:
