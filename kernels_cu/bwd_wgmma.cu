@@ -17,8 +17,11 @@
 //   BLOCK_N = 64 (HEAD_DIM > 128): consumers share the keys. Each computes P^T and dS^T for half of the queries, both go to
 //     shared memory, and each has half of the columns of dK, dV and dQ.
 //
-//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ | LSE, delta | mbarriers
+//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ |
+//                  bias [STAGES][BLOCK_M][BLOCK_N], where there is one | LSE, delta | mbarriers | what concerns it of a block map
 // clang-format on
+//
+// A bias comes and goes with Q, a tile of it by TMA as it lies, queries along rows; S^T's own order is ldmatrix's transposed.
 //
 // What of an option does not depend on a dot product, dropout's bits and a mask's, is found out while S^T is multiplied,
 // and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
@@ -46,6 +49,9 @@ constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile'
 // dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
 constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
 constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
+constexpr bool BIAS_TILES = BIAS & 8;
+// What is not seen is hidden in P, not in S: ptxas packs derivatives behind the next branch, and both of a pair beside S spill.
+constexpr bool HIDE_LATE = Head::STEEP;
 constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
 constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED;  // whether a block's first key is kept in a register: with dropout, else it spills
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
@@ -60,19 +66,21 @@ static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && 
               "64 keys, or half the columns, for each of two consumers");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
 static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
-static_assert(!BIAS, "bwd_mma is faster with a bias");
+static_assert(!BIAS || BIAS_TILES, "a bias that tensor maps cannot copy: bwd_mma is faster");
+static_assert(!BIAS || BLOCK_M == 64, "boxes of the bias have 64 rows");
 static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
 static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
-using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS
+using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
-                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), STATS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
+                   dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), BIAS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
+                   BIAS_BYTES = BIAS_TILES ? Pairs::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 constexpr unsigned MAP_AT = BARRIERS_AT + 256, MAP_WORDS = 128;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? 8 * MAP_WORDS : 0), "spec and kernel disagree on shared memory");
@@ -233,6 +241,13 @@ __device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, co
         stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
     }
 }
+// The same of the bias, from shared memory.
+__device__ __forceinline__ void fetch_pairs(unsigned (&pairs)[QUERIES / 16][4], SmemAddress rows, unsigned chunk) {
+    const unsigned lane = thread_index_x() % 32;
+#pragma unroll
+    for (int step = 0; step < QUERIES / 16; ++step)
+        ldmatrix_x4_trans(pairs[step], rows + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
+}
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
@@ -251,7 +266,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ TensorMap dK_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap dV_map,
     int group,                                     // H / Hk
-    const __grid_constant__ Score score) {
+    const __grid_constant__ Score score,
+    const __grid_constant__ TensorMap bias_map) {  // boxes of 64 rows, where BIAS_TILES
     extern __shared__ __align__(1024) char smem[];
     const RowTile of_grid = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && of_grid.surplus()) return;
@@ -298,10 +314,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     TIMELINE(load);
                     Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
                                      tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
-                                     base + full + 8 * stage);
+                                     base + full + 8 * stage, full == FULL_Q ? BIAS_BYTES : 0);
                 };
                 if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
                 request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
+#if BIAS
+                Pairs::add(base + BIAS_AT + stage * BIAS_BYTES, bias_map, walk.n0(), m0,
+                           score.bias.stride_h ? kv_head * group + head : 0, score.bias.stride_b ? b : 0,
+                           base + FULL_Q + 8 * stage);
+#endif
                 if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
@@ -496,6 +517,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 }
             }
 
+            unsigned shift[QUERIES / 16][4];  // the bias, as S^T lies
+            if (BIAS_TILES) fetch_pairs(shift, pairs_at(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
+
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
             TIMELINE(wait_turn);
@@ -506,38 +530,43 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
                 const At at0 = place.at(k), at1 = place.at(k + 1);
+                const float2 bias = BIAS_TILES ? unpack(shift[k / 8][k / 2 % 4]) : float2{};
                 if (Head::STEEP) {
-                    const Dual x0 = bound.raw_dual(S[k], at0), x1 = bound.raw_dual(S[k + 1], at1);
+                    const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
                     S[k] = x0.value, S[k + 1] = x1.value;
                     derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
                 } else {
-                    S[k] = bound.raw(S[k], at0), S[k + 1] = bound.raw(S[k + 1], at1);
+                    S[k] = bound.raw(S[k], at0, bias.x), S[k + 1] = bound.raw(S[k + 1], at1, bias.y);
                 }
             }
-            if (scattered) {
+            const auto hide_unseen = [&](auto hide) {
+                if (scattered) {
 #pragma unroll
-                for (int k = 0; k < QUERIES / 2; ++k)
-                    if (!(seen >> k & 1)) S[k] = -INF;
-            }
-            const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
-            if (first_query < whole.begin || first_query + QUERIES > whole.end) {  // also rows from Sq on: 0 * inf is NaN
-                int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const Range rows = head0.queries_that_see(place.key + 8 * half);
-                    begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
+                    for (int k = 0; k < QUERIES / 2; ++k)
+                        if (!(seen >> k & 1)) hide(k);
                 }
+                const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
+                if ((first_query < whole.begin) | (first_query + QUERIES > whole.end)) {  // also rows from Sq on: 0 * inf is NaN
+                    int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
 #pragma unroll
-                for (int k = 0; k < QUERIES / 2; ++k) {
-                    const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
-                    if ((Head::LAST && row < begin[half]) || row >= end[half]) S[k] = -INF;
+                    for (int half = 0; half < 2; ++half) {
+                        const Range rows = head0.queries_that_see(place.key + 8 * half);
+                        begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
+                    }
+#pragma unroll
+                    for (int k = 0; k < QUERIES / 2; ++k) {
+                        const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
+                        if ((Head::LAST && row < begin[half]) || row >= end[half]) hide(k);
+                    }
                 }
-            }
+            };
+            if constexpr (!HIDE_LATE) hide_unseen([&](int k) { S[k] = -INF; });
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
+            if constexpr (HIDE_LATE) hide_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
             if (LATE_DQ) named_barrier_arrive(next_turn, 256);
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
@@ -14,12 +14,12 @@ def columns(p: Problem, t: Tile) -> int:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; stages of Q, dO, LSE and delta; dS, P where consumers share keys, else dQ; the mbarriers; of a block map
-    what concerns a block."""
+    """K, V; stages of Q, dO, LSE, delta and a bias; dS, P where consumers share keys, else dQ; the mbarriers; of a
+    block map what concerns a block."""
     row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
     dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
-    fed = 2 * t.BLOCK_N * row + t.STAGES * t.BLOCK_M * (2 * row + 8)
+    fed = 2 * t.BLOCK_N * row + t.STAGES * (t.BLOCK_M * (2 * row + 8) + (pairs // 2 if p.bias else 0))
     return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
 
 
@@ -30,24 +30,16 @@ def mapped(p: Problem) -> bool:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
-    if arch is not None and arch[0] != 9:
-        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
-    if p.bias:
-        return "a bias is not built: its loads are strewn, and bwd_mma is faster with one"
+    if reason := refused_by_wgmma(p, arch, "bwd_block2d"):
+        return reason
+    if p.bias and not p.bias_tiles:
+        return "a bias that tensor maps cannot copy in tiles is not built: bwd_mma is faster with it"
+    if p.bias and p.D > 128:
+        return f"a bias beside D={p.D} is not built: shared memory has no room for it (bwd_mma takes it)"
     if p.Dv != p.D:
         return f"Dv={p.Dv} beside D={p.D} is not built: v must be as wide as k (bwd_mma takes it)"
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not p.mappable:
-        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
     if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
         return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
-    if p.ragged and max(p.rows) > 2**30:
-        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
     return None
 
 
@@ -58,8 +50,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
         (
-            t.BLOCK_M < 128 or not (p.softcap or p.mask or p.score or p.dropout),
-            "BLOCK_M=128 spills with softcap, mask, score and dropout: 64 queries do not",
+            t.BLOCK_M < 128 or not (p.softcap or p.bias or p.mask or p.score or p.dropout),
+            "BLOCK_M=128 spills with softcap, bias, mask, score and dropout: 64 queries do not",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -95,7 +87,7 @@ in_any_order = Kernel(
     check_tile=check_tile,
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
-        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "group", "score"),
+        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "group", "score", "bias_map"),
     ),
     then=(
         Entry(

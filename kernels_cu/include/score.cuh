@@ -438,6 +438,9 @@ struct Head : Sequence {
         return steps<float, !NATURAL>(dot, at, shift);
     }
     __device__ __forceinline__ Dual raw_dual(float dot, At at) const { return steps<Dual, !NATURAL>(dot, at); }
+    __device__ __forceinline__ Dual raw_dual(float dot, At at, float shift) const {
+        return steps<Dual, !NATURAL>(dot, at, shift);
+    }
 
     // LSE, and 1 / l, of a row whose scores were exponentiated less `m`; natural: of a maximum of x. A row that sees no key: 0.
     template <bool IN_X = false>

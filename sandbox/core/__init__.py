@@ -13,6 +13,7 @@ __all__ = [
     "picture",
     "place",
     "problem",
+    "refusals",
     "registry",
     "score",
     "snippet",
