@@ -202,7 +202,7 @@ run.main(["victim", *options])
 def test_context_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """PyTorch's ring of two processes, one of them this, ends in the operators that the slot makes ours, forward and
     backward, with the balance of causal and without; and when the other process is gone, this one gets an error."""
-    run = load("018_context_parallel", "run", monkeypatch)
+    run = load("019_context_parallel", "run", monkeypatch)
     ports = []
     for _ in range(2):
         with socket.socket() as free:
@@ -212,7 +212,7 @@ def test_context_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "0")
-    path = os.pathsep.join(map(str, (ROOT / "experiments" / "018_context_parallel", ROOT)))
+    path = os.pathsep.join(map(str, (ROOT / "experiments" / "019_context_parallel", ROOT)))
     own = {**os.environ, "RANK": "1", "PYTHONPATH": path}
     other = subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(tmp_path), ports[1]], env=own)
     try:
@@ -236,13 +236,13 @@ def test_context_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_what_the_ring_is_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit too much is seen, and the model of many GPUs says what one GPU and earlier measurements say."""
-    excess = load("018_context_parallel", "ring", monkeypatch).excess
+    excess = load("019_context_parallel", "ring", monkeypatch).excess
     x = torch.tensor([1.0, -3.0], dtype=torch.bfloat16)
     unit = 2.0**-6  # of bfloat16 between 2 and 4
     assert excess(x + torch.tensor([4 * unit, 0]), x, 2) == 1.0
     assert excess(x + torch.tensor([0, 5 * unit]), x, 2) == 1.25
     assert not excess(x * torch.nan, x, 2) <= 1
-    model = load("018_context_parallel", "model", monkeypatch)
+    model = load("019_context_parallel", "model", monkeypatch)
     alone = [model.tflops(method, 8 << 20, 1)[0] * 1e12 for method in model.METHODS]
     assert alone == pytest.approx([model.Machine().forward] * 3, rel=1e-3)
     for (gpus, S), (measured, _) in model.MEASURED.items():

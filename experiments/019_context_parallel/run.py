@@ -1,9 +1,9 @@
 """PyTorch's context_parallel on our kernels, beside cuDNN's and flash, and a model of many GPUs. See README.md.
 
-torchrun --nproc-per-node 2 experiments/018_context_parallel/run.py    measures; rows are appended to results.jsonl
-python experiments/018_context_parallel/run.py predict                 what the model says, measured or not
-python experiments/018_context_parallel/run.py plot                    scaling.png and .svg
-python experiments/018_context_parallel/run.py kill --gpus 2           one of so many processes is killed in the middle
+torchrun --nproc-per-node 2 experiments/019_context_parallel/run.py    measures; rows are appended to results.jsonl
+python experiments/019_context_parallel/run.py predict                 what the model says, measured or not
+python experiments/019_context_parallel/run.py plot                    scaling.png and .svg
+python experiments/019_context_parallel/run.py kill --gpus 2           one of so many processes is killed in the middle
 """
 
 from __future__ import annotations
