@@ -399,6 +399,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
     const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
+    // One lane arrives for its warp. PTX's memory model: bar.warp.sync orders what the lanes have read before it with what lane 0
+    // does after it, whose arrival releases and whose waiter acquires; the order is transitive. compute-sanitizer's racecheck
+    // (CUDA 13.0) follows only the thread that arrives, and reports the other lanes' reads: wrongly. The CPU backend's tool
+    // `thread` knows __syncwarp, is silent with it and reports these very reads without (tests/verify/test_sanitize.py).
     const auto release = [&](unsigned empty, unsigned i) {
         __syncwarp();  // all lanes have read LSE and delta
         if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
