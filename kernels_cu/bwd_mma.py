@@ -1,6 +1,6 @@
 """Spec of `bwd_mma.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, refused_by_copies
 
 
 def columns(width: int, t: Tile) -> int:
@@ -17,14 +17,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    for name, width in (("D", p.D), ("Dv", p.Dv)):
-        if width % 8:
-            return f"{name}={width} is not built: it must be a multiple of 8 (bwd_block2d takes any {name})"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
-    return None
+    return refused_by_copies(p, "bwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
@@ -30,26 +30,16 @@ def mapped(p: Problem) -> bool:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
-    if arch is not None and arch[0] != 9:
-        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+    if reason := refused_by_wgmma(p, arch, "bwd_block2d"):
+        return reason
     if p.bias and not p.bias_tiles:
         return "a bias that tensor maps cannot copy in tiles is not built: bwd_mma is faster with it"
     if p.bias and p.D > 128:
         return f"a bias beside D={p.D} is not built: shared memory has no room for it (bwd_mma takes it)"
     if p.Dv != p.D:
         return f"Dv={p.Dv} beside D={p.D} is not built: v must be as wide as k (bwd_mma takes it)"
-    if p.D % 8:
-        return f"D={p.D} is not built: it must be a multiple of 8 (bwd_block2d takes any D)"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not p.mappable:
-        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (bwd_block2d takes any)"
     if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
         return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
-    if p.ragged and max(p.rows) > 2**30:
-        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
     return None
 
 
@@ -68,7 +58,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-def ordered_dQ(p: Problem) -> tuple[int, int]:
+def ordered_dQ(p: Problem, t: Tile) -> tuple[int, int]:
     """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums."""
     rows = p.B * p.H * cdiv(p.Sq, 128) * 128
     return 8 + rows // 32 + rows * (1 << max(p.D - 1, 31).bit_length()), 8 + rows // 32

@@ -1,6 +1,6 @@
 """Spec of `fwd_mma.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_copies
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -11,14 +11,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    for name, width in (("D", p.D), ("Dv", p.Dv)):
-        if width % 8:
-            return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
-    return None
+    return refused_by_copies(p, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -1,6 +1,6 @@
 """Spec of `fwd_mma_fp8.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_copies
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -11,17 +11,10 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    for name, width in (("D", p.D), ("Dv", p.Dv)):
-        if width % 16:
-            return f"{name}={width} is not built: it must be a multiple of 16 (fwd_block2d takes any {name})"
     width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
     if arch is not None and width > (128 if options else 192):
         return f"D={p.D}, Dv={p.Dv} spill: up to 192 are built, 128 with options of a score (fwd_block2d takes any)"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
-    return None
+    return refused_by_copies(p, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
@@ -31,7 +24,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
         (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
-        (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
         (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (rows == 16 or not arch or arch < (10, 0), f"{rows} rows a warp spill on compute capability 10.0 and later"),

@@ -59,6 +59,7 @@ using Outputs = Swizzled<64, DV_PAD>;
 
 constexpr int AT_ONCE = 8;  // of a thread's scores, looked up in memory: of more the addresses would spill
 static_assert(BLOCK_N / 2 % AT_ONCE == 0, "a tile is looked up in whole turns");
+static_assert(!Head::SCATTERED || BLOCK_N <= 128, "a bit for each of a thread's scores");
 constexpr bool BIAS_TILES = BIAS & 8;
 using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 
@@ -434,19 +435,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
             if (Head::SCATTERED && !tile.whole) {
-#pragma unroll
-                for (int begin = 0; begin < BLOCK_N / 2; begin += 32) {
-                    unsigned seen = 0;
+                unsigned long long seen = 0;  // a bit for each score; one loop for all, which the compiler meets once
 #pragma unroll 1
-                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); i += AT_ONCE) {
+                for (int i = 0; i < BLOCK_N / 2; i += AT_ONCE) {
+                    unsigned some = 0;
 #pragma unroll
-                        for (int k = 0; k < AT_ONCE; ++k)
-                            seen |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << i % 32 + k;
-                    }
-#pragma unroll
-                    for (int i = begin; i < min(begin + 32, BLOCK_N / 2); ++i)
-                        if (!(seen >> i % 32 & 1)) S[i] = -INF;
+                    for (int k = 0; k < AT_ONCE; ++k)
+                        some |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << k;
+                    seen |= static_cast<unsigned long long>(some) << i % 64;
                 }
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; ++i)
+                    if (!(seen >> i % 64 & 1)) S[i] = -INF;
                 return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};

@@ -1,6 +1,6 @@
 """Spec of `fwd_wgmma_fp8.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 
@@ -14,22 +14,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
-    if arch is not None and arch[0] != 9:
-        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
-    for name, width in (("D", p.D), ("Dv", p.Dv)):
-        if width % 16:
-            return f"{name}={width} is not built: it must be a multiple of 16 (fwd_block2d takes any {name})"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not p.mappable:
-        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
-    if p.ragged and max(p.rows) > 2**30:
-        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
-    if p.batches * p.H * p.query_tiles(64) >= 2**31:
-        return f"{p} has {p.batches * p.H * p.query_tiles(64)} pieces of 64 rows: fewer than 2^31 are built"
-    return None
+    return refused_by_wgmma(p, arch, "fwd_block2d")
 
 
 def most_keys(p: Problem) -> int:

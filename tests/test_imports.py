@@ -165,6 +165,7 @@ def test_one_seam_to_array_libraries() -> None:
             "api.torch_op",
             "api.torch_float8",
             "api.torch_nested",
+            "api.torch_paged",
             "api.torch_scored",
             "api.torch_slot",
         },

@@ -23,7 +23,8 @@ __device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(head.query(Q, h, i)[d]) * to_float(head.key(K, h / group, j)[d]);
-            const float s = head.masked(row_sum<32>(dot), i, j), m_new = fmaxf(m, s), shift = m_new == -INF ? 0.0f : m_new;
+            const float s = head.steps<float, NATURAL>(row_sum<32>(dot), {i, j}), m_new = fmaxf(m, s);
+            const float shift = m_new == -INF ? 0.0f : m_new;
             const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keeps(i, j) ? p : 0.0f;
             for (int d = 0; d < OWNED_COLS_V; ++d)
                 if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);

@@ -124,7 +124,7 @@ def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") 
     gpu = driver.device()
     old = listing.version(kernel, version) if version else kernel
     old.entry(entry)  # raises UnknownKernel
-    chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name)
+    chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name, multiprocessors=gpu.sm_count)
     return Subject(entry, problem, chosen, pipeline.arch_name(old, gpu.arch), version)
 
 

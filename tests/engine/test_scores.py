@@ -11,6 +11,7 @@ import pytest
 from project import LOT
 
 from sandbox.core import options, registry
+from sandbox.core.dtypes import FLOAT8
 from sandbox.core.errors import CompileError, UnsupportedProblem
 from sandbox.core.score import Score, TensorLike
 from sandbox.core.snippet import header, single
@@ -22,7 +23,7 @@ from sandbox.spec import Kernel, Problem, Tile
 from sandbox.toolchain import arch
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of
-from sandbox.verify.scores import OPTIONS
+from sandbox.verify.scores import OF_FLOAT8, OPTIONS
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes in ("forward", "backward")]
 # Bounds of float32 are missed by a percent on unlucky inputs (docs/limits.md): the sweep tries it on lucky ones.
@@ -39,20 +40,20 @@ def asked(names: tuple[str, ...], problem: Problem) -> Problem:
 def lot(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
     """Options by lot, alone or two together, with lengths, head widths, dtypes and masks: (what, problem, inputs)."""
     draw = random.Random(f"{LOT} {kernel.name}")
-    names = list(OPTIONS)
+    names, dtypes = list(OPTIONS), [dtype for dtype in SIXTEEN_BITS if dtype in kernel.dtypes] or kernel.dtypes
     for _ in range(count):
         chosen = tuple(draw.sample(names, draw.choice((1, 2))))
         Sq, Sk = draw.choice(((1, 70), (70, 33), (97, 150), (150, 97), (64, 64), (129, 200)))
         causal = draw.choice((False, "bottom-right", "top-left"))
         problem = Problem(2, 4, Sq, Sk, draw.choice((32, 64, 40)), Hk=draw.choice((1, 2, 4)),
-                          dtype=draw.choice(SIXTEEN_BITS), causal=causal)  # fmt: skip
+                          dtype=draw.choice(dtypes), causal=causal)  # fmt: skip
         yield " + ".join(chosen), asked(chosen, problem), draw.choice(("normal", "hidden"))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_options_by_lot(kernel: Kernel, device: Device) -> None:
     """SANDBOX_LOT=N draws the lot of an earlier run again."""
-    for what, problem, inputs in lot(kernel, 4 if device == HOST else 40):
+    for what, problem, inputs in lot(kernel, (2 if {*kernel.dtypes} == {*FLOAT8} else 4) if device == HOST else 40):
         if kernel.refuses(problem):  # a width that it is not built for
             continue
         # Of one key dS is 0, and what is left is how O, of which delta is made, was rounded: no bound knows that.
@@ -60,6 +61,15 @@ def test_options_by_lot(kernel: Kernel, device: Device) -> None:
             continue
         result = check.verify(kernel, Case(what, problem, inputs), device)
         assert result.ok, f"SANDBOX_LOT={LOT}: {problem} {inputs}: {result}"
+
+
+@pytest.mark.parametrize("more", OF_FLOAT8, ids=["heads", "float32", "of two kinds", "all"])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if {*k.dtypes} == {*FLOAT8}], ids=by_name)
+def test_what_float8_has_besides(kernel: Kernel, more, device: Device) -> None:
+    """Descale in each form, a V of the other type, and what O may be; each with some option, on several tiles."""
+    problem = Problem(2, 4, 140, 170, 48, Hk=2, dtype=kernel.dtypes[OF_FLOAT8.index(more) % 2], causal="bottom-right")
+    result = check.verify(kernel, Case("float8", dataclasses.replace(problem, **more(problem))), device)
+    assert result.ok, result
 
 
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
