@@ -33,6 +33,7 @@
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
 #define ORDERED 0
+#define BLOCKS 1  // nobody asks
 #else
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
@@ -204,16 +205,17 @@ constexpr long long ADDED = 4;
 __device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
 
 // The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
-// ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun. Heads come in sections of SECTION pieces at least; of a section first the first piece of each head, then the
-// second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together do not
-// meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait for.
-constexpr int SECTION = 132;
+// ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
+// Heads come in sections of BLOCKS pieces at least, as many as run at one time; of a section first the first piece of each head,
+// then the second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together
+// do not meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait
+// for.
 struct Piece {
     int key_tile, kv_head, b;
 
     __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
         if (!ORDERED) return;
-        const unsigned heads = gridDim.y * gridDim.z, most = (SECTION + gridDim.x - 1) / gridDim.x;  // of a section
+        const unsigned heads = gridDim.y * gridDim.z, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
         const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
         const unsigned head = first + place % own;
         key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
