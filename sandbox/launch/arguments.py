@@ -103,8 +103,8 @@ class Scratch(NamedTuple):
 
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
-    # A counter of the pieces of a ragged batch that blocks have taken (include/dealing.cuh).
-    "dealt": Scratch(lambda p: (1,) if p.ragged else None, zeroed=True),
+    # A counter of the pieces that blocks have taken, where nobody knows how long they will take (include/dealing.cuh).
+    "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=True),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
     "dQ_accum": Scratch(
