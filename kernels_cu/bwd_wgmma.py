@@ -58,7 +58,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-def ordered_dQ(p: Problem) -> tuple[int, int]:
+def ordered_dQ(p: Problem, t: Tile) -> tuple[int, int]:
     """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums."""
     rows = p.B * p.H * cdiv(p.Sq, 128) * 128
     return 8 + rows // 32 + rows * (1 << max(p.D - 1, 31).bit_length()), 8 + rows // 32

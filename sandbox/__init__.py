@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api.attention import attention, attention_varlen
 from .api.blocks import block_map
+from .api.paged import attention_paged
 from .api.passes import attention_backward, attention_forward, reload
 from .api.rotation import rotate
 from .core.errors import (
@@ -71,6 +72,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_paged",
     "attention_varlen",
     "block_map",
     "compile",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from project import INTERRUPTIBLE
 
 import sandbox
 from sandbox.launch.dlpack import Device
@@ -119,3 +124,65 @@ def test_curves_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge({"ours": [4.0, 3.1], "ours, compiled": [4.0, 3.1], **compiled})["ratios"] == pytest.approx(
         {"ours": 10, "ours, compiled": 1}
     )
+
+
+def test_training_while_the_kernel_is_edited(monkeypatch: pytest.MonkeyPatch, project_copy: Path) -> None:
+    """A save that does not compile is said and not taken; one that is right is, and the weights stay."""
+    pytest.importorskip("watchfiles")
+    for name in ("011_train_gpt", "017_edit_while_training"):
+        shutil.copytree(ROOT / "experiments" / name, project_copy / "experiments" / name)
+    script = project_copy / "experiments" / "017_edit_while_training" / "run.py"
+    command = [*INTERRUPTIBLE, sys.executable, script, "--backend", "cpu", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(project_copy)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        events = map(json.loads, process.stdout)
+        said = lambda what: next(event for event in events if event["what"] == what)  # noqa: E731
+        source = project_copy / "kernels_cu" / "fwd_minimal.cu"
+        text, scores = source.read_text(), "head.masked(S_rmem[j]"
+        assert scores in text
+        said("step")
+        source.write_text(text.replace(scores, f"{scores},"))
+        broken = said("save")
+        assert not broken["ok"]
+        assert "fwd_minimal.cu" in broken["message"]
+        said("step")
+        source.write_text(text.replace(scores, f"{scores} * 1.0001f"))  # within the bound, and other bits
+        assert said("save")["ok"]
+        first = said("version")["losses"]
+        said("step")
+        process.send_signal(signal.SIGINT)
+        second = said("version")["losses"][:3]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    training = load("017_edit_while_training", "training", monkeypatch)
+    alone = training.Training(training.CONFIGS["cpu"], "cpu")
+    with sandbox.use_in_torch(**training.KERNELS["cpu"]):
+        losses = [alone.step(pytest.fail)[0] for _ in (*first, *second)]
+    assert first == pytest.approx(losses[: len(first)], abs=1e-3)
+    assert second == pytest.approx(losses[len(first) :], abs=0.1)
+    assert second != losses[len(first) :]
+    assert second[0] < first[0] - 0.5
+
+
+def test_training_waits_where_a_kernel_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved between its trial and its reload, say: the step is repeated, from the same weights."""
+    training = load("017_edit_while_training", "training", monkeypatch)
+    alone, raised = training.Training(training.CONFIGS["cpu"], "cpu"), []
+    right, sdpa = alone.step(pytest.fail), training.F.scaled_dot_product_attention
+    before = [p.detach().clone() for p in alone.model.parameters()]
+
+    def broken(*arrays, **options):
+        monkeypatch.setattr(training.F, "scaled_dot_product_attention", sdpa)
+        raise sandbox.UnsupportedProblem("not built")
+
+    monkeypatch.setattr(training.F, "scaled_dot_product_attention", broken)
+
+    def again(error: Exception) -> None:
+        raised.append(str(error))
+        assert all(torch.equal(a, b) for a, b in zip(before, alone.model.parameters(), strict=True))
+
+    assert alone.step(again)[0] < right[0]
+    assert raised == ["not built"]

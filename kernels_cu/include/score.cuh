@@ -40,6 +40,9 @@
 #ifndef RAGGED
 #define RAGGED 0
 #endif
+#ifndef PAGE_SIZE
+#define PAGE_SIZE 0
+#endif
 #ifndef SCORE_SNIPPET
 #define SCORE_SNIPPET 0
 #endif
@@ -126,6 +129,9 @@ struct Score {
     int rows_q, rows_k;  // of the tensors; Sq and Sk are then the most that a sequence has
     int sequences;
 #endif
+#if PAGE_SIZE
+    int pages;  // that K and V have
+#endif
 #if DESCALE
     float descale;  // of V; those of Q and K, where they are the same for all heads, are a part of `scale`
     int group;      // H / Hk
@@ -139,6 +145,10 @@ struct Score {
 #if KEY_LENGTHS
     const int* key_lengths;  // (B,)
     long long key_lengths_stride_b;
+#endif
+#if PAGE_SIZE
+    const int* block_table;  // (B, ceil(Sk / PAGE_SIZE))
+    long long block_table_stride_b, block_table_stride_i;
 #endif
 #if ALIBI
     const float* slopes;  // (B, H), strides in elements

@@ -1,5 +1,5 @@
-// Where the rows of a batch entry lie, and how many there are: dense, shortened (key_lengths) and ragged batches differ in
-// this alone. A kernel asks for its tile and its sequence, and goes on as if there were no other:
+// Where the rows of a batch entry lie, and how many there are: dense, shortened (key_lengths), ragged and paged batches differ
+// in this alone. A kernel asks for its tile and its sequence, and goes on as if there were no other:
 //
 //   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   which batch entry, which rows of it
 //   if (RAGGED && tile.surplus()) return;
@@ -10,7 +10,10 @@
 // sequence b has the tiles of numbers cu_seqlens[b] / ROWS + b and on, which is at least as many as it needs, and what a
 // sequence leaves over is surplus. A tile finds its sequence by bisection, and no block waits for another.
 //
-// Lengths that make no sense are cut to what lies inside of the tensors; the CPU backend reports them.
+// The keys of a paged batch lie in pages of PAGE_SIZE rows, in tensors (pages, heads, PAGE_SIZE, columns): key j of batch entry b
+// is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only pages of keys that count are looked up.
+//
+// Lengths and pages that make no sense are cut to what lies inside of the tensors; the CPU backend reports them.
 // A part of score.cuh, after struct Score.
 #pragma once
 
@@ -21,6 +24,7 @@ struct RowTile {  // of rows of one sequence
 
 #if RAGGED
 // One of the two lists of where sequences begin, and what there is of them.
+// `packed`: so many query heads are rows of one tile, each query's one after the other.
 struct Offsets {
     const int* cu_seqlens;  // (count + 1,)
     long long stride;
@@ -31,21 +35,21 @@ struct Offsets {
     __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), most); }
 
     template <int ROWS>
-    __device__ __forceinline__ int first_tile(int b) const { return begin(b) / ROWS + b; }
+    __device__ __forceinline__ int first_tile(int b, int packed = 1) const { return begin(b) * packed / ROWS + b; }
     template <int ROWS>
     __device__ __forceinline__ int tiles() const { return rows / ROWS + count; }  // of the grid
 
     template <int ROWS>
-    __device__ __forceinline__ RowTile tile(int number) const {
+    __device__ __forceinline__ RowTile tile(int number, int packed = 1) const {
         if (CHECKED) check();
         int b = 0, end = count;
         while (end - b > 1) {
             const int middle = (b + end) / 2;
-            if (first_tile<ROWS>(middle) <= number) b = middle;
+            if (first_tile<ROWS>(middle, packed) <= number) b = middle;
             else end = middle;
         }
-        const int own = number - first_tile<ROWS>(b), row0 = own * ROWS;
-        return own >= 0 && row0 < length(b) ? RowTile{b, row0} : RowTile{-1, 0};
+        const int own = number - first_tile<ROWS>(b, packed), row0 = own * ROWS;
+        return own >= 0 && row0 < length(b) * packed ? RowTile{b, row0} : RowTile{-1, 0};
     }
 
     __device__ __forceinline__ void check() const {
@@ -75,9 +79,9 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 
 // The tile of ROWS query rows, or key rows, that is number x of all of a ragged batch, or of those of batch entry b.
 template <int ROWS>
-__device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b) {
+__device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int packed = 1) {
 #if RAGGED
-    return query_offsets(score).template tile<ROWS>(x);
+    return query_offsets(score).template tile<ROWS>(x, packed);
 #else
     return {b, static_cast<int>(x * ROWS)};
 #endif
@@ -116,6 +120,12 @@ struct Extent {  // where a sequence lies, as its `Sequence` found it
 };
 #endif
 
+// Where a key lies: row `row` of batch entry, or page, `entry` of a tensor. Those after it follow, as far as its page goes.
+struct KeyPlace {
+    int entry;
+    long long row;
+};
+
 struct Sequence {
     const Score& score;
     int b;
@@ -150,6 +160,7 @@ struct Sequence {
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         return tensor.row(0, h, first_key + j);
     }
+    __device__ __forceinline__ KeyPlace key_place(int j) const { return {0, static_cast<long long>(first_key) + j}; }
 
     // Moves tensors so that row 0 of batch entry b, as of every other, is this sequence's first.
     template <class... T>
@@ -189,12 +200,34 @@ struct Sequence {
         Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), score.Sk);
         if (score.bottom_right) diagonal = Sk - Sq;
 #endif
+#if PAGE_SIZE
+        if (CHECKED && threadIdx.x == 0) check_pages();
+#endif
     }
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class T>
     __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const { return tensor.row(b, h, i); }
+#if PAGE_SIZE
+    __device__ __forceinline__ int page(int j) const {
+        return score.block_table[b * score.block_table_stride_b + j / PAGE_SIZE * score.block_table_stride_i];
+    }
+    __device__ __forceinline__ KeyPlace key_place(int j) const {
+        return {min(max(page(j), 0), score.pages - 1), j % PAGE_SIZE};
+    }
+    template <class T>
+    __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
+        const KeyPlace place = key_place(static_cast<int>(j));
+        return tensor.row(place.entry, h, place.row);
+    }
+    __device__ __forceinline__ void check_pages() const {
+        for (int j = 0; j < Sk; j += PAGE_SIZE)
+            require(0 <= page(j) && page(j) < score.pages, "block_table names a page that there is not");
+    }
+#else
+    __device__ __forceinline__ KeyPlace key_place(int j) const { return {b, j}; }
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const { return tensor.row(b, h, j); }
+#endif
     template <class... T>
     __device__ __forceinline__ void to_queries(View<T>&...) const {}
     template <class... T>

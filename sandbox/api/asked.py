@@ -12,6 +12,7 @@ from ..core.score import BLOCK_MAP, Score
 from ..launch.dlpack import library_of
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
+PAGES = "block_table"  # of keys in pages, likewise
 DESCALE = ("descale_q", "descale_k", "descale_v")  # those of float8 that are arrays, before cu_seqlens
 ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # options that are arrays, by the caller's words
 
@@ -95,6 +96,11 @@ def ragged(
     if not {"bias", "mask"} & {*of.names}:
         longest = None, None
     return of._replace(names=(*of.names, *CU_SEQLENS), longest=longest), (*arrays, *cu_seqlens)
+
+
+def paged(of: Asked, arrays: tuple[Any, ...], block_table: Any) -> tuple[Asked, tuple[Any, ...]]:
+    """The same of keys that lie in pages."""
+    return of._replace(names=(*of.names, PAGES)), (*arrays, block_table)
 
 
 def backward(of: Asked, arrays: tuple[Any, ...], dlse: Any, results: tuple[str, ...]) -> tuple[Asked, tuple[Any, ...]]:

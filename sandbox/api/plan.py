@@ -138,9 +138,14 @@ def _plan(
     gpu = driver.device(device[1]) if device != HOST else None
     arch = gpu.arch if gpu else None
     kernel = _kernel(computes, problem, arch, options)
-    tile = choose.choose_tile(kernel, problem, arch, pipeline.as_tile(options.tile), gpu=gpu.name if gpu else "")
+    tile = choose.choose_tile(
+        kernel, problem, arch, pipeline.as_tile(options.tile),
+        gpu=gpu.name if gpu else "", multiprocessors=gpu.sm_count if gpu else 0,
+    )  # fmt: skip
     handed = library.handed(like)
-    scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem).items()}
+    scratch = {
+        name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem, tile).items()
+    }
     if BLOCK_MAP in views:
         del scratch["block_map"]
     made = {**results, **{name: lying for name, lying in scratch.items() if name not in results}}  # results first

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.batches import PAGE_ROWS
 from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.integers import integer
@@ -14,7 +15,7 @@ from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
-from .asked import CU_SEQLENS, DESCALE, Asked
+from .asked import CU_SEQLENS, DESCALE, PAGES, Asked
 
 
 def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None, asked: Asked) -> Problem:
@@ -29,7 +30,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     for name, view in (("k", k), ("v", v)):
         if view.dtype != q.dtype and not (name == "v" and {q.dtype, view.dtype} <= FLOAT8.keys()):
             raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
-        if view.shape[0] != q.shape[0]:
+        if view.shape[0] != q.shape[0] and PAGES not in views:
             raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
     if k.shape[3] != q.shape[3]:
         raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: D must be the same")
@@ -46,6 +47,9 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     if asked.longest:
         options["ragged"] = Sq, Sk
         B, Sq, Sk = _batch(views, asked.longest)
+    if PAGES in views:
+        options["page_size"], options["pages"] = k.shape[2], k.shape[0]
+        Sk = _most_keys(views)
     options |= _float8(views, asked)
     options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results, out_dtype=options.get("out_dtype", ""))
     mask = normalise_causal(causal)
@@ -86,6 +90,18 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
         for which, rows, asked in zip("qk", (views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
     )
     return queries.shape[0] - 1, *most  # type: ignore[return-value]
+
+
+def _most_keys(views: Mapping[str, ArrayView]) -> int:
+    """How many keys a batch entry has at most, of pages and their table."""
+    table, (pages, _, page_size, _), B = views[PAGES], views["k"].shape, views["q"].shape[0]
+    if table.dtype != "int32":
+        raise UnsupportedProblem(f"{PAGES} is {table.dtype}: it must be int32")
+    if len(table.shape) != 2 or table.shape[0] != B:
+        raise UnsupportedProblem(f"{PAGES} has shape {table.shape}: it must be (B, most pages), B={B}")
+    if not page_size or page_size % PAGE_ROWS:
+        raise UnsupportedProblem(f"k_pages has pages of {page_size} rows: they must be a multiple of {PAGE_ROWS}")
+    return table.shape[1] * page_size if pages else 0
 
 
 def _float8(views: Mapping[str, ArrayView], asked: Asked) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
 from ..core.score import BLOCK_MAP, Score, TensorLike, like_of
-from .asked import ARRAYS, CU_SEQLENS, Asked
+from .asked import ARRAYS, CU_SEQLENS, PAGES, Asked
 from .passes import run_forward
 from .torch_op import (
     Results,
@@ -53,13 +53,15 @@ def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name not in ARRAYS]
     read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
-    said = _text(what.window, what.softcap, what.dropout, what.score, read, what.longest)
+    said = _text(what.window, what.softcap, what.dropout, what.score, read, what.longest, PAGES in given)
     return *(given.get(name) for name in ARRAYS), tensors, said
 
 
 @torch.compiler.assume_constant_result
-def _text(window: Any, softcap: float, dropout: float, score: Score | None, read: list[str], longest: Any) -> str:
-    said: dict[str, Any] = {"window": window, "softcap": softcap, "dropout": dropout, "longest": longest}
+def _text(
+    window: Any, softcap: float, dropout: float, score: Score | None, read: list[str], longest: Any, paged: bool
+) -> str:
+    said = {"window": window, "softcap": softcap, "dropout": dropout, "longest": longest, "paged": paged}
     if score is not None:
         said["score"] = [score.score, score.mask, read]
     return json.dumps(said)
@@ -84,6 +86,8 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
     window, longest = (x if x is None else tuple(x) for x in (said["window"], said["longest"]))
     if longest:
         names = (*names, *CU_SEQLENS)
+    if said["paged"]:
+        names = (*names, PAGES)
     return Asked(names, window, said["softcap"], score, said["dropout"], longest)
 
 

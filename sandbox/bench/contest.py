@@ -48,8 +48,9 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
         tensors = {"Q": q, "K": k, "V": v, **(given or {}), **_outputs(kernel, q, k, v, dout, problem, given or {})}
         views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
-        chosen = choose_tile(kernel, problem, driver.device(device[1]).arch, tile)
-        for name, shape in scratch_of(kernel, problem).items():
+        gpu = driver.device(device[1])
+        chosen = choose_tile(kernel, problem, gpu.arch, tile, multiprocessors=gpu.sm_count)
+        for name, shape in scratch_of(kernel, problem, chosen).items():
             tensors[name] = q.new_empty(shape, dtype=torch.float32)
             views[name] = view(tensors[name])
         prepared = prepare_kernel(kernel, chosen, problem, views, device)

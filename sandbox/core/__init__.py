@@ -1,6 +1,7 @@
 """What everything else speaks of: problem, tile, kernel and their registry, errors, the log, JSON lines."""
 
 __all__ = [
+    "batches",
     "dtypes",
     "errors",
     "integers",

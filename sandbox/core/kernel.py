@@ -47,6 +47,8 @@ class Entry:
     block: Callable[[Tile], Dim3]
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
     args: tuple[str, ...]
+    numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
+    """Arguments of its own, by their names in `args`: int32."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -70,10 +72,11 @@ class Kernel(Entry):
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # of one of several kernels that share a `.cu`
-    scratch: Mapping[str, Callable[[Problem], tuple[int, int]]] = field(default_factory=dict, hash=False)
+    scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
     """Scratch of other sizes than all kernels': numbers, and of these the first that have to be zeros."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/sequence.cuh
+    paged: bool = False  # True: it takes keys in pages, which it finds by `key_place`
     deterministic: bool = True  # False: sums by atomics, in any order
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
@@ -131,6 +134,8 @@ class Kernel(Entry):
             )
         if problem.ragged and not self.ragged:
             return f"{self.name}: ragged batches are not built: pass each sequence alone, or choose another kernel"
+        if problem.page_size and not self.paged:
+            return f"{self.name}: keys in pages are not built: choose fwd_decode, or gather the pages and use attention"
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
             if self.max_D < width:
                 return f"{self.name}: {name}={width} is too large: head widths up to {self.max_D} are built"

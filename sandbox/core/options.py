@@ -41,6 +41,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "DROPOUT": int(problem.dropout > 0),
         "KEY_LENGTHS": int(problem.key_lengths),
         "RAGGED": int(bool(problem.ragged)),
+        "PAGE_SIZE": problem.page_size,
         "BLOCK_MAP": int(problem.block_map[3] > 0),
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
         # 8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v
@@ -71,6 +72,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
         ("cu_seqlens_q", offsets, "b"),
         ("cu_seqlens_k", offsets, "b"),
         ("key_lengths", every[:1] if problem.key_lengths else (), "b"),
+        ("block_table", (problem.B, problem.Sk // problem.page_size) if problem.page_size else (), "bi"),
         ("slopes", problem.alibi and (1, *problem.alibi)[-2:], "bh"),
         ("bias", problem.bias, "bhi"),
         ("mask", problem.mask, "bhi"),
@@ -100,6 +102,8 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
         fields += [("bottom_right", _INT)]
     if problem.ragged:
         fields += [("rows_q", _INT), ("rows_k", _INT), ("sequences", _INT)]
+    if problem.page_size:
+        fields += [("pages", _INT)]
     if problem.float8:
         fields += [("descale", ctypes.c_float), ("group", _INT)]
     for tensor in score_tensors(problem):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import block_map, dtypes
+from .batches import paged_fields, ragged_fields
 from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
@@ -37,6 +38,9 @@ class Problem:
     A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
     (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
     knows, unless `lengths` says it, a pair (queries, keys) for each, from which B, Sq, Sk and `ragged` follow.
+
+    A paged batch: keys lie in pages of `page_size` rows, k (pages, Hk, page_size, D) and v likewise, which a table of
+    (B, Sk / page_size) numbers names; `key_lengths` says how many count. `pages`: by default as many as the table has.
     """
 
     B: int
@@ -67,10 +71,13 @@ class Problem:
     v_dtype: str = ""  # "": q's
     out_dtype: str = ""  # "": q's, of float8 bfloat16
     descale: Descale = ()
+    page_size: int = 0  # 0: no pages
+    pages: int = 0
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        self._check_ragged()
+        for name, value in ragged_fields(self.ragged, self.lengths).items():
+            set_(self, name, value)
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
         for name, dtype in dtypes.normalise(self.dtype, self.v_dtype, self.out_dtype).items():
@@ -91,27 +98,9 @@ class Problem:
         if not 0 <= self.dropout <= 1:
             raise SpecError(f"dropout={self.dropout!r} must be a probability, 0 <= dropout <= 1")
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
+        for name, value in paged_fields(self.page_size, self.pages, self.ragged, self.B, self.Sk).items():
+            set_(self, name, value)
         self._check_tensors()
-
-    def _check_ragged(self) -> None:
-        """A ragged batch, and what follows from `lengths`."""
-        set_ = object.__setattr__
-        for name in ("ragged", "lengths"):
-            set_(self, name, tuple(getattr(self, name) or ()))
-        if self.lengths:
-            pairs = tuple(tuple(integer("lengths", n, 0) for n in pair) for pair in self.lengths)
-            if any(len(pair) != 2 for pair in pairs):
-                raise SpecError(f"lengths={self.lengths} must be pairs: queries and keys of each sequence")
-            queries, keys = zip(*pairs, strict=True)
-            set_(self, "lengths", pairs)
-            set_(self, "B", len(pairs))
-            set_(self, "Sq", max(queries))
-            set_(self, "Sk", max(keys))
-            set_(self, "ragged", self.ragged or (sum(queries), sum(keys)))
-        if self.ragged and (len(self.ragged) != 2 or not all(0 <= n < 2**31 for n in self.ragged)):
-            raise SpecError(f"ragged={self.ragged} must be two numbers below 2^31: rows of q and of k")
-        if self.lengths and not all(sum(n) <= rows for n, rows in zip((queries, keys), self.ragged, strict=True)):
-            raise SpecError(f"lengths={self.lengths} are more than ragged={self.ragged} rows of q and of k")
 
     def _check_tensors(self) -> None:
         """Of shapes and dtypes that the score's tensors may have."""
@@ -198,6 +187,13 @@ class Problem:
         if not self.ragged:
             return cdiv(self.rows[which], size)
         return self.rows[which] // size + self.B if self.B else 0
+
+    @property
+    def key_shape(self) -> tuple[int, int, int]:
+        """Batch entries, heads and rows of k and v, or pages, heads and rows of a page."""
+        if self.page_size:
+            return self.pages, self.Hk, self.page_size
+        return self.batches, self.Hk, self.rows[1]
 
     @property
     def sequences(self) -> tuple[Problem, ...]:
@@ -305,6 +301,8 @@ class Problem:
             yield "lengths=" + ",".join(str(q) if q == k else f"{q}x{k}" for q, k in self.lengths)
         elif self.ragged:
             yield f"ragged={self.ragged[0]},{self.ragged[1]}"
+        if self.page_size:
+            yield f"page_size={self.page_size}"
         if self.descale:
             yield dtypes.described_descale(self.descale)
         if self.score:

@@ -27,9 +27,11 @@ def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None
 
 
 def choose_tile(
-    kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = ""
-) -> Tile:
-    """`tile` if given, else what tuning found on a GPU of the name `gpu`, else the spec's best that `arch` can hold.
+    kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = "",
+    multiprocessors: int = 0,
+) -> Tile:  # fmt: skip
+    """`tile` if given, else what tuning found on a GPU of the name `gpu`, else the spec's best that `arch` can hold,
+    its BLOCKS, where it has them, as many as there are `multiprocessors` (0: nobody knows, the spec's own number).
 
     Raises UnsupportedProblem with the kernel's or the tile's own reason.
     """
@@ -37,7 +39,7 @@ def choose_tile(
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
     ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
-    own = dict.fromkeys(ranked, "the spec's best that is legal")
+    own = dict.fromkeys((_fitted(candidate, multiprocessors) for candidate in ranked), "the spec's best that is legal")
     candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     reasons = []
     for candidate, why in candidates.items():
@@ -47,6 +49,10 @@ def choose_tile(
             return candidate
         reasons.append(reason)
     raise UnsupportedProblem(reasons[-1])
+
+
+def _fitted(tile: Tile, multiprocessors: int) -> Tile:
+    return Tile(**{**tile, "BLOCKS": multiprocessors}) if multiprocessors and "BLOCKS" in tile else tile
 
 
 BY_NAME = "is chosen by name only (default=True in its spec makes it one to choose)"

@@ -79,7 +79,7 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
         steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
-    zeroed = zeroed_of(kernel, problem)
+    zeroed = zeroed_of(kernel, problem, tile)
     launch, names = steps[0] if len(steps) == 1 and not zeroed else (None, ())
     if launch is None:
         names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
@@ -169,7 +169,11 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
     SpecError where the spec's `args` are not the parameters that the compiler found."""
     defines = kernel.defines(problem, tile)
-    if problem.ragged and device != HOST and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0"):
+    if (
+        (problem.ragged or problem.page_size)
+        and device != HOST
+        and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0")
+    ):
         defines["CHECKED_KERNELS"] = 1
     what = kernel, tuple(defines.items()), snippets.folders(problem), device
     refused, error = _refused.get(what, (None, None))
@@ -225,6 +229,11 @@ def forget() -> None:
 def arch_of(device: Device) -> Arch | None:
     """A GPU's compute capability; None for the CPU backend."""
     return None if device == HOST else driver.device(device[1]).arch
+
+
+def multiprocessors_of(device: Device) -> int:
+    """A GPU's number of them; 0 for the CPU backend."""
+    return 0 if device == HOST else driver.device(device[1]).sm_count
 
 
 def arch_name(kernel: Kernel, arch: Arch) -> str:

@@ -81,6 +81,7 @@ ARGUMENTS: dict[str, Row] = {
     "bias_map": Row(TensorMap, tensor="bias", rows=lambda t: _WARPGROUP_ROWS, used=lambda p: p.bias_tiles),
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
     "dealt": Row(ctypes.c_void_p, tensor="dealt"),
+    "partials": Row(ctypes.c_void_p, tensor="partials"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
@@ -105,6 +106,8 @@ SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
     # A counter of the pieces that blocks have taken, where nobody knows how long they will take (include/dealing.cuh).
     "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=True),
+    # What blocks that share a row's keys have summed up, before another entry merges it; its kernel says how much.
+    "partials": Scratch(lambda p: (0,), zeroed=False),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
     "dQ_accum": Scratch(
@@ -113,21 +116,21 @@ SCRATCH: dict[str, Scratch] = {
 }
 
 
-def scratch_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[int, ...]]:
+def scratch_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the scratch that `kernel` needs."""
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
         named["block_map"] = None  # that `score` points to
-    own = {name: sizes(problem)[:1] for name, sizes in kernel.scratch.items()}
+    own = {name: sizes(problem, tile)[:1] for name, sizes in kernel.scratch.items()}
     written = COMPUTATIONS[kernel.computes].writes
     shapes = {name: own.get(name) or SCRATCH[name].shape(problem) for name in named if name not in written}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def zeroed_of(kernel: Kernel, problem: Problem) -> dict[str, int]:
+def zeroed_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, int]:
     """How many bytes of which scratch have to be zeros before a launch."""
-    own = {name: sizes(problem)[1] for name, sizes in kernel.scratch.items()}
-    shapes = {name: shape for name, shape in scratch_of(kernel, problem).items() if SCRATCH[name].zeroed}
+    own = {name: sizes(problem, tile)[1] for name, sizes in kernel.scratch.items()}
+    shapes = {name: shape for name, shape in scratch_of(kernel, problem, tile).items() if SCRATCH[name].zeroed}
     return {name: 4 * own.get(name, math.prod(shape)) for name, shape in shapes.items()}
 
 
@@ -143,12 +146,15 @@ class ArgumentBlock:
         self, entry: Entry, problem: Problem, tile: Tile, tensors: Mapping[str, Tensor],
         encode: Encode = encode_for_host,
     ):  # fmt: skip
-        unknown = [name for name in entry.args if name not in ARGUMENTS]
+        unknown = [name for name in entry.args if name not in ARGUMENTS and name not in entry.numbers]
         if unknown:
             raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/launch/arguments.py")
         slots: list[tuple[str, Any]] = []
         self.values: list[Any] = []
         for name in entry.args:
+            if name in entry.numbers:
+                self.values.append(ctypes.c_int32(entry.numbers[name](problem, tile)))
+                continue
             row = ARGUMENTS[name]
             absent = (row.optional and row.tensor not in tensors) or not row.used(problem)
             if row.value is not None or absent or (name in SCRATCH and SCRATCH[name].shape(problem) is None):
@@ -191,7 +197,7 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
         "descale": of_v, "group": problem.H // problem.Hk if problem.Hk else 1, "left": left or 0,
         "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
         "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
-        "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
+        "pages": problem.pages, "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
     }  # fmt: skip
     for field in value._fields_:
         if field[0] in numbers:

@@ -27,19 +27,23 @@ def hold(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: in
                 f"{entry.name}: its spec's args name {len(entry.args)}, {source.name} has {len(found)} parameters: "
                 + (f"{arg}, number {i}, is none of them" if arg else f"{_shown(parameter)}, number {i}, has no name")
             )
-        if arg not in ARGUMENTS:
+        if arg not in ARGUMENTS and arg not in entry.numbers:
             return  # whoever packs them says so
-        expected = Parameter(("struct",), score_bytes) if arg == "score" else _parameter(ARGUMENTS[arg])
+        row = _NUMBER if arg in entry.numbers else ARGUMENTS[arg]
+        expected = Parameter(("struct",), score_bytes) if arg == "score" else _parameter(row)
         if parameter.size != expected.size or not {*expected.kinds} & {*parameter.kinds}:
             raise SpecError(
                 f"{entry.name}: number {i} of its spec's args is {arg}, {_shown(expected)}, "
                 f"but parameter {i} in {source.name}{f', {called},' if called else ''} is {_shown(parameter)}"
             )
-        if called != arg and called in ARGUMENTS:
+        if called != arg and (called in ARGUMENTS or called in entry.numbers):
             raise SpecError(
                 f"{entry.name}: number {i} of its spec's args is {arg}, but parameter {i} in {source.name} is called "
                 f"{called}: put them in one order"
             )
+
+
+_NUMBER = Row(ctypes.c_int32)
 
 
 def _parameter(row: Row) -> Parameter:

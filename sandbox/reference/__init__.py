@@ -7,6 +7,7 @@ from .flash import flash1, flash2
 from .flash_backward import flash2_backward
 from .gradients import Gradients
 from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
+from .pages import gather_pages
 from .rounding import round_to, ulp
 from .score import Expressions, Meaning, Options, Part
 from .semantics import Shape, visible
@@ -29,6 +30,7 @@ __all__ = [
     "flash1",
     "flash2",
     "flash2_backward",
+    "gather_pages",
     "gradient_bound",
     "hbm_bytes",
     "lse_bound",

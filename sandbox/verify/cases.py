@@ -15,6 +15,7 @@ from ..core.errors import SpecError
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..launch.dlpack import numpy_dtype
+from .pages import in_pages, paged_problems
 from .scores import hide_nan, option_cases, score_inputs
 from .sequences import by_sequence, forward, offsets_of, ragged_problems
 
@@ -81,6 +82,7 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
         if kernel.refuses(problem) is None:
             yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
     yield from ragged_cases(kernel)
+    yield from (Case(*named) for named in paged_problems(kernel, options=100))
 
 
 def ragged_cases(kernel: Kernel) -> Iterator[Case]:
@@ -296,6 +298,7 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     if case.inputs == "hidden":
         hide_nan(p, given)
     given |= {name: lay_out(given[name]) for name in ("K", "V", "bias", "mask") if name in given and not p.plain}
+    given |= in_pages(p, given) if p.page_size else {}
     if computes in ("forward", "block_map"):
         return given
     dout = np.random.default_rng(1).standard_normal((p.batches, p.H, p.rows[0], p.Dv), np.float32)

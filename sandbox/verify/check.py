@@ -111,7 +111,7 @@ def verify(
     head = (kernel.name, case.name, problem, device[0])
     arch = pipeline.arch_of(device)
     try:
-        chosen = choose_tile(kernel, problem, arch, tile)
+        chosen = choose_tile(kernel, problem, arch, tile, multiprocessors=pipeline.multiprocessors_of(device))
         done = trial.launch(kernel, chosen, problem, truth.given, device, repeats=repeats)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))

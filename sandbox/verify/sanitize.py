@@ -164,10 +164,11 @@ def launch_on_host(
     chosen = choose_tile(kernel, problem, None, tile)
     given = inputs_of(kernel.computes, Case("sanitize", problem))
     arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
-    made = trial.made_for(kernel, problem).items()
+    made = trial.made_for(kernel, problem, chosen).items()
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
-        if any(name in entry.args and name not in arrays for name in NOT_ALWAYS):
+        absent = any(name in entry.args and name not in arrays for name in NOT_ALWAYS)
+        if absent or not all(entry.grid(problem, chosen)):
             continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}
         arguments = ArgumentBlock(entry, problem, chosen, views)
@@ -189,6 +190,8 @@ def launch_on_host(
 def _pointers(entry: Entry, problem: Problem, arrays: Container[str]) -> Iterator[tuple[Pointer, str]]:
     """Where among an entry's arguments the address of an array stands, and the array's name."""
     for i, name in enumerate(entry.args):
+        if name in entry.numbers:
+            continue
         if ARGUMENTS[name].tensor in arrays:
             yield (i, 0), ARGUMENTS[name].tensor
         if name == "score":

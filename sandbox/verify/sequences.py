@@ -14,6 +14,7 @@ from ..core.errors import SpecError
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..reference import Part, attention
+from .pages import gathered
 from .scores import option_cases, reference_options
 
 Array = NDArray[Any]
@@ -67,6 +68,8 @@ def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, A
 def by_sequence(p: Problem, given: Mapping[str, Array], compute: Compute) -> dict[str, Array]:
     """What `compute` makes of `given` and of what the reference is told of it. Of a ragged batch: of each sequence
     alone, put together as kernels do, the gradients of bias and sink summed up."""
+    if p.page_size:
+        given = gathered(p, given)
     if not p.ragged:
         return dict(compute(given, reference_options(p, given)))
     shapes = {"dbias": p.bias, "dsink": (p.H,)}

@@ -61,7 +61,7 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
     made = {name: _bordered(name, *what, gap) for name, what in outputs_of(kernel, problem).items()}
     outputs = {name: memory[within] for name, (memory, within) in made.items()}
-    scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
         prepared = pipeline.prepare(kernel, tile, problem, views, device)
@@ -92,9 +92,9 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
     return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}
 
 
-def made_for(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+def made_for(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[tuple[int, ...], str]]:
     """`outputs_of`, and the scratch that a launch needs beside them."""
-    scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem).items()}
+    scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     return {**outputs_of(kernel, problem), **scratch}
 
 

@@ -44,7 +44,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
     """
     history = History(kernel)
     with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
-        saves = iter(()) if once else _saves(registry.FOLDER)  # from here on no save is missed
+        saved_again = iter(()) if once else saves(registry.FOLDER)  # from here on no save is missed
         seen: Texts | None = None
         while True:
             texts = read_texts(kernel)
@@ -57,10 +57,10 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
                     yield _recorded(history, texts, found, time.time() - saved)
             if once:
                 return
-            next(saves)
+            next(saved_again)
 
 
-def _saves(folder: Path) -> Iterator[None]:
+def saves(folder: Path) -> Iterator[None]:
     """An item after every save below `folder`, from now on."""
     try:
         import watchfiles

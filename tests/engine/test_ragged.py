@@ -162,7 +162,7 @@ def test_pieces_are_counted_anew_at_each_launch() -> None:
     )
     tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2)
     given = inputs_of("forward", Case("twice", problem))
-    made = trial.made_for(kernel, problem).items()
+    made = trial.made_for(kernel, problem, tile).items()
     arrays = {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     views = {name: dlpack.view(x) for name, x in {**given, **arrays}.items()}
     prepared = pipeline.prepare(kernel, tile, problem, views, HOST)

@@ -1,0 +1,21 @@
+"""Attention to keys in pages where PyTorch looks on. Imported on demand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import UnsupportedProblem
+from . import torch_op
+from .asked import Asked
+
+
+def attention(arrays: tuple[Tensor, ...], what: Asked, *how: Any) -> tuple[Tensor, ...]:
+    """(out, lse), by the operator that compiled graphs take. Raises UnsupportedProblem for a gradient."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
+        raise UnsupportedProblem(
+            "attention_paged has no gradient: call it under torch.no_grad(), or gather the pages and use attention"
+        )
+    return torch_op.forward(arrays, what, *how)

@@ -1,0 +1,68 @@
+"""Batches whose keys lie in pages: how inputs are put there, and the problems that try it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..reference import gather_pages
+from .scores import option_cases
+
+Array = NDArray[Any]
+
+
+def in_pages(p: Problem, given: Mapping[str, Array]) -> dict[str, Array]:
+    """K and V, (pages, Hk, page_size, D), and the block_table, of K and V that are not in pages. Pages are shuffled.
+    NaN is in every row that does not count, and what the table says of them is no page."""
+    most = p.Sk // p.page_size
+    rng = np.random.default_rng(200)
+    shared = p.pages < p.B * most
+    numbers = rng.integers(0, p.pages, p.B * most) if shared else rng.permutation(p.pages)[: p.B * most]
+    table = numbers.reshape(p.B, most).astype(np.int32)
+    found: dict[str, Array] = {}
+    for name in ("K", "V"):
+        x = given[name]
+        pages = np.full((p.pages, p.page_size, p.Hk, x.shape[3]), np.nan, x.dtype)
+        for b, n in np.ndindex(p.B, most):
+            rows = slice(n * p.page_size, min((n + 1) * p.page_size, int(given["key_lengths"][b])))
+            part = x[b, :, rows].swapaxes(0, 1)
+            pages[table[b, n], : len(part)] = part
+        found[name] = pages.swapaxes(1, 2)
+    for b, length in enumerate(given["key_lengths"]):
+        table[b, -(-int(length) // p.page_size) :] = (-1, 2**31 - 1)[b % 2]
+    return {**found, "block_table": table}
+
+
+def gathered(p: Problem, given: Mapping[str, Array]) -> dict[str, Array]:
+    """The same with K and V that are not in pages, for who knows of none."""
+    table, lengths = given["block_table"], given["key_lengths"]
+    keys = {name: gather_pages(given[name].swapaxes(1, 2), table, lengths) for name in ("K", "V")}
+    return {**{name: x for name, x in given.items() if name != "block_table"}, **keys}
+
+
+def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[tuple[str, Problem]]:
+    """(name, problem) of what `kernel` takes: few queries and many, pages of several sizes, alone and with so many
+    options, drawn by lot."""
+    sizes = itertools.cycle(((16, 1, 9), (48, 3, 4), (256, 2, 1), (32, 70, 3), (16, 5, 0)))
+    heads, widths = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2))), itertools.cycle((64, 128, 40))
+
+    def problem_of(**fields: Any) -> Problem:
+        (page_size, Sq, most), (H, Hk) = next(sizes), next(heads)
+        return Problem(
+            3, H, Sq, page_size * most, next(widths), Hk=Hk, page_size=page_size, pages=3 * most + 2, **fields
+        )
+
+    if not kernel.paged:
+        return
+    for dtype, causal in itertools.product(kernel.dtypes, (False, "bottom-right", "top-left")):
+        yield str(problem := problem_of(dtype=dtype, causal=causal)), problem
+    every = [*option_cases(kernel, problem_of)]
+    for name, problem in random.Random(f"{seed} {kernel.name} pages").sample(every, min(options, len(every))):
+        yield f"{name}: {problem}", problem
