@@ -164,7 +164,7 @@ __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, int H, u
                                             const Score& score) {
     const SmemAddress base = smem_address(smem);
     TileLists lists(smem + LISTS_AT);
-    const LongestFirst pieces(score);
+    const LongestFirst<QueryTiles> pieces(score);
     const bool leader = threadIdx.x % 32 == 0;
     unsigned number = blockIdx.x;
 #pragma unroll 1
