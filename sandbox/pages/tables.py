@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -57,10 +58,15 @@ class Section:
 
 def of_terminal(table: rich.table.Table, heading: str) -> Table:
     """What a verb prints, made for a wide screen."""
-    columns = [Column(_plain(c.header).text.replace("\n", " "), c.justify == "right") for c in table.columns]
+    columns = [Column(_unbroken(_plain(c.header).text), c.justify == "right") for c in table.columns]
     rows = [list(row) for row in zip(*([_plain(cell) for cell in c.cells] for c in table.columns), strict=True)]
     heads = any(column.head for column in columns)
     return Table(heading, columns, rows, heading, sortable=heads)
+
+
+def _unbroken(head: str) -> str:
+    """A head that was broken to be narrow, in one line."""
+    return re.sub(r"(?<=[-_])\n", "", head).replace("\n", " ")
 
 
 def _plain(cell: object) -> Cell:

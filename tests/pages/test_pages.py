@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from project import ROOT
 
+from sandbox.bench.rows import read_rows
 from sandbox.cli import cli
 from sandbox.code import listing
 from sandbox.code.listing import Code
@@ -225,6 +227,16 @@ def test_commands_write_pages(tmp_path: Path) -> None:
     assert "page.html" in done.output
 
 
+def test_a_bench_shows_every_problem_and_the_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = read_rows(ROOT / "experiments/003_forward_paper/results.jsonl")
+    few = [row for row in rows if row["D"] == 64 and row["causal"] is False]
+    page = reports.bench(few, None)
+    assert len({f"S{row['Sq']}" for row in few}) == page.count("<tr>") - 1
+    assert f"{max(row['tflops'] for row in few):.0f} " in page
+    assert page.count('src="data:image/svg+xml;base64,') == 1
+
+
 # ---- in a browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -267,7 +279,7 @@ def test_hovering_lights_both_ways(browser: Any, versions: tuple[Code, Code], tm
     tab.hover("text=mma(a);")
     assert lit(tab) == ["HMMA R1, R2"] * 5
     assert tab.locator(".from code").all_text_contents() == ["mma(a);"]
-    assert tab.locator("#said").text_content() == "own.cu:3: 5 instructions, 5, at most 15 registers live"
+    assert tab.locator("#said").text_content() == "own.cu:3: 5 instructions, at most 15 registers live"
     tab.hover("text=STG.E R1, R2")
     assert lit(tab)[:1] == ["store(a);"]
     assert "from own.cu:4; 16 registers live" in tab.locator("#said").text_content()
@@ -284,6 +296,7 @@ def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Cod
     tab.keyboard.press("ArrowDown")
     assert tab.evaluate(focused) == "mma(a);"
     assert lit(tab).count("HMMA R1, R2") == 3 + 5
+    assert tab.locator("#said").text_content().startswith("own.cu:3: 3 → 5 instructions")
     tab.keyboard.press("Enter")
     assert tab.evaluate(focused) == "HMMA R1, R2"
     tab.keyboard.press("Escape")

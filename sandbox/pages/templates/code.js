@@ -42,7 +42,8 @@ function tell(row, found) {
     return found.length ? "from " + found.map(name).join(", by ") + (live ? "; " + live + " registers live" : "") : "of no source line";
   }
   const live = Math.max(0, ...found.map(i => +i.querySelector("u").textContent || 0));
-  return name(row) + ": " + found.length + " instructions" + (figure ? ", " + figure : "") + (live ? ", at most " + live + " registers live" : "");
+  const counts = [...panes.keys()].map(pane => found.filter(i => i.parentElement === pane).length).join(" → ");
+  return name(row) + ": " + counts + " instructions" + (figure.endsWith("%") ? ", " + figure : "") + (live ? ", at most " + live + " registers live" : "");
 }
 function show(row) {
   const folded = row.closest("details:not([open])");
