@@ -36,6 +36,7 @@ LONG = Problem(2, 16, S, S, 128, dtype="bfloat16")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"bias": (1, 1, S, S)}, {"bias": (1, 16, S, S), "causal": CAUSAL}, {"softcap": 50.0, "causal": CAUSAL},
     {"softcap": 50.0}, {"alibi": (16,), "causal": CAUSAL}, {"window": (1024, 0), "causal": CAUSAL},
+    {"D": 192, "Dv": 128, "causal": CAUSAL},
 )  # fmt: skip
 
 
