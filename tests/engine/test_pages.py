@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def right(case: Case, device: Device, tile: Tile | None = None) -> None:
 
 def test_pages_by_lot(device: Device) -> None:
     """Shuffled, NaN in all that does not count, and no page where the table need not name one."""
-    for name, problem in [*paged_problems(KERNEL, LOT, 3 if device == HOST else 20)][:: 2 if device == HOST else 1]:
+    every = [*paged_problems(KERNEL, LOT, 20)]
+    for name, problem in random.Random(LOT).sample(every, 4) if device == HOST else every:
         right(Case(name, problem), device)
 
 
