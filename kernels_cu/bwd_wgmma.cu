@@ -33,11 +33,13 @@
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
 #define ORDERED 0
+#define BLOCKS 1  // nobody asks
 #else
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
 #include "ring.cuh"
+#include "dealing.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -89,8 +91,8 @@ static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? 8 * MAP_WORDS : 0), "spec a
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the number of the block's piece
-static_assert(CLAIM_AT + 4 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
+constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the block's piece: its number, or what was dealt
+static_assert(CLAIM_AT + 32 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -202,21 +204,26 @@ struct Constant {
 constexpr long long ADDED = 4;
 __device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
 
-// The keys of a block. ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a
-// block has begun. Heads come in sections of SECTION pieces at least; of a section first the first piece of each head, then the
-// second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together do not
-// meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait for.
-constexpr int SECTION = 132;
+// The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
+// ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
+// Heads come in sections of BLOCKS pieces at least, as many as run at one time; of a section first the first piece of each head,
+// then the second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together
+// do not meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait
+// for.
 struct Piece {
     int key_tile, kv_head, b;
 
     __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
         if (!ORDERED) return;
-        const unsigned heads = gridDim.y * gridDim.z, most = (SECTION + gridDim.x - 1) / gridDim.x;  // of a section
+        const unsigned heads = gridDim.y * gridDim.z, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
         const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
         const unsigned head = first + place % own;
         key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
     }
+#if RAGGED
+    __device__ __forceinline__ Piece(const volatile Dealt& dealt)
+        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)) {}
+#endif
     // How many pieces of the head add to query tile m0 before this one.
     __device__ __forceinline__ int before(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
@@ -269,8 +276,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ Score score,
     const __grid_constant__ TensorMap bias_map) {  // boxes of 64 rows, where BIAS_TILES
     extern __shared__ __align__(1024) char smem[];
-    const RowTile of_grid = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && of_grid.surplus()) return;
+    const RowTile of_grid{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x * BLOCK_N)};
     const SmemAddress base = smem_address(smem);
     TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
     if (threadIdx.x == 0) {
@@ -278,11 +284,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
     }
     if (Head::MAPPED) map.fill(Sequence(score, of_grid.b), blockIdx.y * group, group, of_grid.row0);
+#if RAGGED
+    if (threadIdx.x / 32 == 1) {
+        const Dealt dealt = LongestFirst<KeyTiles>(score).piece(blockIdx.y * gridDim.x + blockIdx.x, gridDim.y, group);
+        if (threadIdx.x % 32 == 0) *reinterpret_cast<Dealt*>(smem + CLAIM_AT) = dealt;
+    }
+#endif
     __syncthreads();  // the mbarriers, and the map or the claim, are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const auto claimed = [&] { return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0); };
+    const auto claimed = [&] {
+#if RAGGED
+        return Piece(*reinterpret_cast<const volatile Dealt*>(smem + CLAIM_AT));
+#else
+        return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0);
+#endif
+    };
     const Piece piece = claimed();
-    const RowTile own = ORDERED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
+    if (RAGGED && piece.b < 0) return;  // surplus
+    const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
     const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
     const Head head0(score, b, kv_head * group);
     const Walk walk{head0, map, group, own.row0};
@@ -382,6 +401,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
     const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
+    // One lane arrives for its warp. PTX's memory model: bar.warp.sync orders what the lanes have read before it with what lane 0
+    // does after it, whose arrival releases and whose waiter acquires; the order is transitive. compute-sanitizer's racecheck
+    // (CUDA 13.0) follows only the thread that arrives, and reports the other lanes' reads: wrongly. The CPU backend's tool
+    // `thread` knows __syncwarp, is silent with it and reports these very reads without (tests/verify/test_sanitize.py).
     const auto release = [&](unsigned empty, unsigned i) {
         __syncwarp();  // all lanes have read LSE and delta
         if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
@@ -655,11 +678,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     TIMELINE(store);
     const Piece done = claimed();  // asked again, or it would be kept all the time
+    const int done_b = ORDERED || RAGGED ? done.b : b;
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
     const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
     if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, ORDERED ? done.b : b,
-                                                    ORDERED ? done.kv_head : kv_head, H, walk.n0(), warp - 4);
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done_b,
+                                                    ORDERED || RAGGED ? done.kv_head : kv_head, H, walk.n0(), warp - 4);
     const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
@@ -679,7 +703,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
             const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
             const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(ORDERED ? done.b : b);
+            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(done_b);
             send_box(dV_map, at * 64, row, done.kv_head, batch, base + V_AT + from);
             send_box(dK_map, at * 64, row, done.kv_head, batch, base + K_AT + from);
         }

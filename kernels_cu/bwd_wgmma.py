@@ -116,6 +116,7 @@ in_order = replace(
     ragged=False,
     supports=supports_in_order,
     macros={"ORDERED": 1},
+    tiles=tuple(Tile(**tile, BLOCKS=132) for tile in in_any_order.tiles),  # blocks that run at one time
     scratch={"dQ_accum": ordered_dQ},
     then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
 )

@@ -181,7 +181,7 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 // Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then.
 __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned group, unsigned* dealt, const Score& score) {
     const SmemAddress base = smem_address(smem);
-    const LongestFirst pieces(score);
+    const LongestFirst<QueryTiles> pieces(score);
     const bool leader = threadIdx.x % 32 == 0;
     unsigned number = blockIdx.x;
 #pragma unroll 1

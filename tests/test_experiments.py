@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -189,10 +190,70 @@ def test_training_waits_where_a_kernel_raises(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_generating(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A step with the cache, in a row and in pages, gives the logits of the whole text at once; one key less does not."""
+    """A step with the cache, in a row and in pages, gives the logits of the whole text at once; one key less, not."""
     run = load("021_generate", "run", monkeypatch)
     assert run.main(["--backend", "cpu", "--out", str(tmp_path)]) == 0
     assert [row["contender"] for row in read(tmp_path)] == ["fwd_decode", "pages of 16", "sdpa"]
     model, prompt = sys.modules["model"].Generator(run.TINY, 2, "cpu"), torch.randint(50, (2, 9))
     shorter = lambda q, k, v, lengths: run.ours(q, k, v, lengths - 1)  # noqa: E731
     assert run.error_of_a_step(model, prompt, shorter) > 4 * max(row["error"] for row in read(tmp_path))
+
+
+OTHER_RANK = """
+import os, sys
+import run
+options = ["--backend", "cpu", "--rows", "32", "--out", sys.argv[1]]
+assert run.main(options) == 0
+os.environ["MASTER_PORT"] = sys.argv[2]
+run.main(["victim", *options])
+"""
+
+
+def test_context_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch's ring of two processes, one of them this, ends in the operators that the slot makes ours, forward and
+    backward, with the balance of causal and without; and when the other process is gone, this one gets an error."""
+    run = load("019_context_parallel", "run", monkeypatch)
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(str(free.getsockname()[1]))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0], "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "0")
+    path = os.pathsep.join(map(str, (ROOT / "experiments" / "019_context_parallel", ROOT)))
+    own = {**os.environ, "RANK": "1", "PYTHONPATH": path}
+    other = subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(tmp_path), ports[1]], env=own)
+    try:
+        options = ["--backend", "cpu", "--rows", "32", "--out", str(tmp_path)]
+        assert run.main(options) == 0
+        monkeypatch.setenv("MASTER_PORT", ports[1])
+        with pytest.raises(RuntimeError, match=r"(?i)connection|peer"):
+            run.main(["victim", *options])
+        assert other.wait(timeout=60) == -signal.SIGKILL
+    finally:
+        other.kill()
+        other.wait()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    rows = read(tmp_path)
+    turns = ["one GPU", "alltoall", "allgather"]
+    assert [(row["causal"], row["rotate"]) for row in rows] == [(causal, t) for causal in (True, False) for t in turns]
+    assert all(0 < row["excess"] <= 1 for row in rows if row["rotate"] != "one GPU")
+    assert all(row["gpus"] == 2 and row["both_ms"] > row["forward_ms"] > 0 for row in rows)
+
+
+def test_what_the_ring_is_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit too much is seen, and the model of many GPUs says what one GPU and earlier measurements say."""
+    excess = load("019_context_parallel", "ring", monkeypatch).excess
+    x = torch.tensor([1.0, -3.0], dtype=torch.bfloat16)
+    unit = 2.0**-6  # of bfloat16 between 2 and 4
+    assert excess(x + torch.tensor([4 * unit, 0]), x, 2) == 1.0
+    assert excess(x + torch.tensor([0, 5 * unit]), x, 2) == 1.25
+    assert not excess(x * torch.nan, x, 2) <= 1
+    model = load("019_context_parallel", "model", monkeypatch)
+    alone = [model.tflops(method, 8 << 20, 1)[0] * 1e12 for method in model.METHODS]
+    assert alone == pytest.approx([model.Machine().forward] * 3, rel=1e-3)
+    for (gpus, S), (measured, _) in model.MEASURED.items():
+        assert model.tflops("ring", S, gpus, True, model.EARLIER) == pytest.approx(measured, rel=0.06)

@@ -16,7 +16,8 @@ from project import ROOT
 # Lowest first: a folder imports only from folders above its own line.
 ORDER = (
     "core", "reference", "toolchain", "launch", "cpu", "engine", "api", "integrations", "jobs", "verify", "bench",
-    "tune", "watch", "code", "profile", "timeline", "setup", "cli",
+    "tune", "watch", "code", "profile", "timeline", "pages", "setup",
+    "cli",
 )  # fmt: skip
 LOOSE = {"__init__", "__main__", "spec"}  # what lies in sandbox/ itself: the doors
 MOST_LINES = 320  # of a module; what outgrows that holds a second idea

@@ -1,13 +1,13 @@
-// Who works on which query tile of a ragged batch, for kernels whose blocks stay on their SM and take one piece after the
-// other: pieces are handed out one by one, those that see keys the farthest on first, to whoever is ready. Nobody knows
-// before how long the sequences are, nor how fast each SM is.
+// Who works on which tile of a ragged batch: of queries, for kernels whose blocks stay on their SM and take one piece after the
+// other; of keys, for those whose blocks take one piece each, the backward. Pieces are handed out one by one, the longest first,
+// to whoever is ready. Nobody knows before how long the sequences are, nor how fast each SM is.
 //
-//   const LongestFirst pieces(score);                 by all lanes of a warp, as everything here
-//   pieces.piece(number, heads, group)                the number-th; numbers come from a counter in memory
+//   const LongestFirst<QueryTiles> pieces(score);     or <KeyTiles>; by all lanes of a warp, as everything here
+//   pieces.piece(number, heads, group)                the number-th; numbers come from a counter in memory, or are a block's own
 //
 // Heads come in sections, so that the keys and values that are read at one time stay in L2; the last section is up to
-// two of them, whose short pieces then even out what long ones left uneven. Pieces count as equally long within two key
-// tiles, so that those of one sequence and head come together. (Four sections, one key tile: 3% slower, for L2.)
+// two of them, whose short pieces then even out what long ones left uneven. Pieces count as equally long within two of the tiles
+// they walk, so that those of one sequence and head come together. (Four sections, one key tile: 3% slower, for L2.)
 #pragma once
 #include "score.cuh"
 
@@ -18,11 +18,52 @@ struct Dealt {  // a piece as one warp of a block tells the others, whom it save
     __device__ __forceinline__ bool none() const { return b < 0; }
 };
 
+constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));  // of K and V, or of Q and dO: a third of L2
+
+struct QueryTiles {  // of sequence b; of one that there is not, nothing
+    static constexpr int ROWS = BLOCK_M, LEVEL = 2 * BLOCK_N;  // keys
+    int tiles = 0, Sk = 0, diagonal = 0;
+    __device__ __forceinline__ QueryTiles(const Score& score, int b) {
+        if (b >= score.sequences) return;
+        const Sequence own(score, b);
+        tiles = (own.Sq + BLOCK_M - 1) / BLOCK_M, Sk = own.Sk, diagonal = own.diagonal;
+    }
+    // So many see keys of level `level` or beyond: the last ones. Of level -1: all there are.
+    __device__ __forceinline__ int beyond(int level) const {
+        const int key = level * LEVEL, blind = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
+        return level < 0 ? tiles : Sk <= key ? 0 : max(tiles - blind, 0);
+    }
+    // The first of those of a level, beyond which there are none but so many.
+    __device__ __forceinline__ int first(int, int last) const { return tiles - last; }
+    // How far levels go; how many heads have a section.
+    static __device__ __forceinline__ int most(const Score& score) { return score.Sk; }
+    static __device__ __forceinline__ unsigned section(const Score& score, unsigned group) {
+        return SECTION_ROWS * group / (score.rows_k + 1) + 1;
+    }
+};
+
+struct KeyTiles {  // likewise
+    static constexpr int ROWS = BLOCK_N, LEVEL = 2 * BLOCK_M;  // queries
+    int tiles = 0, Sq = 0, Sk = 0, diagonal = 0;
+    __device__ __forceinline__ KeyTiles(const Score& score, int b) {
+        if (b >= score.sequences) return;
+        const Sequence own(score, b);
+        tiles = (own.key_rows() + BLOCK_N - 1) / BLOCK_N, Sq = own.Sq, Sk = own.Sk, diagonal = own.diagonal;
+    }
+    // So many are seen by more than `level` levels of queries: the first ones, of keys that count.
+    __device__ __forceinline__ int beyond(int level) const {
+        const int rows = level * LEVEL, keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
+        return level < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
+    }
+    __device__ __forceinline__ int first(int beyond, int) const { return beyond; }
+    static __device__ __forceinline__ int most(const Score& score) { return score.Sq; }
+    static __device__ __forceinline__ unsigned section(const Score& score, unsigned group) {
+        return SECTION_ROWS / group / (score.rows_q + 1) + 1;
+    }
+};
+
+template <class Tiles>
 struct LongestFirst {
-    static constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));  // a third of L2
-
-    static constexpr int LEVEL = 2 * BLOCK_N;  // keys
-
     const Score& score;
     int lane, all;  // pieces of a head
 
@@ -30,30 +71,17 @@ struct LongestFirst {
         all = count(-1);
     }
 
-    struct Reach {  // of sequence b's query tiles; of one that there is not, nothing
-        int tiles = 0, Sk = 0, diagonal = 0;
-        __device__ __forceinline__ Reach(const Score& score, int b) {
-            if (b >= score.sequences) return;
-            const Sequence own(score, b);
-            tiles = (own.Sq + BLOCK_M - 1) / BLOCK_M, Sk = own.Sk, diagonal = own.diagonal;
-        }
-        // So many see keys of level `level` or beyond: the last ones. Of level -1: all there are.
-        __device__ __forceinline__ int beyond(int level) const {
-            const int key = level * LEVEL, blind = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
-            return level < 0 ? tiles : Sk <= key ? 0 : max(tiles - blind, 0);
-        }
-    };
-    // The same of all sequences.
+    // How many tiles of all sequences are of level `level` or beyond.
     __device__ __forceinline__ int count(int level) const {
         int own = 0;
 #pragma unroll 1
-        for (int b = lane; b < score.sequences; b += 32) own += Reach(score, b).beyond(level);
+        for (int b = lane; b < score.sequences; b += 32) own += Tiles(score, b).beyond(level);
         return __reduce_add_sync(0xffffffffu, own);
     }
 
-    // The number-th query tile of a head.
+    // The number-th tile of a head.
     __device__ __forceinline__ RowTile tile(int number) const {
-        int level = -1, end = (score.Sk + LEVEL - 1) / LEVEL, at_end = 0;  // more than `number` reach `level`, not `end`
+        int level = -1, end = (Tiles::most(score) + Tiles::LEVEL - 1) / Tiles::LEVEL, at_end = 0;  // more than `number` reach `level`, not `end`
 #pragma unroll 1
         while (end - level > 1) {
             const int middle = (level + end) / 2, reach = count(middle);
@@ -63,8 +91,8 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // those of the level, one sequence after the other
-            const Reach reach(score, b0 + lane);
-            const int last = reach.beyond(level), own = last - reach.beyond(level + 1);
+            const Tiles tiles(score, b0 + lane);
+            const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), own = last - beyond;
             int upto = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -73,17 +101,18 @@ struct LongestFirst {
             }
             const unsigned found = __ballot_sync(0xffffffffu, upto > number);
             if (found) {
-                const int row0 = (reach.tiles - last + number - (upto - own)) * BLOCK_M, who = __ffs(found) - 1;
+                const int row0 = (tiles.first(beyond, last) + number - (upto - own)) * Tiles::ROWS, who = __ffs(found) - 1;
                 return {b0 + who, __shfl_sync(0xffffffffu, row0, who)};
             }
             number -= __shfl_sync(0xffffffffu, upto, 31);
         }
     }
 
-    // The number-th piece of all heads, of which `group` at a time share keys and values; none when there is no such.
+    // The number-th piece of all heads: of queries, of which `group` at a time share keys and values; or of keys, each shared by
+    // a group. None when there is no such.
     __device__ __forceinline__ Dealt piece(unsigned number, unsigned heads, unsigned group) const {
         if (number >= all * heads) return {-1};
-        const unsigned section = min(SECTION_ROWS * group / (score.rows_k + 1) + 1, heads);
+        const unsigned section = min(Tiles::section(score, group), heads);
         const unsigned sections = heads > 2 * section ? (heads - section - 1) / section : 0;  // before the last
         const unsigned own = min(number / (section * all), sections), first = own * section;
         const unsigned width = own < sections ? section : heads - first, i = number - first * all;

@@ -1,14 +1,15 @@
 """PyTorch's own slot for somebody else's attention, with our kernels in it. Imported on demand.
 
 `scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention) end
-in a few operators of PyTorch's, whose gradients it knows. In the slot these operators are ours: on a GPU those of its
-flash attention, on the CPU the one that stands for them there. What we do not take goes to PyTorch's own kernel.
+in a few operators of PyTorch's, whose gradients it knows. In the slot these operators are ours: those of its flash
+attention, and on the CPU the one that stands for them there too. What we do not take goes to PyTorch's own kernel.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -124,7 +125,7 @@ class Slot:
         self._library = None  # whose end it is
 
     def _take(self, name: str, device: str, ours: Callable[..., Any]) -> None:
-        theirs = torch.library.get_kernel(f"aten::{name}", device) if hasattr(torch.library, "get_kernel") else None
+        theirs = _theirs(name, device)
         said: set[str] = set()
 
         def call(keys: Any, *args: Any, **options: Any) -> Any:
@@ -134,7 +135,7 @@ class Slot:
                 if (reason := str(refusal)) not in said:
                     said.add(reason)
                     log.logger.log(log.CHOICES, "%s stays PyTorch's: %s", name, reason)
-                if theirs is None:  # PyTorch before 2.9, which does not give its kernels away
+                if theirs is None:
                     raise
                 return theirs.call_boxed(keys, *args, **options)
 
@@ -167,6 +168,14 @@ class Slot:
             return run_backward(arrays, options)
         except UnsupportedProblem as refusal:
             raise SandboxError(f"what our forward has dropped, no backward of ours differentiates: {refusal}") from None
+
+
+def _theirs(name: str, device: str) -> Any:
+    """PyTorch's kernel for the operator, or what has its place; None where it has none, as of flash attention on the
+    CPU, and before 2.9, which does not give its kernels away."""
+    with suppress(AttributeError, RuntimeError):
+        return torch.library.get_kernel(f"aten::{name}", device)
+    return None
 
 
 def _asked(q: Tensor, dropout: float, state: Tensor | None, **options: Any) -> tuple[Asked, tuple[Any, ...]]:
@@ -293,15 +302,17 @@ def _heads_last(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+_FLASH: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": _dense_forward,
+    "_scaled_dot_product_flash_attention_backward": _dense_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": _flash_inplace,
+    "_flash_attention_backward": _flash_backward,
+}
 _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
-    "CUDA": {
-        "_scaled_dot_product_flash_attention": _dense_forward,
-        "_scaled_dot_product_flash_attention_backward": _dense_backward,
-        "_flash_attention_forward": _flash_forward,
-        "_flash_attention_forward_no_dropout_inplace": _flash_inplace,
-        "_flash_attention_backward": _flash_backward,
-    },
+    "CUDA": _FLASH,
     "CPU": {
+        **_FLASH,  # which ring attention calls, for one; PyTorch has none of them there
         "_scaled_dot_product_flash_attention_for_cpu": _cpu_forward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_backward,
     },

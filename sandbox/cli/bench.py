@@ -14,19 +14,21 @@ from ..bench.rows import read_rows, recorded
 from ..bench.timing import Limits
 from ..core.errors import SandboxError
 from ..core.tile import Tile
+from ..pages import reports
 from .group import cli
 from .options import (
     Scored,
     causal_option,
     chosen_kernels,
     dtype_option,
+    html_option,
     json_option,
     kernels_argument,
     problem_of,
     score_options,
     shape_option,
 )
-from .output import exit_status, followed, print_json, say, screen
+from .output import exit_status, followed, print_json, save_page, say, screen
 
 
 @cli.command("bench")
@@ -51,11 +53,13 @@ from .output import exit_status, followed, print_json, say, screen
     "--show", type=click.Path(path_type=Path, exists=True), help="Measure nothing: show the rows of this file."
 )
 @click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw TFLOP/s to PREFIX.png and PREFIX.svg.")
+@html_option
 @json_option
 def bench_(
     kernels: tuple[str, ...], grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, scored: Scored,
     tiles: tuple[str, ...], names: str, backward: bool, against: str | None, mode: str, seconds: float,
-    out: Path | None, resume: bool, show: Path | None, prefix: Path | None, as_json: bool,
+    out: Path | None, resume: bool, show: Path | None, prefix: Path | None, html: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels beside peers, correct ones only.
 
@@ -85,6 +89,8 @@ def bench_(
         except (KeyboardInterrupt, SandboxError) as error:
             stopped = error
     _show_rows(rows, against, prefix, as_json)
+    if html and rows:
+        save_page(html, reports.bench(rows, against))
     if stopped:
         say(f"interrupted: {len(rows)} rows are kept{f' in {out}' if out else ', here alone'}", stderr=True)
         if isinstance(stopped, SandboxError):

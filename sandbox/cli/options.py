@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +19,10 @@ from ..core.tile import Tile
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+html_option = click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write a page to look at, one file."
+)
 
 
 def kernel_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

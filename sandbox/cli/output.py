@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from ..core.problem import Problem
+from ..pages import render
 
 T = TypeVar("T")
 
@@ -30,6 +32,15 @@ def screen() -> Console:
 def say(text: str | Text, **where: Any) -> None:
     """Prose, unbroken: the terminal breaks it where it must, and a path can be copied."""
     Console(highlight=False, soft_wrap=True, **where).print(text, markup=False)
+
+
+def save_page(path: Path, page: str) -> None:
+    """Write what --html asks for, and say where."""
+    try:
+        render.write(path, page)
+    except OSError as error:
+        raise click.FileError(str(path), error.strerror or "cannot be written") from error
+    say(f"wrote {path}", stderr=True)
 
 
 def print_json(value: object) -> None:

@@ -12,6 +12,7 @@ from ..core.problem import Problem
 from ..engine import pipeline
 from ..engine.choose import choose_tile
 from ..launch import driver
+from ..pages import reports
 from ..profile import plot as profile_plot
 from ..profile import profiler
 from ..profile import report as profile_report
@@ -23,6 +24,7 @@ from .options import (
     causal_option,
     dtype_option,
     entry_argument,
+    html_option,
     json_option,
     parsed_tile,
     problem_of,
@@ -30,7 +32,7 @@ from .options import (
     shape_option,
     tile_option,
 )
-from .output import print_json, say, screen
+from .output import print_json, save_page, say, screen
 
 
 @cli.command("profile")
@@ -52,11 +54,12 @@ from .output import print_json, say, screen
     "--plot", "prefix", type=click.Path(path_type=Path), help="Draw the roofline to PREFIX.png and PREFIX.svg."
 )
 @click.option("--dry-run", is_flag=True, help="Print the command, and run nothing.")
+@html_option
 @json_option
 def profile_(
     kernel: str, tool: str, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None,
     compare: tuple[str, str] | None, out: Path | None, shown: tuple[Path, ...], prefix: Path | None, dry_run: bool,
-    as_json: bool,
+    html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """One launch under Nsight, as a page to act on.
 
@@ -86,7 +89,10 @@ def profile_(
         for place in prefixes:
             _show_nsys(place, as_json)
         return
-    _show([profiler.read(place) for place in prefixes], prefix, as_json)
+    profiles = [profiler.read(place) for place in prefixes]
+    _show(profiles, prefix, as_json)
+    if html:
+        save_page(html, reports.profile(profiles, profiler.executed(prefixes[0]) if len(prefixes) == 1 else None))
     if not shown:
         say(f"kept {', '.join(f'{place}.ncu-rep' for place in prefixes)}", stderr=True)
 

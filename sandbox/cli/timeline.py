@@ -10,6 +10,7 @@ import click
 from ..core import registry
 from ..engine import pipeline
 from ..engine.choose import choose_tile
+from ..pages import lanes
 from ..timeline import plot, record, report, trace
 from ..verify.check import pick_device
 from .group import cli
@@ -18,6 +19,7 @@ from .options import (
     backend_option,
     causal_option,
     dtype_option,
+    html_option,
     json_option,
     kernel_argument,
     parsed_tile,
@@ -26,7 +28,7 @@ from .options import (
     shape_option,
     tile_option,
 )
-from .output import exit_status, print_json, say, screen
+from .output import exit_status, print_json, save_page, say, screen
 
 
 @cli.command("timeline")
@@ -42,10 +44,12 @@ from .output import exit_status, print_json, say, screen
 @click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw it to PREFIX.png and PREFIX.svg.")
 @click.option("--trace", "trace_file", type=click.Path(path_type=Path),
               help="Write FILE.json, for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
+@html_option
 @json_option
 def timeline_(
     kernel: str, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None, backend: str | None,
-    blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None, as_json: bool,
+    blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None, html: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """When each warp begins which step, by the marks TIMELINE(name) in the kernel.
 
@@ -71,6 +75,8 @@ def timeline_(
     if trace_file:
         trace.write(found, trace_file)
         say(f"wrote {trace_file}", stderr=True)
+    if html:
+        save_page(html, lanes.page(found))
     sys.exit(exit_status([found.same is not False]))
 
 

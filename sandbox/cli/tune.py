@@ -9,6 +9,7 @@ import click
 from ..bench import contest
 from ..core import registry
 from ..core.tile import Tile
+from ..pages import reports
 from ..tune import labs
 from ..tune import report as tune_report
 from ..tune.search import Search
@@ -18,13 +19,14 @@ from .options import (
     backend_option,
     causal_option,
     dtype_option,
+    html_option,
     json_option,
     kernel_argument,
     problem_of,
     score_options,
     shape_option,
 )
-from .output import followed, print_json, say, screen
+from .output import followed, print_json, save_page, say, screen
 
 
 @cli.command("tune")
@@ -40,11 +42,12 @@ from .output import followed, print_json, say, screen
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier search has measured.")
 @click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw the space to PREFIX.png and PREFIX.svg.")
 @backend_option
+@html_option
 @json_option
 def tune_(
     kernel: str, grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, scored: Scored,
     fix: str | None, gpus: str | None, cluster: str | None, fresh: bool, prefix: Path | None, backend: str | None,
-    as_json: bool,
+    html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Find the fastest tile, which attention then takes.
 
@@ -79,5 +82,7 @@ def tune_(
             if prefix:
                 for path in tune_report.draw(search, f"{prefix}-{number}" if len(problems) > 1 else prefix):
                     say(f"wrote {path}", stderr=True)
+    if html:
+        save_page(html, reports.tune(searches))
     if as_json:
         print_json([tune_report.as_json(search) for search in searches])

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from ..launch.dlpack import HOST
+from ..pages import reports
 from ..verify import check as checking
 from ..verify import error_map, report
 from ..verify.apart import NOT_TRIED, Apart
@@ -23,6 +24,7 @@ from .options import (
     chosen_kernels,
     dtype_option,
     given_without,
+    html_option,
     json_option,
     kernels_argument,
     parsed_tile,
@@ -31,7 +33,7 @@ from .options import (
     shape_option,
     tile_option,
 )
-from .output import exit_status, followed, print_json_rows, say, screen
+from .output import exit_status, followed, print_json_rows, save_page, say, screen
 
 map_option = click.option(
     "--map", "prefix", type=click.Path(path_type=Path), help="Draw where a result is wrong to PREFIX.png and .svg."
@@ -95,8 +97,12 @@ def _shown(
 @tile_option
 @backend_option
 @map_option
+@html_option
 @json_option
-def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, as_json: bool) -> None:
+def check_(
+    kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """The correctness sweep.
 
     Ragged lengths, masks, dtypes, layouts, and inputs that point at a fault.
@@ -110,6 +116,8 @@ def check_(kernels: tuple[str, ...], tile: str | None, backend: str | None, pref
     if not as_json and len(chosen) > 1:
         say(f"{report.counts(results)}, on {device[0]}")
     _draw_map(results, prefix)
+    if html:
+        save_page(html, reports.check(results))
     sys.exit(exit_status(r.ok for r in results))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import click
 
 from ..core import registry
 from ..core.kernel import Kernel
+from ..pages import history as pages
 from ..verify import check as checking
 from ..watch import screen as watch_report
 from ..watch import session
@@ -21,6 +23,7 @@ from .options import (
     backend_option,
     causal_option,
     dtype_option,
+    html_option,
     json_option,
     kernel_argument,
     parsed_tile,
@@ -29,7 +32,7 @@ from .options import (
     shape_option,
     tile_option,
 )
-from .output import plain, print_json, say, screen
+from .output import plain, print_json, save_page, say, screen
 
 
 @cli.command("watch")
@@ -49,20 +52,24 @@ from .output import plain, print_json, say, screen
 )
 @click.option("--restore", type=int, metavar="N", help="Put the .cu and its spec back to version N.")
 @click.argument("new", type=int, required=False, metavar="")
+@html_option
 @json_option
 def watch_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
     backend: str | None, timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
-    restore: int | None, as_json: bool,
+    restore: int | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Edit and relaunch: every save examined and compared.
 
     On every save of the .cu, its spec or a header: compile, sanitize, verify, time, compare with the versions before.
-    --dtype and --causal go with --shape. With --json, a line of JSON for each version.
+    --dtype and --causal go with --shape. With --json, a line of JSON for each version; --html shows the history.
     """
     chosen = registry.get(kernel)
     if new is not None and old is None:
         raise click.UsageError(f"{new} is not an option's: --diff N M takes two versions")
+    if html:
+        save_page(html, pages.page(kernel, History(chosen).versions()))
+        return
     if history or show is not None or old is not None or restore is not None:
         _look_back(History(chosen), show, old, new, restore, as_json)
         return

@@ -211,6 +211,18 @@ def parse_source(text: str, instructions: Sequence[Instruction]) -> list[HotLine
     return sorted((line for line in hot if line.samples or line.excess), key=lambda line: -line.samples)
 
 
+def parse_samples(text: str) -> dict[int, int]:
+    """{bytes from the kernel's beginning: samples} of the page `source`; {} when it has none."""
+    rows = list(_table(text, "Address"))
+    column = next((name for name in _SAMPLES if rows and name in rows[0]), None)
+    parsed = [dict(zip(rows[0], row, strict=False)) for row in rows[1:]] if column else []
+    counted = {
+        a: _number(row.get(column or "", "")) for row in parsed if (a := _address(row.get("Address", ""))) is not None
+    }
+    base = min(counted, default=0)
+    return {address - base: int(number) for address, number in counted.items() if number}
+
+
 def _address(text: str) -> int | None:
     """Hexadecimal with or without 0x."""
     try:

@@ -31,6 +31,7 @@ from ..engine.choose import choose_tile
 from ..launch import driver
 from ..toolchain import arch as architectures
 from ..toolchain import disassembly, tools
+from ..toolchain.nvrtc import Resources
 from . import ncu
 from .work import Work, work_of
 
@@ -185,6 +186,16 @@ def read(prefix: Path) -> Profile:
 
     Raises UnsupportedProblem when its files are not there, or another version of this package wrote them.
     """
+    subject, counters = _read_subject(prefix)
+    where = json.loads(Path(f"{prefix}.json").read_text())["where"]
+    try:
+        lines = ncu.parse_source(Path(f"{prefix}.source.csv").read_text(), _instructions(prefix, subject))
+    except ToolchainMissing:
+        lines = []
+    return Profile(subject, counters, lines, where)
+
+
+def _read_subject(prefix: Path) -> tuple[Subject, ncu.Counters]:
     try:
         texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
     except OSError as error:
@@ -193,14 +204,30 @@ def read(prefix: Path) -> Profile:
         subject = Subject.loads(texts[0])
     except (KeyError, TypeError):
         raise UnsupportedProblem(f"{prefix}.json is of another version of this package: profile again") from None
-    counters, where = ncu.parse_raw(texts[1], subject.entry), json.loads(texts[0])["where"]
+    return subject, ncu.parse_raw(texts[1], subject.entry)
+
+
+def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
+    """The machine code of a profile that ncu has written, and {address: samples}; None without nvdisasm.
+
+    Raises as `read` does.
+    """
+    subject, counters = _read_subject(prefix)
     try:
-        kept = Path(f"{prefix}.cubin")
-        whole = disassembly.sass(kept.read_bytes() if kept.exists() else _cubin(subject))
-        instructions = [i for i in whole if i.function == subject.entry]  # addresses count from each entry's beginning
+        instructions = _instructions(prefix, subject)
     except ToolchainMissing:
-        return Profile(subject, counters, [], where)
-    return Profile(subject, counters, ncu.parse_source(texts[2], instructions), where)
+        return None
+    used = Resources(int(counters.first("launch__registers_per_thread") or 0), 0, 0, 0, 0)
+    what = (subject.label, subject.entry, "sass", subject.arch, subject.problem, subject.tile, used)
+    code = listing.Code(*what, tuple(instructions), subject.spec().source.name)
+    return code, ncu.parse_samples(Path(f"{prefix}.source.csv").read_text())
+
+
+def _instructions(prefix: Path, subject: Subject) -> list[disassembly.Instruction]:
+    """Of the entry alone: addresses count from each entry's beginning."""
+    kept = Path(f"{prefix}.cubin")
+    whole = disassembly.sass(kept.read_bytes() if kept.exists() else _cubin(subject))
+    return [i for i in whole if i.function == subject.entry]
 
 
 def _cubin(subject: Subject) -> bytes:

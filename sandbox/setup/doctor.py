@@ -30,12 +30,19 @@ _PACKAGES = {
     "ml_dtypes": "pip install ml_dtypes",
     "watchfiles": 'watch sees saves: pip install "attention-sandbox[watch]"',
     "matplotlib": 'plots: pip install "attention-sandbox[plot]"',
+    "jinja2": '--html, pages that any browser opens: pip install "attention-sandbox[html]"',
 }
 _TOOLS = {
     "ncu": "profiling a kernel",
     "nsys": "profiling a program",
     "compute-sanitizer": "finding races and bad accesses on a GPU",
     "nvdisasm": "machine code",
+}
+
+_READERS = {  # on this machine or another
+    "pages: --html": "any browser, without a network",
+    "traces: timeline --trace": "ui.perfetto.dev, chrome://tracing",
+    "reports: profile": "Nsight Compute and Nsight Systems; as text with profile --show",
 }
 
 
@@ -49,6 +56,7 @@ def examine() -> list[Finding]:
     findings.append(_try("cache", lambda: str(cache.directory()), required=True))
     findings += [_package(name, remedy) for name, remedy in _PACKAGES.items()]
     findings += [_tool(name, use) for name, use in _TOOLS.items()]
+    findings += [Finding(what, True, f"open in {reader}") for what, reader in _READERS.items()]
     return findings
 
 

@@ -11,7 +11,7 @@ from .record import Lane, Timeline
 
 # Okabe and Ito's, which colour-blind people can tell apart, and lighter ones of their hues
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5fb0", "#8c6d31", "#b2df8a", "#f0e442")
-WAITING = "#d0d0d0"
+WAITING = "#b4bcc6"
 _MOST_STEPS = 160  # of a warp, unless somebody says from when to when
 
 

@@ -167,7 +167,8 @@ def _lanes(notes: Notes, names: dict[int, str], rate: int | None) -> Iterator[La
         marks = [(names.get(int(n), f"step_{int(n):x}"), int(t) - begin) for n, t in zip(numbers, ticks, strict=True)]
         after = [at for _, at in marks[1:]] + [marks[-1][1] if lost else ends[block] - begin]
         steps_ = tuple(Step(name, at, end) for (name, at), end in zip(marks, after, strict=True) if name != DONE)
-        found.append(Lane(block, number, sm, "", steps_, lost))
+        if steps_:
+            found.append(Lane(block, number, sm, "", steps_, lost))
     roles = _roles(found)
     return (dataclasses.replace(lane, role=roles[lane.warp]) for lane in found)
 

@@ -41,6 +41,17 @@ _BRIEF = ("seconds", "tflops", "registers", "spills")
 _COUNT = (0, lambda x: f"{x:.0f}")
 
 
+def figure(name: str) -> tuple[str, Callable[[float], str]]:
+    """A figure's title, and how its numbers are written."""
+    title, _, show = _FIGURES.get(name, (name, *_COUNT))
+    return title, show
+
+
+def word(stage: str) -> str:
+    """What a version that got so far is called."""
+    return _TITLES.get(stage, (stage, ""))[0]
+
+
 def screen(now: Iteration) -> RenderableType:
     """Everything about one version, within 80 columns."""
     parts: list[RenderableType] = [_headline(now), ""]

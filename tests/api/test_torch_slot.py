@@ -340,6 +340,34 @@ def test_autocast_casts_as_it_casts_pytorchs(dtype: torch.dtype) -> None:
     assert torch.autograd.grad(ours.sum(), q)[0].dtype == dtype
 
 
+# ---- PyTorch's flash operators, which it has no kernels of on the CPU
+
+
+def test_flash_operators_on_the_cpu() -> None:
+    """Dense and ragged, an empty sequence among them: PyTorch's own attention of each sequence."""
+    aten, generator = torch.ops.aten, torch.Generator().manual_seed(0)
+    q, dout = torch.randn(2, 32, 4, 16, generator=generator)
+    k, v = torch.randn(2, 32, 2, 16, generator=generator)
+    ends = 5, 20, 20, 32
+    offsets = torch.tensor((0, *ends), dtype=torch.int32)
+    lengths = offsets, offsets, 15, 15, 0.0, True
+    with sandbox.use_in_torch(**EXACT):
+        out, lse, *state, _ = aten._flash_attention_forward(q, k, v, *lengths, False)
+        found = aten._flash_attention_backward(dout, q, k, v, out, lse, *lengths, *state)
+        dense = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        whole, statistics, *_ = aten._scaled_dot_product_flash_attention(*dense, 0.0, True, scale=0.3)
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        aten._flash_attention_forward(q, k, v, *lengths, False)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    pieces = zip(*(x.transpose(0, 1)[None].tensor_split(ends[:-1], 2) for x in leaves), strict=True)
+    each = torch.cat([sdpa(*piece, is_causal=True, enable_gqa=True) for piece in pieces], 2)[0].transpose(0, 1)
+    for a, b in zip([out, *found], [each, *torch.autograd.grad(each, leaves, dout)], strict=True):
+        assert (a - b).abs().max() < 1e-5
+    own = sandbox.attention_forward(*(x.detach() for x in dense), causal=True, scale=0.3, kernel="fwd_minimal")
+    assert torch.equal(whole, own[0])
+    assert torch.equal(statistics, own[1])
+
+
 # ---- on a GPU: dense, ragged, dropout
 
 

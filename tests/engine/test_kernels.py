@@ -124,6 +124,19 @@ def test_few_blocks_do_all_the_work(causal: Causal, device: Device) -> None:
             assert output.tobytes() == again.outputs[name].tobytes(), name
 
 
+def test_the_ordered_backward_in_sections_of_any_size(device: Device) -> None:
+    """How many heads' pieces are claimed together changes no bit."""
+    kernel, problem = registry.get("bwd_ordered"), Problem(2, 3, 140, 260, 64, dtype="float16", causal="bottom-right")
+    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma exists on compute capability 9.0 alone")
+    inputs = inputs_of("backward", Case("sections", problem))
+    first, *others = (
+        trial.launch(kernel, Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=blocks), problem, inputs, device).outputs
+        for blocks in (1, 132)
+    )
+    assert all(x.tobytes() == other[name].tobytes() for other in others for name, x in first.items())
+
+
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
 def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> None:
     """A masked value's P is 0, and 0 * NaN must not count."""

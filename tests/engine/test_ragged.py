@@ -196,7 +196,7 @@ DEAL = """
 #include "dealing.cuh"
 extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k, Dealt* found, int count, int heads,
                                 int group, const __grid_constant__ Score score) {
-    const LongestFirst pieces(score);
+    const LongestFirst<TILES> pieces(score);
     for (int number = blockIdx.x; number < count; number += gridDim.x) {
         const Dealt piece = pieces.piece(number, heads, group);
         if (threadIdx.x == 0) found[number] = piece;
@@ -204,16 +204,18 @@ extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k
 }"""
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_every_piece_is_dealt_once_and_long_ones_first(run_cuda: Callable[..., None], seed: int) -> None:
-    lot = random.Random(seed)
+    """Query tiles by the last key that they see, key tiles by how many queries see them."""
+    lot, of_keys = random.Random(seed), seed >= 5
     M, N, H = lot.choice((16, 64)), lot.choice((16, 48)), lot.choice((1, 4, 16))
     causal: Any = lot.choice((False, "bottom-right", "top-left"))
     sizes = (0, 1, N, 3 * N + 1, 5000 if seed % 2 else 200)  # long ones: several sections
     lengths = [(lot.choice(sizes), lot.choice(sizes)) for _ in range(lot.choice((1, 5, 40)))]
     p = Problem(0, H, 0, 0, 64, Hk=1, dtype="float16", lengths=tuple(lengths), causal=causal)
     offsets = [np.cumsum([0, *n], dtype=np.int32) for n in zip(*lengths, strict=True)]
-    wanted = [(b, row, h) for b, (n, _) in enumerate(lengths) for row in range(0, n, M) for h in range(H)]
+    size = N if of_keys else M
+    wanted = [(b, row, h) for b, n in enumerate(lengths) for row in range(0, n[of_keys], size) for h in range(H)]
     found = np.full((len(wanted) + 2, 8), 7, np.int32)
 
     def score(addresses: dict[int, int], device: Device) -> ctypes.Structure:
@@ -222,13 +224,17 @@ def test_every_piece_is_dealt_once_and_long_ones_first(run_cuda: Callable[..., N
 
     numbers = map(ctypes.c_int, (len(found), H, H))
     defines = {"BLOCK_M": M, "BLOCK_N": N, "HEAD_DIM": 64, "CAUSAL": int(bool(causal)), "DTYPE_float16": 1, **macros(p)}
+    defines["TILES"] = "KeyTiles" if of_keys else "QueryTiles"
     run_cuda(DEAL, "deal", *offsets, found, *numbers, score, grid=2, defines=defines)
     dealt = [tuple(map(int, piece[:3])) for piece in found]
     assert sorted(dealt[:-2]) == sorted(wanted)
     assert dealt[-2:] == [(-1, 0, 0)] * 2
 
-    def level(b: int, row: int) -> int:  # of the last key that the piece sees
+    def level(b: int, row: int) -> int:
         n, keys = lengths[b]
+        if of_keys:
+            first = row - (keys - n) * (causal == "bottom-right") if causal else 0
+            return -(-max(0, n - max(0, first)) // (2 * M))
         rows = min(n, row + M) if causal == "bottom-right" else row + M
         end = min(keys, max(0, rows + (keys - n) * (causal == "bottom-right"))) if causal else keys
         return -(-end // (2 * N))

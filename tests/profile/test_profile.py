@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import stat
 from pathlib import Path
@@ -147,6 +148,8 @@ def test_the_source_page() -> None:
         ncu.HotLine(at[9], 40, {"selected": 5}, 128_000),
     ]
     assert ncu.parse_source("", code) == []
+    assert ncu.parse_samples(SOURCE_PAGE) == {0x00: 30, 0x10: 40, 0x20: 20}
+    assert ncu.parse_samples("") == {}
 
 
 # ---- the command
@@ -316,6 +319,22 @@ def test_two_side_by_side_json_and_the_roofline(kept: Path, tmp_path: Path) -> N
     assert list(profile_report.page(bare, 80))
     with pytest.raises(UnsupportedProblem, match="the report lacks what a roofline needs"):
         profile_plot.draw([bare], tmp_path / "none")
+
+
+def test_the_page_to_look_at_is_as_hot_as_the_samples(kept: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    if not disassembly.available():
+        pytest.skip("no nvdisasm")
+    place = tmp_path / "p.html"
+    assert call("fwd_mma", "--show", str(kept), "--html", str(place)).exit_code == 0
+    page = place.read_text()
+    lines = re.findall(r'class="s"[^>]*--h:([\d.]+)"><i>\d+</i><em>([\d.]+)%</em><code>(.*)</code>', page)
+    assert sum(float(share) for _, share, _ in lines) == pytest.approx(100, abs=0.5)
+    assert next(text.strip()[:12] for heat, _, text in lines if heat == "1.00") == "mma_m16n8k16"
+    assert "math_pipe_throttle" in page
+    assert "27 µs" in page
+    assert call("fwd_mma", "--show", str(kept), "--show", str(kept), "--html", str(place)).exit_code == 0
+    assert "stalled: math_pipe_throttle" in place.read_text()
 
 
 @pytest.mark.gpu

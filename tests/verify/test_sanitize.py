@@ -98,6 +98,19 @@ def test_a_fault_is_found_on_the_cpu(fault: str, tmp_path: Path) -> None:
 
 
 @needs_sanitizers
+def test_a_lane_that_arrives_for_its_warp_waits_for_it(tmp_path: Path) -> None:
+    """What compute-sanitizer's racecheck reports of bwd_wgmma is one without this barrier, and none with it."""
+    kernel, barrier = registry.get("bwd_wgmma"), "__syncwarp();  // all lanes have read LSE and delta"
+    text, problem = kernel.source.read_text(), Problem(1, 1, 257, 128, 64, dtype="float16")
+    assert barrier in text
+    changed = dataclasses.replace(kernel, source=tmp_path / "bwd_wgmma.cu")
+    changed.source.write_text(text.replace(barrier, ""))
+    with_it, without = (sanitize.on_host("thread", k, problem, kernel.tiles[1], 100) for k in (kernel, changed))
+    assert with_it.clean, with_it
+    assert [f for f in without.findings if "against previous read of 4 bytes at bwd_wgmma.cu" in f.what], without
+
+
+@needs_sanitizers
 def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
     """It falls on the next block's rows: what is wrong is where it goes."""
     kernel = registry.get("fwd_minimal")

@@ -1,0 +1,278 @@
+"""PyTorch's context_parallel on our kernels, beside cuDNN's and flash, and a model of many GPUs. See README.md.
+
+torchrun --nproc-per-node 2 experiments/019_context_parallel/run.py    measures; rows are appended to results.jsonl
+python experiments/019_context_parallel/run.py predict                 what the model says, measured or not
+python experiments/019_context_parallel/run.py plot                    scaling.png and .svg
+python experiments/019_context_parallel/run.py kill --gpus 2           one of so many processes is killed in the middle
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import model
+
+HERE = Path(__file__).resolve().parent
+POINTS = ((128, True), (32, True), (128, False), (32, False), (512, True), (512, False))  # K rows, causal: best first
+SAMPLES, LONG = 7, 1.0  # of a call; one that takes so many seconds is timed once, after the one that is checked
+KILL_SECONDS = 20.0  # after which a process group gives a collective up, in `kill`
+
+
+class Rank:
+    """This process among those that torchrun started, and its device."""
+
+    def __init__(self, backend: str, seconds: float):
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.torch, self.dist, self.backend = torch, dist, backend
+        if backend == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        how = {"backend": "nccl" if backend == "cuda" else "gloo", "timeout": timedelta(seconds=seconds)}
+        dist.init_process_group(**how)
+        self.number, self.count = dist.get_rank(), dist.get_world_size()
+        self.mesh = init_device_mesh(backend, (self.count,))
+
+    def inputs(self, S: int) -> list[Any]:
+        """q, k, v, dout, whole, the same in every process."""
+        heads, D = (2, 16) if self.backend == "cpu" else (model.H, model.D)
+        generator = self.torch.Generator(self.backend).manual_seed(S)
+        options = {"generator": generator, "device": self.backend, "dtype": self.torch.bfloat16}
+        return [self.torch.randn(1, heads, S, D, **options) for _ in range(4)]
+
+    def slowest(self, value: float) -> float:
+        """The largest of all processes' values: for all of them the same number."""
+        largest = self.torch.tensor(value, dtype=self.torch.float64, device=self.backend)
+        self.dist.all_reduce(largest, self.dist.ReduceOp.MAX)
+        return float(largest)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of the call, host and all, in the slowest process: the median; it has been called before."""
+        times: list[float] = []
+        while len(times) < SAMPLES and (not times or times[-1] < LONG):
+            self._wait()
+            self.dist.barrier()
+            start = time.perf_counter()
+            call()
+            self._wait()
+            times.append(self.slowest(time.perf_counter() - start))
+        return statistics.median(times)
+
+    def _wait(self) -> None:
+        if self.backend == "cuda":
+            self.torch.cuda.synchronize()
+
+
+def point(rank: Rank, S: int, causal: bool, whose: list[str]) -> Iterator[dict[str, Any]]:
+    """One GPU alone on our kernels, then the rings: a row each, checked against the first before it is timed."""
+    import ring
+    from torch.nn import functional as F
+
+    whole = rank.inputs(S)
+    alone = partial(F.scaled_dot_product_attention, is_causal=causal)
+    with ring.kernels_of("ours", rank.backend):
+        expected = ring.out_and_gradients(alone, *whole)
+        yield {"whose": "ours", "rotate": "one GPU", "excess": 0.0} | timed(rank, S, causal, alone, whole, 1)
+    turns = [(name, "alltoall") for name in whose] + [("ours", "allgather")]
+    for name, rotate in turns:
+        with ring.kernels_of(name, rank.backend), ring.ring(rank.mesh, causal, rotate, *whole, *expected) as parts:
+            call = partial(ring.attend, rank.mesh, causal=causal)
+            found = ring.out_and_gradients(call, *parts[:4])
+            excess = max(ring.excess(x, y, rank.count) for x, y in zip(found, parts[4:], strict=True))
+            row = {"whose": name, "rotate": rotate, "excess": rank.slowest(excess if excess == excess else 1e9)}
+            if row["excess"] <= 1:
+                row |= timed(rank, S, causal, call, parts[:4], rank.count)
+            yield row
+
+
+def timed(rank: Rank, S: int, causal: bool, call: Any, tensors: list[Any], count: int) -> dict[str, float]:
+    """Milliseconds and TFLOP/s a GPU: forward; forward and backward."""
+    import ring
+
+    with rank.torch.no_grad():
+        forward = rank.seconds(lambda: call(*tensors[:3]))
+    both = rank.seconds(lambda: ring.out_and_gradients(call, *tensors))
+    B, heads, _, D = tensors[0].shape
+    work = 4.0 * B * heads * D * S * S / (2 if causal else 1) / count * 1e-12
+    return {
+        "forward_ms": forward * 1e3, "both_ms": both * 1e3,
+        "forward_tflops": work / forward, "both_tflops": 3.5 * work / both,
+    }  # fmt: skip
+
+
+def measure(options: argparse.Namespace) -> int:
+    """1 when a result is wrong. A point that would not end within --seconds, by what the model says, is not begun."""
+    from sandbox.bench import environment
+    from sandbox.core import jsonl
+
+    start, rank, wrong = time.monotonic(), Rank(options.backend, 120.0), 0
+    about = {"backend": options.backend, **environment.describe()}
+    whose = ["ours", "cudnn", "flash"] if options.backend == "cuda" else ["ours"]
+    points = [(rows << 10, causal) for rows, causal in POINTS] if not options.rows else [
+        (rows, causal) for rows in options.rows for causal in (True, False)]  # fmt: skip
+    for S, causal in points:
+        once = 3.5 * model.flops(S, causal) / 600e12 * (2 + 4 * 2 / rank.count) if options.backend == "cuda" else 0.0
+        if rank.slowest(time.monotonic() - start) + 1.5 * once > options.seconds:
+            if rank.number == 0:
+                print(f"S {S} causal {causal}: not begun, it would take some {1.5 * once:.0f} s more than there are")
+            continue
+        for found in point(rank, S, causal, whose):
+            row = {"gpus": rank.count, "S": S, "causal": causal, **found}
+            wrong += not row["excess"] <= 1
+            if rank.number == 0:
+                jsonl.append(options.out / "results.jsonl", {**row, **about})
+                print(line(row), flush=True)
+    rank.dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+def line(row: dict[str, Any]) -> str:
+    head = (
+        f"{row['gpus']} x S {row['S']:7} {'causal' if row['causal'] else '      '} {row['whose']:6} {row['rotate']:9}"
+    )
+    if "forward_ms" not in row:
+        return f"{head} WRONG: {row['excess']:.3g} times its bound"
+    speeds = f"{row['forward_tflops']:7.1f} {row['both_tflops']:7.1f} TFLOP/s a GPU, forward, both"
+    return f"{head} {speeds}   {row['excess']:.2f} of its bound"
+
+
+# ---- a process is killed
+
+
+def kill(options: argparse.Namespace) -> int:
+    """Starts the processes, of which the last kills itself between two kernels; 1 if another is still there, or ended
+    well, when the time of the process group and half a minute are over."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(options.gpus)}
+    command = [sys.executable, __file__, "victim", "--backend", options.backend]
+    with tempfile.TemporaryFile("w+") as said:
+        ranks = [{**os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(options.gpus)]
+        started = [subprocess.Popen(command, env=own, stderr=said) for own in ranks]
+        try:
+            *others, last = started
+            last.wait(timeout=300)
+            died = time.monotonic()
+            ends = [(ended(process, KILL_SECONDS + 30), time.monotonic() - died) for process in others]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        for number, (status, seconds) in enumerate(ends):
+            print(f"process {number}: status {status} {seconds:.1f} s after process {len(ends)} was killed")
+        said.seek(0)
+        errors = [text for text in said.read().splitlines() if "Error" in text]
+        print(errors[-1] if errors else "no error was said")
+    return int(any(status in (0, None) for status, _ in ends))
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Its status, None while it runs."""
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def victim(options: argparse.Namespace) -> int:
+    """What each of them does: rings without end; the last is gone in the middle of the fourth."""
+    import ring
+
+    rank = Rank(options.backend, KILL_SECONDS)
+    whole = rank.inputs(64 if options.backend == "cpu" else 32 << 10)
+    with ring.kernels_of("ours", rank.backend), ring.ring(rank.mesh, True, "alltoall", *whole) as parts:
+        call = partial(ring.attend, rank.mesh, causal=True)
+        for n in range(1 << 30):
+            out = call(*parts[:3])
+            if n == 3 and rank.number == rank.count - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            float(out.sum())  # waits for the GPU
+    return 0
+
+
+# ---- the model
+
+
+def predict() -> None:
+    """The points of 2026-11-21 beside the model with the backward of that day, then what it says of other numbers."""
+    print("                 forward: model measured   both: model measured   (TFLOP/s a GPU, causal, 2026-11-21)")
+    for (gpus, S), (ours, _) in model.MEASURED.items():
+        found = model.tflops("ring", S, gpus, True, model.EARLIER)
+        pairs = "            ".join(f"{x:5.0f} {y:8.0f}" for x, y in zip(found, ours, strict=True))
+        print(f"{gpus} x S {S >> 10:5}k          {pairs}")
+    print("\nforward and backward, TFLOP/s a GPU, causal: ring / heads dealt out / both")
+    print("GPUs    " + "".join(f"S {S:>6}k            " for S in (128, 512, 2048, 8192)))
+    for gpus in (1, 2, 4, 8, 64, 1024):
+        cells = []
+        for S in (128, 512, 2048, 8192):
+            each = [model.tflops(method, S << 10, gpus)[1] for method in model.METHODS]
+            texts = [f"{x:.0f}" for x in each]
+            texts[1] = texts[1] if gpus <= model.H else "–"
+            cells.append(" / ".join(f"{text:>4}" for text in texts))
+        print(f"{gpus:4}    " + "   ".join(cells))
+
+
+def draw(out: Path) -> None:
+    """Model (lines) and measured points of ours, forward and backward, over the number of GPUs."""
+    from sandbox.core import jsonl, picture
+
+    rows = [r for r in jsonl.read(out / "results.jsonl") if r["whose"] == "ours" and r["causal"] and "both_ms" in r]
+    numbers = [1 << n for n in range(11)]
+    with picture.figure(10, 4) as figure:
+        for place, S in enumerate((128, 512, 8192)):
+            axis = figure.add_subplot(1, 3, place + 1)
+            for method, style in (("ring", "-"), ("heads", "--"), ("both", ":")):
+                gpus = [n for n in numbers if method != "heads" or n <= model.H]
+                axis.plot(
+                    gpus, [model.tflops(method, S << 10, n)[1] for n in gpus], style, label=method, color="#444444"
+                )
+            there = [
+                (r["gpus"] if r["rotate"] != "one GPU" else 1, r["both_tflops"]) for r in rows if r["S"] == S << 10
+            ]
+            if there:
+                axis.plot(*zip(*there, strict=True), "o", color="#d62728", label="measured")
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"S {S}k, causal, forward and backward", loc="left", fontsize=9)
+            axis.set_xlabel("GPUs, 8 a host")
+            axis.set_ylim(0, 750)
+        figure.axes[0].set_ylabel("TFLOP/s a GPU, by the model")
+        figure.axes[0].legend(frameon=False)
+        for path in picture.save(figure, out / "scaling"):
+            print(f"wrote {path.name}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="measure", choices=["measure", "predict", "plot", "kill", "victim"])
+    parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rows", type=int, nargs="*", help="S, instead of 32k, 128k and 512k")
+    parser.add_argument("--seconds", type=float, default=200.0, help="after which no further point is begun")
+    parser.add_argument("--gpus", type=int, default=2, help="how many processes `kill` starts")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
+    options = parser.parse_args(argv)
+    if options.what == "predict":
+        predict()
+    elif options.what == "plot":
+        draw(options.out)
+    else:
+        return {"measure": measure, "kill": kill, "victim": victim}[options.what](options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""Pages: what they hold, and what a browser makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from sandbox.cli import cli
+from sandbox.code import listing
+from sandbox.code.listing import Code
+from sandbox.core import registry
+from sandbox.core.errors import ToolchainMissing
+from sandbox.core.place import Place
+from sandbox.pages import code, history, lanes, render, reports, tables
+from sandbox.spec import Problem, Tile
+from sandbox.timeline.record import Lane, Step, Timeline
+from sandbox.toolchain import disassembly
+from sandbox.toolchain.disassembly import Instruction
+from sandbox.toolchain.nvrtc import Resources
+from sandbox.verify.check import Result
+from sandbox.watch.history import Version
+
+pytest.importorskip("jinja2")
+PROBLEM, TILE = Problem(1, 1, 64, 64, 64, dtype="float16"), Tile(BLOCK_M=64, BLOCK_N=32)
+OLD = ["// <script>alert(1)</script>", "int a = 1;", "mma(a);", "gone();", "store(a);"]
+NEW = ["// <script>alert(1)</script>", "int a = 1;", "mma(a);", "store(a);", "more();"]
+VERB = ["#pragma once", 'asm("HMMA");']
+
+
+class Outline(HTMLParser):
+    """Every element with its attributes and the text right within it."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), []))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements:
+            self.elements[-1][2].append(data)
+
+
+def made(folder: Path, label: str, lines: list[str], texts: dict[int, list[str]]) -> Code:
+    """A kernel's code: {line: opcodes}; what is on a line that says mma comes through a header."""
+    folder.mkdir(exist_ok=True)
+    source, header = folder / "own.cu", folder / "verbs.cuh"
+    source.write_text("\n".join(lines))
+    header.write_text("\n".join(VERB))
+    found: list[Instruction] = []
+    for line, opcodes in texts.items():
+        where = (Place(str(source), line),)
+        if "mma" in lines[line - 1]:
+            where = (Place(str(header), 2), *where)
+        for opcode in opcodes:
+            found.append(Instruction("own", 16 * len(found), opcode, f"{opcode} R1, R2", where, 10 + len(found)))
+    return Code(label, "own", "sass", "sm_90a", PROBLEM, TILE, Resources(40, 0, 0, 0, 0), tuple(found), "own.cu")
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> tuple[Code, Code]:
+    old = made(tmp_path / "old", "before", OLD, {2: ["MOV"], 3: ["HMMA"] * 3, 4: ["BAR"], 5: ["STG.E"]})
+    new = made(tmp_path / "new", "now", NEW, {2: ["MOV"], 3: ["HMMA"] * 5, 4: ["STG.E"], 5: ["FADD", "FADD"]})
+    return old, new
+
+
+def timeline() -> Timeline:
+    steps = (Step("wait_load", 0, 40), Step("QK", 40, 60), Step("softmax", 60, 100))
+    lanes_ = tuple(Lane(0, warp, 3, "warps 0-1", steps, 0) for warp in range(2))
+    return Timeline("own", PROBLEM, TILE, "a GPU", "cycles", 10**9, lanes_, 8, (1e-3, 1.02e-3), True)
+
+
+def past() -> list[Version]:
+    """Three versions; the second is wrong."""
+    texts = ["a\nb\nc", "a\nB < 1\nc", "a\nB < 1\nc\nd"]
+    stages = ["ok", "wrong", "ok"]
+    return [
+        Version(n + 1, "2026-01-01 10:00:00", stages[n] == "ok", stages[n], "", "cpu",
+                {"registers": 40.0 + n, "error": 0.5}, {"kernels_cu/own.cu": texts[n]})
+        for n in range(3)
+    ]  # fmt: skip
+
+
+def every_page(versions: tuple[Code, Code]) -> dict[str, str]:
+    results = [Result("own", f"case {n}", PROBLEM, "cpu", ok=n != 1, error=1e-3, bound=2e-3) for n in range(3)]
+    return {
+        "code": code.page([versions[1]]),
+        "diff": code.page(versions),
+        "history": history.page("own", past()),
+        "lanes": lanes.page(timeline()),
+        "check": reports.check(results),
+    }
+
+
+def test_pages_need_nothing_from_elsewhere(versions: tuple[Code, Code]) -> None:
+    for name, page in every_page(versions).items():
+        for tag, attributes, _ in Outline(page).elements:
+            for attribute in ("src", "href", "xlink:href", "srcset"):
+                address = attributes.get(attribute)
+                assert address is None or address.startswith(("#", "data:")), f"{name}: {tag} {address}"
+            assert tag not in ("link", "base", "iframe"), name
+        assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\s*\(", page), name
+        assert "prefers-color-scheme: dark" in page
+        assert page.startswith("<!doctype html>")
+
+
+def test_what_is_shown_is_not_run(versions: tuple[Code, Code]) -> None:
+    page = code.page([versions[1]])
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert "B &lt; 1" in history.page("own", past())
+    assert "</script>" not in str(render._environment().filters["data"]("</script>"))
+
+
+def rows(page: str) -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
+    """({id of a source row: its class, figure and text}, the source rows of each instruction)."""
+    source: dict[str, dict[str, Any]] = {}
+    instructions = []
+    elements = Outline(page).elements
+    for n, (tag, attributes, _) in enumerate(elements):
+        kind = (attributes.get("class") or "").split()
+        if tag == "div" and kind[:1] == ["s"]:
+            number, figure, text = ("".join(e[2]).rstrip() for e in elements[n + 1 : n + 4])
+            own = {
+                "number": number,
+                "figure": figure,
+                "text": text,
+                "change": kind[1:],
+                "style": attributes.get("style"),
+            }
+            source[(attributes["id"] or "")[1:]] = own
+        if tag == "div" and kind[:1] == ["i"]:
+            instructions.append((attributes["data-l"] or "").split())
+    return source, instructions
+
+
+def test_lines_and_instructions_know_each_other(versions: tuple[Code, Code]) -> None:
+    source, instructions = rows(code.page([versions[1]]))
+    texts = [[source[line]["text"] for line in lines] for lines in instructions]
+    assert texts == [["int a = 1;"], *[["mma(a);", 'asm("HMMA");']] * 5, ["store(a);"], *[["more();"]] * 2]
+    assert [row["figure"] for row in source.values()] == ["", "1", "5", "1", "2", "", ""]
+    assert [row["style"] for row in source.values()][2] == "--h:1.00"
+
+
+def test_heat_is_by_samples_where_there_are_some(versions: tuple[Code, Code]) -> None:
+    source, _ = rows(code.page([versions[1]], samples={0: 10, 16: 20, 7 * 16: 70}))
+    assert [row["figure"] for row in source.values()][:5] == ["", "10.0%", "20.0%", "", "70.0%"]
+    assert source["4"]["style"] == "--h:1.00"
+
+
+def test_two_versions_share_the_lines_that_stayed(versions: tuple[Code, Code]) -> None:
+    page = code.page(versions)
+    source, instructions = rows(page)
+    own = [row for row in source.values() if row["text"] in {*OLD, *NEW}]
+    assert [(row["text"], row["change"], row["figure"]) for row in own[1:]] == [
+        ("int a = 1;", [], "1"),
+        ("mma(a);", [], "3 → 5"),
+        ("gone();", ["remove"], "1 → 0"),
+        ("store(a);", [], "1"),
+        ("more();", ["add"], "0 → 2"),
+    ]
+    assert len(instructions) == 6 + 9
+    assert instructions[1] == instructions[7]  # the first HMMA of each
+    assert page.count("<polyline") == 2
+
+
+def test_the_history_shows_what_each_version_changed() -> None:
+    page = history.page("own", past())
+    assert page.index('id="v3"') < page.index('id="v2"') < page.index('id="v1"')
+    assert "-b\n" in page
+    assert "+d\n" in page
+    assert page.count('data-v="2" class="wrong"') == 2  # registers, error
+    assert "The first version." in page
+    assert "No version has figures yet." in history.page("own", [])
+
+
+def test_a_terminal_s_table_becomes_one_of_a_page() -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    table.add_column("kernel")
+    table.add_column("time", justify="right")
+    table.add_row("own", Text("12 ms", "bold red"))
+    found = tables.of_terminal(table, "times")
+    assert [(c.head, c.right) for c in found.columns] == [("kernel", False), ("time", True)]
+    assert found.rows == [[tables.Cell("own"), tables.Cell("12 ms", "bad")]]
+
+
+def test_what_is_wrong_comes_first(versions: tuple[Code, Code]) -> None:
+    page = every_page(versions)["check"]
+    assert page.index("What is wrong") < page.index('">case 1<') < page.index('">case 0<')
+
+
+def test_without_jinja2_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    render._environment.cache_clear()
+    with pytest.raises(ToolchainMissing, match=r"attention-sandbox\[html\]"):
+        history.page("own", [])
+    render._environment.cache_clear()
+
+
+def test_commands_write_pages(tmp_path: Path) -> None:
+    if not disassembly.available():
+        pytest.skip("no nvdisasm")
+    place = tmp_path / "page.html"
+    done = CliRunner().invoke(cli, ["sass", "fwd_minimal", "--arch", "sm_80", "--html", str(place)])
+    assert done.exit_code == 0, done.output
+    assert "fwd_minimal: machine code for sm_80" in place.read_text()
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(cli, ["watch", "fwd_minimal", "--html", str(tmp_path / "file" / "page.html")])
+    assert done.exit_code == 1
+    assert "page.html" in done.output
+
+
+# ---- in a browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright: pip install attention-sandbox[browser]"
+    )
+    if not CHROMIUM:
+        pytest.skip("no Chromium on PATH")
+    with playwright.sync_playwright() as started:
+        folder = tmp_path_factory.mktemp("chromium")
+        context = started.chromium.launch_persistent_context(
+            folder, executable_path=CHROMIUM, headless=True, args=FLAGS, viewport={"width": 1400, "height": 800}
+        )
+        yield context
+        context.close()
+
+
+def opened(browser: Any, place: Path, page: str) -> Any:
+    """The page in a tab, which fails the test when its script does."""
+    place.write_text(page)
+    tab = browser.new_page()
+    tab.on("pageerror", lambda error: pytest.fail(f"{place.name}: {error}"))
+    tab.on("request", lambda request: request.url.startswith(("file:", "data:")) or pytest.fail(request.url))
+    tab.goto(place.as_uri())
+    return tab
+
+
+def lit(tab: Any) -> list[str]:
+    return [text.strip() for text in tab.locator(".lit code").all_text_contents()]
+
+
+def test_hovering_lights_both_ways(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+    tab = opened(browser, tmp_path / "code.html", code.page([versions[1]]))
+    tab.hover("text=mma(a);")
+    assert lit(tab) == ["HMMA R1, R2"] * 5
+    assert tab.locator(".from code").all_text_contents() == ["mma(a);"]
+    assert tab.locator("#said").text_content() == "own.cu:3: 5 instructions, at most 15 registers live"
+    tab.hover("text=STG.E R1, R2")
+    assert lit(tab)[:1] == ["store(a);"]
+    assert "from own.cu:4; 16 registers live" in tab.locator("#said").text_content()
+    tab.hover(".i >> nth=1")
+    assert tab.locator("summary.lit").count() == 1  # the header is folded, and says that something in it is meant
+    tab.close()
+
+
+def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+    tab = opened(browser, tmp_path / "diff.html", code.page(versions))
+    focused = "document.activeElement.querySelector('code').textContent"
+    tab.locator(".s[tabindex='0']").focus()
+    assert tab.evaluate(focused) == "int a = 1;"
+    tab.keyboard.press("ArrowDown")
+    assert tab.evaluate(focused) == "mma(a);"
+    assert lit(tab).count("HMMA R1, R2") == 3 + 5
+    assert tab.locator("#said").text_content().startswith("own.cu:3: 3 → 5 instructions")
+    tab.keyboard.press("Enter")
+    assert tab.evaluate(focused) == "HMMA R1, R2"
+    tab.keyboard.press("Escape")
+    assert lit(tab) == []
+    assert tab.locator("section[aria-label]").count() == 3
+    tab.close()
+
+
+def test_a_click_on_a_point_opens_the_version(browser: Any, tmp_path: Path) -> None:
+    tab = opened(browser, tmp_path / "history.html", history.page("own", past()))
+    assert not tab.locator("#v2 pre").is_visible()
+    tab.get_by_label("version 2: 41").click()
+    assert tab.locator("#v2 pre").is_visible()
+    assert "B < 1" in tab.locator("#v2 .add").text_content()
+    assert tab.evaluate("document.activeElement.closest('details').id") == "v2"
+    tab.close()
+
+
+def test_a_click_on_a_head_sorts(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+    tab = opened(browser, tmp_path / "check.html", every_page(versions)["check"])
+    first = "tbody tr:first-child td:nth-child(2)"
+    assert tab.text_content(first) == "case 1"
+    tab.get_by_role("button", name="case").click()
+    assert tab.text_content(first) == "case 0"
+    assert tab.locator("th[aria-sort='ascending']").count() == 1
+    tab.close()
+
+
+def test_the_lanes_can_be_zoomed_and_asked(browser: Any, tmp_path: Path) -> None:
+    tab = opened(browser, tmp_path / "lanes.html", lanes.page(timeline()))
+    box = tab.locator("canvas").bounding_box()
+    tab.mouse.move(box["x"] + 130 + (box["width"] - 130) / 2, box["y"] + 10)
+    assert tab.locator("#said").text_content() == "block 0 (SM 3) warp 0: QK, 20 cycles from 40 on"
+    tab.locator("canvas").focus()
+    tab.keyboard.press("+")
+    assert tab.locator("#said").text_content() == "from 20 to 80 cycles"
+    tab.close()
+
+
+def test_text_can_be_read(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+    """Contrast of at least 4.5 between colours of text and what they stand on, light and dark (WCAG 1.4.3)."""
+    ratio = """([ink, paper]) => {
+      const luminance = name => {
+        const probe = document.createElement("span");
+        probe.style.color = `var(${name})`;
+        document.body.append(probe);
+        const parts = getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255);
+        const [r, g, b] = parts.map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      const [a, b] = [luminance(ink), luminance(paper)].sort((x, y) => y - x);
+      return (a + 0.05) / (b + 0.05);
+    }"""
+    tab = opened(browser, tmp_path / "code.html", code.page(versions))
+    pairs = [
+        (ink, paper) for ink in ("--ink", "--faint", "--link", "--good", "--bad") for paper in ("--paper", "--raised")
+    ]
+    pairs += [("--ink", paper) for paper in ("--lit", "--add", "--remove", "--hot")]
+    for scheme in ("light", "dark"):
+        tab.emulate_media(color_scheme=scheme)
+        low = {(scheme, *pair): found for pair in pairs if (found := tab.evaluate(ratio, [*pair])) < 4.5}
+        assert low == {}
+    tab.close()
+
+
+def test_a_large_page_opens_at_once(browser: Any, tmp_path: Path) -> None:
+    """fwd_wgmma's machine code: under 3 MB, and there within a second (the best of three: the machine may be busy)."""
+    if not disassembly.available():
+        pytest.skip("no nvdisasm")
+    problem = dataclasses.replace(PROBLEM, Sq=256, Sk=256)  # a variant that other tests compile, too
+    page = code.page([listing.translate(registry.get("fwd_wgmma"), "sass", problem, arch="sm_90a")])
+    assert len(page.encode()) < 3e6
+    tab = opened(browser, tmp_path / "large.html", page)
+    times = []
+    for _ in range(3):
+        tab.reload()
+        times.append(tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+    assert min(times) < 1000, times
+    if folder := os.environ.get("SANDBOX_SCREENSHOTS"):  # to be looked at
+        for scheme in ("light", "dark"):
+            tab.emulate_media(color_scheme=scheme)
+            tab.hover(".s[style] >> nth=20")
+            tab.screenshot(path=Path(folder) / f"code-{scheme}.png")
+    tab.close()
