@@ -70,7 +70,7 @@ static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries
 static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
 static_assert(!BIAS || BIAS_TILES, "a bias that tensor maps cannot copy: bwd_mma is faster");
 static_assert(!BIAS || BLOCK_M == 64, "boxes of the bias have 64 rows");
-static_assert(HEAD_DIM_V == HEAD_DIM, "another width of v is not built");
+static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO have room for as many columns as K and Q");
 static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
@@ -259,13 +259,13 @@ __device__ __forceinline__ void fetch_pairs(unsigned (&pairs)[QUERIES / 16][4], 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
     float* dQ_accum,                               // (B, H, query tiles, DQ_TILE), zeros before
     const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
     const __grid_constant__ TensorMap Q_tile_map,  // boxes of BLOCK_M rows
     const __grid_constant__ TensorMap dO_tile_map,
     const __grid_constant__ TensorMap K_map,       // boxes of BLOCK_N rows
@@ -409,14 +409,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         __syncwarp();  // all lanes have read LSE and delta
         if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
     };
-    // S^T or dP^T: the consumer's keys times its queries.
+    // S^T or dP^T: the consumer's keys times its queries. Of V and dO the columns beyond their width are zeros, as dV's are then.
     const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
         const SmemAddress smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are
         const Descriptor A = Keys::k_major(smem_ + keys_at + own_keys * 128);
         const Descriptor B = Queries::k_major(smem_ + queries_at + own_queries * 128);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < (HEAD_DIM + 15) / 16; ++step)
+        for (int step = 0; step < ((keys_at == V_AT ? HEAD_DIM_V : HEAD_DIM) + 15) / 16; ++step)
             wgmma<Order::K_MAJOR>(C, A + Keys::k_step(step), B + Queries::k_step(step), step > 0);
         wgmma_commit();
     };
@@ -717,8 +717,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
     const float* dQ_accum,                         // as bwd_wgmma has left it

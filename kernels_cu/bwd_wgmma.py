@@ -36,8 +36,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "a bias that tensor maps cannot copy in tiles is not built: bwd_mma is faster with it"
     if p.bias and p.D > 128:
         return f"a bias beside D={p.D} is not built: shared memory has no room for it (bwd_mma takes it)"
-    if p.Dv != p.D:
-        return f"Dv={p.Dv} beside D={p.D} is not built: v must be as wide as k (bwd_mma takes it)"
+    if p.Dv > p.D:
+        return f"Dv={p.Dv} beside D={p.D} is not built: v must not be wider than k (bwd_mma takes it)"
     if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
         return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
     return None

@@ -36,6 +36,7 @@
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
+#include "tile_lists.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
@@ -76,8 +77,10 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
                    FULL_PIECE = EMPTY_Q + 8 * CONSUMERS, EMPTY_PIECE = FULL_PIECE + 8, PIECE_AT = EMPTY_PIECE + 8;
-constexpr unsigned TOLD_AT = PIECE_AT + 32;  // of each stage, in a walk by the block map
-static_assert(TOLD_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+constexpr unsigned TOLD_AT = PIECE_AT + 32;  // of each stage, in a walk by the block map; and the tiles to walk
+constexpr unsigned LISTS_AT = (TOLD_AT + 4 * STAGES + 7) / 8 * 8;
+static_assert(LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+constexpr bool DEALT = RAGGED || Head::MAPPED;  // nobody knows before how long a piece takes
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -90,10 +93,11 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
         mbarrier_init(base + EMPTY_Q + 8 * consumer, O_APART ? 4 : 1);
     }
-    if (RAGGED) {
+    if (DEALT) {
         mbarrier_init(base + FULL_PIECE, 1);
         mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     }
+    if (Head::MAPPED) TileLists::init_barriers(base + LISTS_AT);
     fence_proxy_async();
 }
 
@@ -104,7 +108,7 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
 #if RAGGED
     int number;
     Extent extent;
-    __device__ __forceinline__ Piece(Dealt dealt, const Score& score)
+    __device__ __forceinline__ Piece(Dealt dealt, const Score& score, int)
         : m0(dealt.row0), head(dealt.head), number(dealt.b), extent(dealt.extent) {
         range = tiles_of(Head(sequence(score, 0), head), m0, m0 + BLOCK_M);
         tiles = range.end - range.begin;
@@ -116,6 +120,9 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
     __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
         : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
           tiles(range.end - range.begin) {}
+#if BLOCK_MAP
+    __device__ __forceinline__ Piece(Dealt dealt, const Score& score, int H) : Piece(dealt.tile, dealt.head, score, H) {}
+#endif
     __device__ __forceinline__ int b(int H) const { return head / H; }
     __device__ __forceinline__ int h(int H) const { return head % H; }
     __device__ __forceinline__ Sequence sequence(const Score& score, int H) const { return {score, b(H)}; }
@@ -126,9 +133,7 @@ struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all 
     }
 };
 
-// What consumers are told of the tile in a stage, in a walk by the block map: a bit for each consumer that sees all of it, one
-// for a piece's last tile, and which it is.
-constexpr unsigned LAST_TILE = 1 << CONSUMERS;
+// What consumers are told of the tile in a stage, in a walk by the block map: its entry in a list.
 __device__ __forceinline__ unsigned& told_of(char* smem, unsigned stage) {
     return reinterpret_cast<unsigned*>(smem + TOLD_AT)[stage];
 }
@@ -145,31 +150,6 @@ __device__ __forceinline__ void request_bias(const TensorMap& map, const Score& 
 #endif
 }
 
-// A piece's tiles, of which something is seen; where nothing is, the first of them.
-struct Walk {
-    const Head head;
-    const int m0, end;
-    int tile;
-    __device__ __forceinline__ Walk(const Head& head, const Piece& piece) : head(head), m0(piece.m0), end(piece.range.end) {
-        tile = next_from(piece.range.begin);
-        if (tile == end) tile = piece.range.begin;
-    }
-    __device__ __forceinline__ int next_from(int tile) const {
-        return head.next_key_tile<BLOCK_N>(m0, m0 + BLOCK_M, tile, end);
-    }
-    // Goes on; what consumers are told of the tile that it leaves.
-    __device__ __forceinline__ unsigned step() {
-        unsigned told = tile * (2 * LAST_TILE);
-#pragma unroll 1
-        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-            const int row = m0 + 64 * consumer;
-            told |= head.map_tells<Head::EVERYTHING, BLOCK_N>(row, row + 64, tile * BLOCK_N) << consumer;
-        }
-        tile = next_from(tile + 1);
-        return tile == end ? told | LAST_TILE : told;
-    }
-};
-
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
 __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
     if (tiles <= 0 || Head::MAPPED) return 0;
@@ -177,10 +157,13 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
-#if RAGGED
-// Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then.
-__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned group, unsigned* dealt, const Score& score) {
+#if RAGGED || BLOCK_MAP
+// Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then. Of a
+// piece that is walked by the block map it lists the tiles.
+__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, int H, unsigned group, unsigned* dealt,
+                                            const Score& score) {
     const SmemAddress base = smem_address(smem);
+    TileLists lists(smem + LISTS_AT);
     const LongestFirst<QueryTiles> pieces(score);
     const bool leader = threadIdx.x % 32 == 0;
     unsigned number = blockIdx.x;
@@ -193,6 +176,10 @@ __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned
             mbarrier_arrive(base + FULL_PIECE);
         }
         if (piece.none()) return;
+        if (Head::MAPPED) {
+            const Piece own(piece, score, H);
+            if (own.tiles > 0) lists.write(Head(own.sequence(score, H), own.h(H)), own.m0, own.range);
+        }
         if (leader) number = gridDim.x + atomicAdd(dealt, 1u);
         number = __shfl_sync(0xffffffffu, number, 0);
     }
@@ -200,7 +187,7 @@ __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned
 
 // Calls f with each of the block's pieces.
 template <class F>
-__device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int H, const Score& score, F f) {
     const SmemAddress base = smem_address(smem);
 #pragma unroll 1
     for (unsigned round = 0;; ++round) {
@@ -208,7 +195,7 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int, 
         const Dealt dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
         if (dealt.none()) return;
         mbarrier_arrive(base + EMPTY_PIECE);
-        f(Piece(dealt, score));
+        f(Piece(dealt, score, H));
     }
 }
 #else
@@ -280,7 +267,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     int heads,                                    // B * H
     int group,                                    // H / Hk
     const __grid_constant__ Score score,
-    unsigned* dealt) {                            // pieces of a ragged batch that were dealt, beyond each block's first
+    unsigned* dealt) {                            // pieces that were dealt, beyond each block's first
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
@@ -291,6 +278,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         registers_give_back<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
+            TileLists lists(smem + LISTS_AT);
             for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
                 const int h = piece.h(H) / group, b = piece.b(H);
                 const Sequence sequence = piece.sequence(score, H);
@@ -310,16 +298,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 // Each in the order in which they are used.
                 if constexpr (Head::MAPPED) {
                     if (piece.tiles <= 0) return;
-                    Walk walk(Head(sequence, piece.h(H)), piece);
                     int j = 0;
 #pragma unroll 1
-                    for (int before = 0;; ++j) {
-                        const int n0 = walk.tile * BLOCK_N;
-                        const bool more = walk.tile < piece.range.end;
-                        if (more) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, n0, walk.step());
+                    for (int before = 0, n0 = 0, told = 0;; ++j, before = n0) {
+                        const bool more = !(told & LAST_TILE);
+                        if (more) {
+                            told = lists.next();
+                            n0 = told / (2 * LAST_TILE) * BLOCK_N;
+                            request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, n0, told);
+                        }
                         if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, before);
                         if (!more) break;
-                        before = n0;
                     }
                     used += j;
                 } else {
@@ -347,8 +336,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 ++pieces;
             });
         }
-#if RAGGED
-        if (warp == 2) deal_pieces(smem, heads, group, dealt, score);
+#if RAGGED || BLOCK_MAP
+        if (warp == 2) deal_pieces(smem, heads, H, group, dealt, score);
 #endif
         TIMELINE(done);
         return;
@@ -412,6 +401,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (!Head::MAPPED) return {piece.keys_at(j), !Head::SCATTERED};
             const unsigned word = told_of(smem, stage_of(used + j));
             if (word & LAST_TILE) last = j;
+            __syncwarp();  // every lane has read it before one of them gives the stage back
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
         const auto finish_scores = [&](int j, Told tile) {  // raw scores of dot products, -INF where a row does not see

@@ -17,7 +17,9 @@ import pytest
 from project import INTERRUPTIBLE
 
 import sandbox
-from sandbox.launch.dlpack import Device
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.verify import check
+from sandbox.verify.cases import Case
 
 pytest.importorskip("matplotlib")
 torch = pytest.importorskip("torch")
@@ -37,6 +39,17 @@ def load(experiment: str, module: str, monkeypatch: pytest.MonkeyPatch) -> Modul
 
 def read(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_an_older_state_of_the_hopper_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another commit's folder is a contender of its own name; here, a copy of this one's. What is timed is there."""
+    beside = load("013_hopper_backward", "beside", monkeypatch)
+    shutil.copytree(ROOT / "kernels_cu", tmp_path / "kernels_cu")
+    kernel = beside.older("copy", tmp_path / "kernels_cu")
+    assert [entry.name for entry in kernel.entries] == ["bwd_copy", "bwd_copy_dq"]
+    case = Case("copy", sandbox.Problem(1, 1, 70, 70, 64, dtype="float16"))
+    assert check.verify(kernel, case, HOST).ok
+    assert [len(beside.problems(stage)) for stage in beside.STAGES] == [24, 7, 7, 4]
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""How evenly a ragged batch's pieces fall on the multiprocessors, in three orders, without a GPU.
+"""How evenly a ragged batch's pieces fall on the multiprocessors, in several orders, without a GPU.
 
-python experiments/016_ragged/balance.py        prints the table of README.md
+python experiments/016_ragged/balance.py        prints the tables of README.md
 
-A piece costs its key tiles and one more; the balance is the mean of the multiprocessors' times over the greatest.
+A piece costs its key tiles and one more, of the backward its query tiles and three more; the balance is the mean of the
+multiprocessors' times over the greatest.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ def numbered(lengths: tuple[int, ...], causal: bool) -> list[int]:
         for row in range(0, n, ROWS):
             keys = min(n, row + ROWS) if causal else n
             costs[begin // ROWS + b + row // ROWS] = -(-keys // KEYS) + 1
+        begin += n
+    return costs
+
+
+def numbered_keys(lengths: tuple[int, ...], causal: bool) -> list[int]:
+    """Likewise of each key tile of the backward: KEYS keys, and 64 queries a tile."""
+    costs, begin = [0] * (sum(lengths) // KEYS + len(lengths)), 0
+    for b, n in enumerate(lengths):
+        for key in range(0, n, KEYS):
+            costs[begin // KEYS + b + key // KEYS] = -(-(n - key if causal else n) // 64) + 3
         begin += n
     return costs
 
@@ -73,16 +84,31 @@ def balance(loads: list[float]) -> str:
     return f"{sum(loads) / len(loads) / max(loads):.3f}"
 
 
+BATCHES = (("16 of 359 … 3532", DRAWN), ("20 documents", DOCUMENTS), ("16 of 2048", EQUAL))
+
+
+def backward() -> None:
+    """A block a piece: in the order of the grid, head after head; and dealt."""
+    print("\n| batch, backward | in the order of the grid | longest first |\n| --- | --- | --- |")
+    for name, lengths in BATCHES:
+        for causal in (True, False):
+            costs, rows = numbered_keys(lengths, causal), sum(lengths)
+            in_grid = (cost for _ in range(HEADS) for cost in costs if cost)
+            found = [dealt(order, 0) for order in (in_grid, longest_first(costs, rows))]
+            print(f"| {name}{', causal' if causal else ''} | {' | '.join(map(balance, found))} |")
+
+
 def main() -> None:
     print(
         "| batch | in rounds, there and back | longest first, dealt | and told one ahead |\n| --- | --- | --- | --- |"
     )
-    for name, lengths in (("16 of 359 … 3532", DRAWN), ("20 documents", DOCUMENTS), ("16 of 2048", EQUAL)):
+    for name, lengths in BATCHES:
         for causal in (True, False):
             costs, rows = numbered(lengths, causal), sum(lengths)
             found = [there_and_back(costs, causal)]
             found += [dealt(longest_first(costs, rows), ahead) for ahead in (0, AHEAD)]
             print(f"| {name}{', causal' if causal else ''} | {' | '.join(map(balance, found))} |")
+    backward()
 
 
 if __name__ == "__main__":

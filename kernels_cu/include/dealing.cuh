@@ -120,4 +120,22 @@ struct LongestFirst {
         return {rows.b, rows.row0, static_cast<int>(first + i % width), Sequence(score, rows.b).extent()};
     }
 };
+#elif BLOCK_MAP
+struct Dealt {  // of a dense batch whose pieces a block map shortens, nobody knows before by how much
+    int tile, head;
+    __device__ __forceinline__ bool none() const { return head < 0; }
+};
+
+struct QueryTiles;
+template <class Tiles>
+struct LongestFirst {  // as far as causality tells; heads in sections, as for_each_query_tile has them
+    const unsigned tiles;
+    __device__ __forceinline__ explicit LongestFirst(const Score& score) : tiles(query_tiles<BLOCK_M>(score)) {}
+    __device__ __forceinline__ Dealt piece(unsigned number, unsigned heads, unsigned) const {
+        if (number >= tiles * heads) return {0, -1};
+        const unsigned section = CAUSAL ? max(2 * gridDim.x / tiles, 1) : 1, first = number / (section * tiles) * section;
+        const unsigned width = min(section, heads - first), i = number - first * tiles;
+        return {static_cast<int>(tiles - 1 - i / width), static_cast<int>(first + i % width)};
+    }
+};
 #endif

@@ -104,8 +104,8 @@ class Scratch(NamedTuple):
 
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
-    # A counter of the pieces of a ragged batch that blocks have taken (include/dealing.cuh).
-    "dealt": Scratch(lambda p: (1,) if p.ragged else None, zeroed=True),
+    # A counter of the pieces that blocks have taken, where nobody knows how long they will take (include/dealing.cuh).
+    "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=True),
     # What blocks that share a row's keys have summed up, before another entry merges it; its kernel says how much.
     "partials": Scratch(lambda p: (0,), zeroed=False),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),

@@ -141,7 +141,11 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     Triton's ragged descriptors.)
     """
     of_keys = name in ("K", "V", "dK", "dV")
-    itemsize, width, heads = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O") else p.D, p.Hk if of_keys else p.H
+    itemsize, width, heads = (
+        ITEMSIZE[p.dtype_of(name)],
+        p.Dv if name in ("V", "O", "dO", "dV") else p.D,
+        p.Hk if of_keys else p.H,
+    )
     size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
     if name == "bias":
         size = [*reversed(p.bias)]

@@ -12,7 +12,8 @@ from sandbox import Score
 from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.core.score import TensorLike
-from sandbox.launch.dlpack import Device
+from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Problem
 from sandbox.verify import check
 from sandbox.verify.cases import Case
@@ -76,6 +77,27 @@ def test_what_it_hides_is_not_visited(name: str) -> None:
     assert np.abs(out[:, :, :256] - true[:, :, :256]).max() < 2e-3
     assert np.abs(lse[:, :, :256] - true_lse[:, :, :256]).max() < 1e-3
     assert np.isnan(out[:, :, 256:]).all()  # who sees NaN has it
+
+
+def test_lists_of_many_tiles(device: Device) -> None:
+    """Of 16 keys, so that a piece's tiles take several lists in turn: all, none, one alone, few here and many there;
+    and more pieces than blocks."""
+    if device != HOST and driver.device(device[1]).arch != (9, 0):
+        pytest.skip("wgmma exists on compute capability 9.0 alone")
+    rows, tiles = 9, 107
+    on = np.random.default_rng(0).random((rows, tiles)) < np.linspace(0, 1, rows)[:, None] ** 2
+    on[1], on[3, 40:], on[4] = np.arange(tiles) == 33, False, np.arange(tiles) % 50 < 33
+    score = Score(mask="on(i / 128, j / 16)", tensors={"on": on})
+    q, k, v = drawn(1, 2, 128 * rows - 5, 32), drawn(1, 2, 16 * tiles - 3, 32), drawn(1, 2, 16 * tiles - 3, 32)
+    backend = "cpu" if device == HOST else "cuda"
+    for causal in (False, "top-left"):
+        out, lse = sandbox.attention_forward(
+            q, k, v, score=score, causal=causal, kernel="fwd_wgmma", tile="BLOCK_M=128,BLOCK_N=16,STAGES=2,BLOCKS=5",
+            backend=backend,
+        )  # fmt: skip
+        true, true_lse = sandbox.reference.attention(q, k, v, score=score, causal=causal)
+        assert np.abs(out - true).max() < 2e-3
+        np.testing.assert_allclose(lse, true_lse, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", BACKWARD)

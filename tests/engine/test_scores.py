@@ -103,6 +103,13 @@ def test_the_hopper_backward_takes_tiles_of_a_bias(device: Device) -> None:
         assert result.ok, result
 
 
+def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
+    """Its columns up to k's width are zeros, and nobody writes them: a row of dV ends where the next begins."""
+    problem = Problem(1, 2, 140, 152, 192, Hk=1, dtype="bfloat16", causal="bottom-right", Dv=104)
+    result = check.verify(registry.kernels()["bwd_wgmma"], Case("Dv", problem), device)
+    assert result.ok, result
+
+
 @pytest.mark.parametrize("D", [128, 256])
 @pytest.mark.parametrize("names", ["softcap + left window", "alibi + mask", "score + dropout"])
 def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from project import ROOT
 
+from sandbox.bench.rows import read_rows
 from sandbox.cli import cli
 from sandbox.code import listing
 from sandbox.code.listing import Code
@@ -223,6 +225,16 @@ def test_commands_write_pages(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["watch", "fwd_minimal", "--html", str(tmp_path / "file" / "page.html")])
     assert done.exit_code == 1
     assert "page.html" in done.output
+
+
+def test_a_bench_shows_every_problem_and_the_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = read_rows(ROOT / "experiments/003_forward_paper/results.jsonl")
+    few = [row for row in rows if row["D"] == 64 and row["causal"] is False]
+    page = reports.bench(few, None)
+    assert len({f"S{row['Sq']}" for row in few}) == page.count("<tr>") - 1
+    assert f"{max(row['tflops'] for row in few):.0f} " in page
+    assert page.count('src="data:image/svg+xml;base64,') == 1
 
 
 # ---- in a browser

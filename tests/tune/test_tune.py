@@ -28,6 +28,7 @@ from sandbox.engine import choose, pipeline, tuned
 from sandbox.jobs.fleet import Fleet
 from sandbox.jobs.worker import WorkerDied
 from sandbox.launch import driver
+from sandbox.pages import reports
 from sandbox.spec import Kernel, Problem, Tile
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.tune import report as tune_report
@@ -365,6 +366,11 @@ def test_the_table_and_the_picture(own_cache: Path, tmp_path: Path) -> None:
     png, svg = tune_report.draw(search, tmp_path / "space")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "does not compile" in svg.read_text()
+    pytest.importorskip("jinja2")
+    page = reports.tune([search])
+    assert page.count('">best<') == 1
+    assert "3.00 times as fast" in page
+    assert page.count('src="data:image/svg+xml;base64,') == 1
     for one in ({"BLOCK_N": 8}, {"BLOCK_N": 16, "BLOCK_M": 128}):  # one number left to vary, and none
         assert len(tune_report.draw(finished(FakeLab(), fixed=one), tmp_path / "narrow")) == 2
 
