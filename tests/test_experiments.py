@@ -203,6 +203,16 @@ def test_training_waits_where_a_kernel_raises(monkeypatch: pytest.MonkeyPatch) -
     assert raised == ["not built"]
 
 
+def test_generating(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step with the cache, in a row and in pages, gives the logits of the whole text at once; one key less, not."""
+    run = load("021_generate", "run", monkeypatch)
+    assert run.main(["--backend", "cpu", "--out", str(tmp_path)]) == 0
+    assert [row["contender"] for row in read(tmp_path)] == ["fwd_decode", "pages of 16", "sdpa"]
+    model, prompt = sys.modules["model"].Generator(run.TINY, 2, "cpu"), torch.randint(50, (2, 9))
+    shorter = lambda q, k, v, lengths: run.ours(q, k, v, lengths - 1)  # noqa: E731
+    assert run.error_of_a_step(model, prompt, shorter) > 4 * max(row["error"] for row in read(tmp_path))
+
+
 OTHER_RANK = """
 import os, sys
 import run
