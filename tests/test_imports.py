@@ -159,6 +159,7 @@ def test_one_seam_to_array_libraries() -> None:
         "launch.dlpack",
         {
             "bench.contest",
+            "bench.decode",
             "bench.given",
             "bench.peers",
             "bench.ragged",
