@@ -148,7 +148,7 @@ def test_training_while_the_kernel_is_edited(monkeypatch: pytest.MonkeyPatch, pr
         shutil.copytree(ROOT / "experiments" / name, project_copy / "experiments" / name)
     script = project_copy / "experiments" / "017_edit_while_training" / "run.py"
     command = [*INTERRUPTIBLE, sys.executable, script, "--backend", "cpu", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(project_copy)}
+    environment = {**os.environ, "PYTHONPATH": str(project_copy), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         events = map(json.loads, process.stdout)
@@ -237,7 +237,7 @@ def test_context_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "0")
     path = os.pathsep.join(map(str, (ROOT / "experiments" / "019_context_parallel", ROOT)))
-    own = {**os.environ, "RANK": "1", "PYTHONPATH": path}
+    own = {**os.environ, "RANK": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     other = subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(tmp_path), ports[1]], env=own)
     try:
         options = ["--backend", "cpu", "--rows", "32", "--out", str(tmp_path)]
