@@ -351,8 +351,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     }
 #pragma unroll 1
     for (; left > 0; --left) {
+        TIMELINE(wait_load);
         cp_async_wait<0>();
         __syncthreads();  // the stage is there for everybody; everybody has used the other one, dS^T and P^T
+        TIMELINE(load);
         int next_h = h, next_m0 = m0 + BLOCK_M;  // by the block map
         if (Head::MAPPED) {
             left = 1 + find(next_h, next_m0);
@@ -366,15 +368,20 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
         const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq ||  // rows from Sq on are zeros: 0 * inf is NaN
                             (Head::MAPPED && !head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
+        TIMELINE(own_queries);
         own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
+        TIMELINE(wait_others);
         __syncthreads();  // dS^T and P^T are whole before others' are read
+        TIMELINE(other_queries);
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
         const long long tile = sequence.first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
+        TIMELINE(dQ);
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
         if (Head::MAPPED) h = next_h, m0 = next_m0;
         else if (m0 >= row_end()) ++h, m0 = first_row();
     }
+    TIMELINE(store);
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
     if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
         return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
@@ -386,6 +393,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
     store_rows<D_PAD, HEAD_DIM>(dK, sequence, kv_head, n0(), smem);
     store_rows<DV_PAD, HEAD_DIM_V>(dV, sequence, kv_head, n0(), smem + K_BYTES);
+    TIMELINE(done);
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.

@@ -1,6 +1,6 @@
 """Spec of `fwd_decode.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_copies
 
 SM_SMEM = 233472  # bytes of shared memory of a multiprocessor, a block's own KiB among them
 MOST_SPLITS = 256
@@ -53,13 +53,8 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    for name, width in (("D", p.D), ("Dv", p.Dv)):
-        if width % 8:
-            return f"{name}={width} is not built: it must be a multiple of 8 (fwd_block2d takes any {name})"
-    if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
-    if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 (fwd_block2d takes any)"
+    if reason := refused_by_copies(p, "fwd_block2d"):
+        return reason
     if p.rows[0] * group(p) >= 2**31:
         return f"{p.rows[0]} queries of {group(p)} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
     return None

@@ -27,6 +27,7 @@
 // A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
 // of the next one is written, and none of its NaNs is multiplied by a P of 0. Nobody knows its lengths before: a third warp of
 // the producers deals out pieces, the longest first, as blocks come for them (dealing.cuh; experiments/016_ragged: 4 ... 46%).
+// Nor does anybody know what a block map leaves of a piece: that warp deals these out too, and lists their tiles (tile_lists.cuh).
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from project import INTERRUPTIBLE
 
@@ -202,6 +203,16 @@ def test_training_waits_where_a_kernel_raises(monkeypatch: pytest.MonkeyPatch) -
     assert raised == ["not built"]
 
 
+def test_generating(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step with the cache, in a row and in pages, gives the logits of the whole text at once; one key less, not."""
+    run = load("021_generate", "run", monkeypatch)
+    assert run.main(["--backend", "cpu", "--out", str(tmp_path)]) == 0
+    assert [row["contender"] for row in read(tmp_path)] == ["fwd_decode", "pages of 16", "sdpa"]
+    model, prompt = sys.modules["model"].Generator(run.TINY, 2, "cpu"), torch.randint(50, (2, 9))
+    shorter = lambda q, k, v, lengths: run.ours(q, k, v, lengths - 1)  # noqa: E731
+    assert run.error_of_a_step(model, prompt, shorter) > 4 * max(row["error"] for row in read(tmp_path))
+
+
 OTHER_RANK = """
 import os, sys
 import run
@@ -260,3 +271,13 @@ def test_what_the_ring_is_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone == pytest.approx([model.Machine().forward] * 3, rel=1e-3)
     for (gpus, S), (measured, _) in model.MEASURED.items():
         assert model.tflops("ring", S, gpus, True, model.EARLIER) == pytest.approx(measured, rel=0.06)
+
+
+def test_the_pairs_of_sparse_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a time is divided by: as many pairs as the condition itself leaves."""
+    walk = load("014_scores", "walk", monkeypatch)
+    for what, _, S, options in walk.cases(torch, "cpu", 2048, 512):
+        i, j, score = np.arange(S)[:, None], np.arange(S)[None], options.get("score")
+        seen = score.evaluate(np.zeros((S, S)), 0, 0, i, j, S, S)[2] if score else np.ones((S, S), bool)
+        seen = seen & (i >= j) if options.get("causal") else seen
+        assert walk.pairs(torch, score, S, bool(options.get("causal"))) == seen.sum(), what

@@ -159,6 +159,7 @@ def test_one_seam_to_array_libraries() -> None:
         "launch.dlpack",
         {
             "bench.contest",
+            "bench.decode",
             "bench.given",
             "bench.peers",
             "bench.ragged",
@@ -169,6 +170,7 @@ def test_one_seam_to_array_libraries() -> None:
             "api.torch_paged",
             "api.torch_scored",
             "api.torch_slot",
+            "api.torch_flash",
         },
     )
     for name, tree in TREES.items():

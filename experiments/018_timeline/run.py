@@ -19,7 +19,7 @@ from sandbox.timeline import plot, record, report, trace
 from sandbox.verify.check import pick_device
 
 HERE = Path(__file__).resolve().parent
-KERNELS = ("fwd_wgmma", "bwd_wgmma", "fwd_mma")
+KERNELS = ("fwd_wgmma", "bwd_wgmma", "fwd_mma", "bwd_mma")
 
 
 def problems(small: bool) -> list[Problem]:

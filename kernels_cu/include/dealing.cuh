@@ -1,6 +1,7 @@
 // Who works on which tile of a ragged batch: of queries, for kernels whose blocks stay on their SM and take one piece after the
 // other; of keys, for those whose blocks take one piece each, the backward. Pieces are handed out one by one, the longest first,
 // to whoever is ready. Nobody knows before how long the sequences are, nor how fast each SM is.
+// Likewise who works on which query tile of a dense batch with a block map, of which nobody knows what it leaves.
 //
 //   const LongestFirst<QueryTiles> pieces(score);     or <KeyTiles>; by all lanes of a warp, as everything here
 //   pieces.piece(number, heads, group)                the number-th; numbers come from a counter in memory, or are a block's own

@@ -1,5 +1,5 @@
 // Who works on which query tile of a dense batch, and which key tiles it visits, for kernels whose blocks stay on their SM and
-// take one piece after the other. Pieces of ragged batches: dealing.cuh.
+// take one piece after the other. Pieces of ragged batches, and by a block map: dealing.cuh.
 #pragma once
 #include "score.cuh"
 

@@ -25,7 +25,7 @@ from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
 from ..verify.scores import seen_pairs
-from . import environment
+from . import decode, environment
 from .given import Given, forward_of, given_to, torch_dtype
 from .grids import GRIDS as GRIDS  # for those who name a problem
 from .peers import Contender, Ready, backward
@@ -204,6 +204,8 @@ def compete(
             for c in contenders
         ]  # fmt: skip
     given = given_to(problem, inputs[0])
+    if problem.page_size:
+        given |= decode.in_pages(problem, *inputs[1:3])
     pairs = seen_pairs(problem, given)
     expected, of_peers = _expectations(problem, contenders, inputs, computes, given)
     entries = [_enter(c, problem, inputs, given, expected if c.kernel else of_peers, stopwatch) for c in contenders]
@@ -270,6 +272,8 @@ def _enter(
     try:
         if problem.ragged and not (contender.kernel or contender.ragged):
             raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
+        if problem.page_size and not contender.kernel:
+            raise UnsupportedProblem(f"{contender.name}: it is not asked for keys in pages")
         ready = _prepared(contender, problem, inputs, given)
         if problem.dropout and not contender.kernel:
             without = _prepared(contender, replace(problem, dropout=0.0), inputs, given)

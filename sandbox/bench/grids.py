@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.problem import Problem
 from ..core.score import Score
-from . import ragged
+from . import decode, ragged
 
 _MASKS = (False, "bottom-right")
 
@@ -60,6 +60,7 @@ def _dropout(dtype: str) -> list[Problem]:
 
 GRIDS: dict[str, Callable[[str], list[Problem]]] = {
     "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores, "dropout": _dropout,
-    "ragged": ragged.problems
+    "ragged": ragged.problems,
+    "decode": decode.problems,
 }  # fmt: skip
 DOCUMENTS = Path(__file__).with_name("documents.py")

@@ -1,4 +1,4 @@
-"""Rows of a benchmark -> TFLOP/s against sequence length, a panel for each mask and head width."""
+"""Rows of a benchmark -> TFLOP/s against sequence length, a panel for each mask and head width; or GB/s of keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from ..core import picture
 from ..core.errors import UnsupportedProblem
-from .rows import problem_of
+from .report import GBPS, unit_of
+from .rows import by_problem, problem_of
 
 Row = Mapping[str, Any]
 _MASKS = {False: "no mask", "bottom-right": "causal", "top-left": "causal, top-left"}
@@ -31,13 +32,16 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
     """Writes PREFIX.png, 1000 pixels wide, and PREFIX.svg; returns their paths. The same rows give the same files.
 
     The latest row of each contender and problem counts; the band about a line is from quartile to quartile, the dashed
-    line the matrix product measured in the same run. Raises UnsupportedProblem when no row has a time,
+    line the matrix product measured in the same run, or of problems that are a matter of reading keys, a point for
+    each, what was read in the same run. Raises UnsupportedProblem when no row has a time,
     ToolchainMissing without matplotlib.
     """
     latest = {(row["contender"], problem_of(row)): row for row in rows}
     timed = [row for row in latest.values() if row.get("ms")]
     if not timed:
         raise UnsupportedProblem("there is nothing to plot: no row has a time")
+    if unit_of(timed) == GBPS:
+        return _draw_reading(timed, prefix)
     widths = sorted({row["D"] for row in timed})
     masks = [mask for mask in _MASKS if any(row["causal"] == mask for row in timed)]
     styles, ceilings = _styles(timed), _ceilings(timed)
@@ -53,6 +57,29 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
         columns = min(len(order), 5)
         figure.legend([handles[k] for k in order], order, loc="outside lower center", ncols=columns, frameon=False)
         figure.suptitle(_title(timed), x=0.01, ha="left", fontsize=9, color="#444444")
+        return picture.save(figure, prefix)
+
+
+def _draw_reading(rows: Sequence[Row], prefix: Path | str) -> list[Path]:
+    """GB/s of keys and values, problem after problem, those with the fewest bytes first."""
+    styles, there = _styles(rows), by_problem(rows)
+    problems = sorted(there, key=lambda p: min(row["gbps"] * row["ms"] for row in there[p].values()))
+    tops = [row["ceiling_read_gbps"] for row in rows if row.get("ceiling_read_gbps")]
+    with picture.figure(10, 4.4, style=_STYLE) as figure:
+        axis = figure.subplots()
+        for label, line in _by_label(rows, len({row["dtype"] for row in rows})).items():
+            points = sorted((problems.index(problem_of(row)), row) for row in line)
+            axis.plot([n for n, _ in points], [row["gbps"] for _, row in points], label=label, **styles[label])
+        if tops:
+            top = statistics.median(tops)
+            axis.axhline(top, color="#999999", linestyle=(0, (5, 3)), linewidth=1, label=f"reading, {top:.0f}")
+        shown = [str(p).replace(f" D{p.D} {p.dtype}", "").replace(" ", "\n") for p in problems]
+        axis.set_xticks(range(len(problems)), shown, fontsize=7)
+        axis.set_ylabel("GB/s of keys and values")
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
+        figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=9, color="#444444")
         return picture.save(figure, prefix)
 
 

@@ -35,8 +35,9 @@ def _ratio(kernel: Row | None, peer: Row | None) -> float | None:
 
 def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
     """One line a problem: TFLOP/s of each contender, % of the measured matrix product, each kernel's ratio to a peer.
+    Of problems that are a matter of reading keys: GB/s, and % of what was read in the same run.
 
-    Where the screen is narrow, TFLOP/s alone. Quartiles, errors and the rest are in the rows themselves.
+    Where the screen is narrow, the speed alone. Quartiles, errors and the rest are in the rows themselves.
     """
     contenders = {row["contender"]: row["kind"] for row in rows}
     names = sorted(contenders, key=lambda name: contenders[name] != "kernel")
@@ -45,12 +46,13 @@ def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
     dtypes = {row["dtype"] for row in rows}
     only = f" {next(iter(dtypes))}" if len(dtypes) == 1 else ""  # said once, in the head
     table = Table(caption=_caption(rows), caption_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"TFLOP/s{only}", overflow="fold")
+    unit = unit_of(rows)
+    table.add_column(f"{unit}{only}", overflow="fold")
     for name in (*names, *(f"{name} : {against}" for name in kernels if wide)):
         table.add_column(_broken(name), justify="right", no_wrap=" : " not in name and "," not in name)
     for problem, there in by_problem(rows).items():
         ratios = [_ratio(there.get(name), there.get(against or "")) for name in kernels if wide]
-        cells = [_speed(there.get(name), wide) for name in names]
+        cells = [_speed(there.get(name), wide, unit) for name in names]
         said = str(problem).replace(only, "") if only else str(problem)
         table.add_row(said, *cells, *("-" if ratio is None else times(ratio) for ratio in ratios))
     return table
@@ -66,18 +68,28 @@ def _broken(name: str) -> str:
     return name.replace(" : ", "\n: ").replace("-", "-\n", 1).replace("fwd_", "fwd_\n", 1).replace(" BLOCK", "\nBLOCK")
 
 
-def _speed(row: Row | None, share: bool) -> Text:
+GBPS = "GB/s of keys"
+
+
+def unit_of(rows: Sequence[Row]) -> str:
+    """What the speeds of these rows are told in."""
+    timed = [row for row in rows if row["ms"]]
+    return GBPS if timed and all(row.get("gbps") for row in timed) else "TFLOP/s"
+
+
+def _speed(row: Row | None, share: bool, unit: str) -> Text:
     if row is None or row["ok"] is None:
         return Text("-", "dim")
     if not row["ms"]:
         return Text("WRONG" if row["bound"] is not None else "FAIL", "bold red")
     percent = f" {row['percent_of_ceiling']:3.0f}%" if share and row["percent_of_ceiling"] else ""
-    return Text.assemble(f"{row['tflops']:.1f}" if row["tflops"] < 100 else f"{row['tflops']:.0f}", (percent, "dim"))
+    speed = row["gbps"] if unit == GBPS else row["tflops"]
+    return Text.assemble(f"{speed:.1f}" if speed < 100 else f"{speed:.0f}", (percent, "dim"))
 
 
 def _caption(rows: Sequence[Row]) -> str:
     """Where and how, from the last row."""
-    last = rows[-1]
+    last, reads = rows[-1], unit_of(rows) == GBPS
     clocks = last.get("clocks") or {}
     parts = (
         last.get("device") or "",
@@ -85,7 +97,10 @@ def _caption(rows: Sequence[Row]) -> str:
         clocks.get("clocks.sm", ""),
         clocks.get("power.draw", ""),
         {"events": "single launches, L2 flushed", "graph": "CUDA graphs, L2 not flushed"}.get(last.get("mode", ""), ""),
-        f"% of a matrix product of {last['ceiling_tflops']:.0f} TFLOP/s" if last.get("ceiling_tflops") else "",
+        f"% of reading {last['ceiling_read_gbps']:.0f} GB/s" if reads and last.get("ceiling_read_gbps") else "",
+        f"% of a matrix product of {last['ceiling_tflops']:.0f} TFLOP/s"
+        if last.get("ceiling_tflops") and not reads
+        else "",
         f"copy {last['ceiling_gbps']:.0f} GB/s" if last.get("ceiling_gbps") else "",
     )
     return "; ".join(filter(None, parts))

@@ -12,6 +12,7 @@ from typing import Any
 from ..core import jsonl
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
+from .decode import bytes_of_keys, reads_keys
 from .timing import Timing
 
 _FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
@@ -46,9 +47,18 @@ class Row:
         where a mask or key_lengths hide some, those of the pairs that are seen."""
         return self.problem.flops_of(self.computes, self.pairs) / self.timing.median * 1e-12 if self.timing else None
 
+    @property
+    def gbps(self) -> float | None:
+        """GB/s of keys and values, of a forward that is a matter of reading them."""
+        if not self.timing or self.computes != "forward" or not reads_keys(self.problem):
+            return None
+        return bytes_of_keys(self.problem, self.pairs) / self.timing.median * 1e-9
+
     def as_json(self) -> dict[str, Any]:
         """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""
-        t, tflops, ceiling = self.timing, self.tflops, self.setting.get("ceiling_tflops")
+        t, tflops, gbps = self.timing, self.tflops, self.gbps
+        reached, ceiling = (gbps, "ceiling_read_gbps") if gbps else (tflops, "ceiling_tflops")
+        top = self.setting.get(ceiling)
         row = {
             "contender": self.contender,
             "kind": "kernel" if self.kernel else "peer",
@@ -65,7 +75,8 @@ class Row:
             "samples": t and t.samples,
             "noise": t and t.noise,
             "tflops": tflops,
-            "percent_of_ceiling": 100 * tflops / ceiling if tflops and ceiling else None,
+            **({"gbps": gbps} if gbps else {}),
+            "percent_of_ceiling": 100 * reached / top if reached and top else None,
             "error": self.error,
             "bound": self.bound,
             **self.setting,

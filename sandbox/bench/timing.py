@@ -168,7 +168,8 @@ class Graphs(Events):
 
 
 def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: int = 1 << 30) -> dict[str, float]:
-    """What this GPU reaches just now: a matrix product of n³, and a copy, counting bytes read and written."""
+    """What this GPU reaches just now: a matrix product of n³; a copy, counting bytes read and written; and reading, as
+    PyTorch sums numbers up."""
     import torch
 
     kind: dict[str, Any] = {"device": "cuda:0", "dtype": torch.bfloat16 if dtype in FLOAT8 else getattr(torch, dtype)}
@@ -180,9 +181,11 @@ def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: in
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda:0")
     copy = torch.empty_like(source)
     calls = {"product": Timed(multiply), "copy": Timed(partial(copy.copy_, source))}
+    calls["read"] = Timed(partial(torch.sum, source.view(torch.float32)))
     samples = measure(calls, stopwatch, Limits(rounds=40, warmup=10))
     seconds = {name: Timing.of(values).median for name, values in samples.items()}
     return {
         "ceiling_tflops": 2 * n**3 / seconds["product"] * 1e-12,
         "ceiling_gbps": 2 * nbytes / seconds["copy"] * 1e-9,
+        "ceiling_read_gbps": nbytes / seconds["read"] * 1e-9,
     }

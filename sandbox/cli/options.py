@@ -78,11 +78,14 @@ _SCORE = (
     click.option("--sink", is_flag=True, help="A sink for each head."),
     click.option("--key-lengths", is_flag=True, help="So many keys of each batch entry count."),
     click.option("--lengths", help="A ragged batch: 64,128x256,… rows (queries x keys), instead of B and S."),
+    click.option("--page-size", type=int, default=0, metavar="ROWS", help="Keys lie in pages of so many rows."),
     click.option("--score", metavar="FILE.py", help="A file that defines `score`, a sandbox.Score."),
     click.option("--dropout", type=float, default=0.0, metavar="P", help="The probability that an element is dropped."),
 )
 Scored = Mapping[str, Any]  # the options of a score, as they were given
-SCORE_NAMES = ("window", "softcap", "alibi", "bias", "mask", "sink", "key-lengths", "lengths", "score", "dropout")
+SCORE_NAMES = (
+    *("window", "softcap", "alibi", "bias", "mask", "sink", "key-lengths", "lengths", "page-size", "score", "dropout"),
+)
 
 
 def score_options(command: Callable[..., Any]) -> Callable[..., Any]:

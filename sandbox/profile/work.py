@@ -14,6 +14,8 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..reference import HbmBytes, hbm_bytes
 
+FP32 = 4  # bytes
+
 
 @dataclass(frozen=True)
 class Work:
@@ -27,6 +29,8 @@ class Work:
 def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
     """Of one launch; tiles of an entry that names none are whole."""
     p, names = problem, set(entry.args)
+    if "partials" in names:
+        return _in_parts(entry, p, tile)
     if "delta" in names and "LSE" not in names:
         least = _once(p, read=("dO", "O"), written=("delta",))
         return Work(0, least, least)
@@ -49,6 +53,23 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
         model = HbmBytes(read, written)
     least = _once(p, read=tuple(name for name in model.read if name not in model.written), written=tuple(model.written))
     return Work(p.flops * products // 2, least, model)
+
+
+def _in_parts(entry: Entry, p: Problem, tile: Tile) -> Work:
+    """Of a forward whose blocks share a row's keys: every tile of rows reads its key/value head's keys once, all that
+    there are, each block reads Q, and leaves O, m and l in fp32 for another entry to merge, where they are several."""
+    blocks = entry.numbers["splits"](p, tile)
+    rows, keys = p.batches * p.H * p.rows[0], p.B * p.Hk * p.Sk * p.itemsize
+    parts = {"partials": FP32 * rows * blocks * (p.Dv + 2)} if blocks > 1 else {}
+    results = {"O": rows * p.Dv * ITEMSIZE[p.dtype_of("O")], "LSE": FP32 * rows}
+    if "Q" not in entry.args:
+        merged = HbmBytes(parts, results)
+        return Work(0, merged, merged)
+    tiles = entry.grid(p, tile)[0] // blocks
+    q, k, v = rows * p.D * p.itemsize, keys * p.D, keys * p.Dv
+    written = parts or results
+    model = HbmBytes({"Q": blocks * q, "K": tiles * k, "V": tiles * v}, written)
+    return Work(p.flops, HbmBytes({"Q": q, "K": k, "V": v}, written), model)
 
 
 def _once(p: Problem, read: tuple[str, ...], written: tuple[str, ...]) -> HbmBytes:

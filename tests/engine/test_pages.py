@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def right(case: Case, device: Device, tile: Tile | None = None) -> None:
 
 def test_pages_by_lot(device: Device) -> None:
     """Shuffled, NaN in all that does not count, and no page where the table need not name one."""
-    for name, problem in [*paged_problems(KERNEL, LOT, 3 if device == HOST else 20)][:: 2 if device == HOST else 1]:
+    every = [*paged_problems(KERNEL, LOT, 20)]
+    for name, problem in random.Random(LOT).sample(every, 4) if device == HOST else every:
         right(Case(name, problem), device)
 
 
@@ -48,10 +50,14 @@ def test_pages_are_as_keys_in_a_row() -> None:
 def test_splits(blocks: int, splits: int, device: Device) -> None:
     """One block, several, and as many as there is a round for each warp: of few keys the last ones get none."""
     tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks)
-    problem = Problem(2, 8, 3, 600, 64, Hk=2, dtype="bfloat16", causal="bottom-right", key_lengths=True, sink=True)
+    problem = Problem(2, 8, 3, 600, 64, Hk=2, dtype="bfloat16")
     assert KERNEL.grid(problem, tile) == (splits, 2, 2)
-    window = (40, 0) if splits == 3 else (None, None)
-    right(Case("splits", dataclasses.replace(problem, window=window), "hidden"), device, tile)
+    if splits == 1:  # NaN would have the rows computed again one by one where something is hidden: nothing is
+        right(Case("splits", problem, "rising"), device, tile)
+    else:
+        window = (40, 0) if splits == 3 else (None, None)
+        hidden = dataclasses.replace(problem, causal="bottom-right", key_lengths=True, sink=True, window=window)
+        right(Case("splits", hidden, "hidden"), device, tile)
 
 
 def test_splits_fill_the_multiprocessors() -> None:

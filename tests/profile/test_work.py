@@ -47,6 +47,24 @@ def test_a_backward_that_sums_in_memory() -> None:
     assert (converted.flops, converted.model.read, converted.model.written) == (0, {"dQ_accum": SUMS}, {"dQ": Q})
 
 
+def test_keys_that_blocks_share() -> None:
+    """Four query heads of a group in one tile: keys are read once; and what two splits leave is merged."""
+    p, tile = (
+        Problem(1, 4, 1, 128, 16, Hk=1, dtype="float16"),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=1),
+    )
+    kernel = registry.get("fwd_decode")
+    splits, q, k = kernel.numbers["splits"](p, tile), 4 * 16 * 2, 128 * 16 * 2
+    assert splits > 1
+    parts = {"partials": 4 * 4 * splits * (16 + 2)}
+    w, merge = (work_of(entry, p, tile) for entry in kernel.entries)
+    assert (w.model.read, w.model.written) == ({"Q": splits * q, "K": k, "V": k}, parts)
+    assert (w.least.read, w.flops) == ({"Q": q, "K": k, "V": k}, 4 * 4 * 128 * 16)
+    assert (merge.flops, merge.model.read, merge.model.written) == (0, parts, {"O": q, "LSE": 4 * 4})
+    alone = work_of(kernel, p, Tile(**{**tile, "WARPS": 8}))
+    assert alone.model.written == {"O": q, "LSE": 4 * 4}
+
+
 def test_delta() -> None:
     w = work("bwd_delta", tile=Tile())
     assert (w.flops, w.model.read, w.model.written) == (0, {"dO": Q, "O": Q}, {"delta": ROW})

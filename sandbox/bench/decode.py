@@ -1,0 +1,57 @@
+"""Few queries against many keys: problems to time, keys in pages for who takes them, and what is read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..core.errors import UnsupportedProblem
+from ..core.problem import Problem
+
+# B, H, Hk, Sq, Sk of servers that generate: a user alone, many users, long documents, several tokens guessed ahead.
+SHAPES = (
+    (1, 32, 8, 1, 2048), (128, 32, 8, 1, 2048), (32, 32, 8, 1, 4096), (4, 16, 16, 1, 8192), (64, 64, 8, 4, 8192),
+    (8, 32, 8, 1, 32768), (1, 64, 8, 1, 131072),
+)  # fmt: skip
+PAGE_SIZES = (0, 16, 256)
+
+
+def problems(dtype: str) -> list[Problem]:
+    """Every shape, at D = 128; and one whose entries have keys of different numbers, without pages and in some."""
+    found = [
+        Problem(B, H, Sq, Sk, 128, Hk=Hk, dtype=dtype, causal="bottom-right" if Sq > 1 else False)
+        for B, H, Hk, Sq, Sk in SHAPES
+    ]
+    shortened = Problem(32, 32, 1, 4096, 128, Hk=8, dtype=dtype, key_lengths=True)
+    return [*found, *(replace(shortened, page_size=size) for size in PAGE_SIZES)]
+
+
+def reads_keys(problem: Problem) -> bool:
+    """Whether a forward is a matter of reading keys: so few rows share them, of so many."""
+    group = problem.H // problem.Hk if problem.Hk else 1
+    return not problem.ragged and 0 < 32 * problem.Sq * group <= problem.Sk
+
+
+def bytes_of_keys(problem: Problem, pairs: int | None) -> int:
+    """Of keys and values that count; `pairs` as a row has them."""
+    p = problem
+    keys = p.B * p.Sk if pairs is None else pairs // (p.H * p.Sq)
+    return keys * p.Hk * (p.D + p.Dv) * p.itemsize
+
+
+def in_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:
+    """K and V, PyTorch tensors (B, Hk, Sk, D), in shuffled pages, and their block_table."""
+    import torch
+
+    p, most = problem, problem.Sk // problem.page_size
+    if p.pages < p.B * most:
+        raise UnsupportedProblem(f"{p}: pages={p.pages} hold less than {p.B * most}, which are timed unshared")
+    generator = torch.Generator(k.device).manual_seed(0)
+    table = torch.randperm(p.pages, generator=generator, device=k.device)[: p.B * most].view(p.B, most)
+    found = {"block_table": table.to(torch.int32)}
+    for name, x in (("K", k), ("V", v)):
+        pages = x.new_empty(p.pages, p.page_size, p.Hk, x.shape[3])
+        pages[table] = x.view(p.B, p.Hk, most, p.page_size, x.shape[3]).permute(0, 2, 3, 1, 4)
+        found[name] = pages.transpose(1, 2)
+    return found
