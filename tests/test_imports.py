@@ -170,6 +170,7 @@ def test_one_seam_to_array_libraries() -> None:
             "api.torch_paged",
             "api.torch_scored",
             "api.torch_slot",
+            "api.torch_flash",
         },
     )
     for name, tree in TREES.items():

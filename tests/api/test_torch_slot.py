@@ -16,6 +16,8 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from sandbox.api import torch_flash  # noqa: E402
+
 Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 OPERATORS = [f"_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward")]
@@ -366,6 +368,20 @@ def test_flash_operators_on_the_cpu() -> None:
     own = sandbox.attention_forward(*(x.detach() for x in dense), causal=True, scale=0.3, kernel="fwd_minimal")
     assert torch.equal(whole, own[0])
     assert torch.equal(statistics, own[1])
+
+
+def test_flash_operators_after_inference_mode() -> None:
+    """What a first call there leaves behind may be saved for a backward."""
+    leaves = [x.requires_grad_() for x in tensors(2, 2, 2)]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    with sandbox.use_in_torch(**EXACT):
+        torch_flash._unread.clear()
+        with torch.inference_mode():
+            flash(*leaves)
+        out = flash(*leaves)[0]
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for x, y in zip((out.detach(), *found), both(sdpa, leaves), strict=True):
+        assert (x - y).abs().max() < 1e-5
 
 
 # ---- on a GPU: dense, ragged, dropout
