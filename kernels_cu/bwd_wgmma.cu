@@ -38,8 +38,9 @@
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
+#include "in_order.cuh"
+#include "query_walk.cuh"
 #include "ring.cuh"
-#include "dealing.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
@@ -77,6 +78,7 @@ static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes"
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
+using Walk = QueryWalk<KEPT_N0>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -84,8 +86,8 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), BIAS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BIAS_BYTES = BIAS_TILES ? Pairs::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
-constexpr unsigned MAP_AT = BARRIERS_AT + 256, MAP_WORDS = 128;
-static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? 8 * MAP_WORDS : 0), "spec and kernel disagree on shared memory");
+constexpr unsigned MAP_AT = BARRIERS_AT + 256;
+static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(TileMap) : 0), "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each.
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
@@ -111,78 +113,6 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     fence_proxy_async();
 }
 
-// Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
-struct TileMap {
-    unsigned something[MAP_WORDS], everything[MAP_WORDS];  // of the keys is seen
-
-    static __device__ __forceinline__ int words(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
-
-    // By all warps of the block. Heads are those from `first_head` on.
-    __device__ __forceinline__ void fill(const Sequence& sequence, int first_head, int group, int n0) {
-        const Score& score = sequence.score;
-        for (int word = threadIdx.x / 32; word < group * words(score); word += THREADS / 32) {
-            const Head head(sequence, first_head + word / words(score));
-            const int m0 = (word % words(score) * 32 + threadIdx.x % 32) * BLOCK_M;
-            const bool there = m0 < sequence.Sq;
-            const bool some = there && head.map_tells<Head::SOMETHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
-            const bool every = there && head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
-            something[word] = __ballot_sync(0xffffffffu, some);
-            everything[word] = __ballot_sync(0xffffffffu, every);
-        }
-    }
-};
-
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
-// where there is a block map, those that it leaves.
-struct Walk {
-    const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
-    const TileMap& map;
-    const int group, row0;
-
-    // Computed anew each time it is asked for: kept, it would take registers that the accumulators need.
-    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(block_index_x()) * BLOCK_N; }
-    __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
-    __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
-
-    // From row m0 of a head of the group on, the next tile; or head = group: there is none.
-    __device__ __forceinline__ void find(int& head, int& m0) const {
-        if (!Head::MAPPED) {
-            if (m0 >= end()) ++head, m0 = begin();
-            return;
-        }
-        const int words = TileMap::words(head0.score);
-#pragma unroll 1
-        for (; head < group; ++head, m0 = begin())
-#pragma unroll 1
-            for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end(); first = (first / 32 + 1) * 32) {
-                const unsigned left = map.something[head * words + first / 32] & ~0u << first % 32;
-                if (!left) continue;
-                m0 = (first / 32 * 32 + __ffs(left) - 1) * BLOCK_M;
-                if (m0 < end()) return;
-            }
-    }
-    // The first tile.
-    __device__ __forceinline__ void start(int& head, int& m0) const {
-        m0 = begin(), head = m0 < end() ? 0 : group;
-        if (Head::MAPPED) find(head, m0);
-    }
-    // Whether all rows of a tile may see all of the block's keys, as far as the map tells.
-    __device__ __forceinline__ bool whole(int head, int m0) const {
-        if (!Head::MAPPED) return !Head::SCATTERED;
-        const unsigned tile = m0 / BLOCK_M;
-        return map.everything[head * TileMap::words(head0.score) + tile / 32] >> tile % 32 & 1;
-    }
-
-    // Calls f(i, head of the group, m0) with each, i counting.
-    template <class F>
-    __device__ __forceinline__ void for_each(F f) const {
-        int head, m0;
-        start(head, m0);
-#pragma unroll 1
-        for (unsigned i = 0; head < group; m0 += BLOCK_M, find(head, m0)) f(i++, head, m0);
-    }
-};
-
 // The lane's elements of S^T of a query tile: element k belongs to a query and a key.
 struct Place {
     int row, key;  // of element 0
@@ -196,39 +126,6 @@ struct Place {
 template <bool B>
 struct Constant {
     static constexpr bool value = B;
-};
-
-// ORDERED: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
-// but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
-// added to it. Where the sums begin, with so many query tiles of all heads:
-constexpr long long ADDED = 4;
-__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
-
-// The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
-// ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
-// Heads come in sections of BLOCKS pieces at least, as many as run at one time; of a section first the first piece of each head,
-// then the second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together
-// do not meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait
-// for.
-struct Piece {
-    int key_tile, kv_head, b;
-
-    __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
-        if (!ORDERED) return;
-        const unsigned heads = gridDim.y * gridDim.z, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
-        const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
-        const unsigned head = first + place % own;
-        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
-    }
-#if RAGGED
-    __device__ __forceinline__ Piece(const volatile Dealt& dealt)
-        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)) {}
-#endif
-    // How many pieces of the head add to query tile m0 before this one.
-    __device__ __forceinline__ int before(const Head& head, int m0) const {
-        const Range keys = head.keys(m0, m0 + BLOCK_M);
-        return Head::LAST ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
-    }
 };
 
 __device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
@@ -283,7 +180,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
     }
-    if (Head::MAPPED) map.fill(Sequence(score, of_grid.b), blockIdx.y * group, group, of_grid.row0);
+    if (Head::MAPPED) map.fill<THREADS / 32>(Sequence(score, of_grid.b), blockIdx.y * group, group, of_grid.row0);
 #if RAGGED
     if (threadIdx.x / 32 == 1) {
         const Dealt dealt = LongestFirst<KeyTiles>(score).piece(blockIdx.y * gridDim.x + blockIdx.x, gridDim.y, group);

@@ -1,0 +1,37 @@
+// Which keys a block of a backward owns, and in what order blocks add to the query tiles that they share.
+#pragma once
+#include "dealing.cuh"
+#include "score.cuh"
+
+// ORDERED: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
+// but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
+// added to it. Where the sums begin, with so many query tiles of all heads:
+constexpr long long ADDED = 4;
+__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
+
+// The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
+// ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
+// Heads come in sections of BLOCKS pieces at least, as many as run at one time; of a section first the first piece of each head,
+// then the second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together
+// do not meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait
+// for.
+struct Piece {
+    int key_tile, kv_head, b;
+
+    __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
+        if (!ORDERED) return;
+        const unsigned heads = gridDim.y * gridDim.z, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
+        const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
+        const unsigned head = first + place % own;
+        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
+    }
+#if RAGGED
+    __device__ __forceinline__ Piece(const volatile Dealt& dealt)
+        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)) {}
+#endif
+    // How many pieces of the head add to query tile m0 before this one.
+    __device__ __forceinline__ int before(const Head& head, int m0) const {
+        const Range keys = head.keys(m0, m0 + BLOCK_M);
+        return Head::LAST ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
+    }
+};

@@ -1,0 +1,80 @@
+// Which query tiles a block of a backward visits that owns BLOCK_N keys: of each head of its group those that see something of the
+// keys, by ranges or by a block map. As pieces.cuh, the other way round.
+#pragma once
+#include "score.cuh"
+
+// Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
+struct TileMap {
+    static constexpr unsigned MAP_WORDS = 128;
+
+    unsigned something[MAP_WORDS], everything[MAP_WORDS];  // of the keys is seen
+
+    static __device__ __forceinline__ int words(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
+
+    // By all WARPS warps of the block. Heads are those from `first_head` on.
+    template <unsigned WARPS>
+    __device__ __forceinline__ void fill(const Sequence& sequence, int first_head, int group, int n0) {
+        const Score& score = sequence.score;
+        for (int word = threadIdx.x / 32; word < group * words(score); word += WARPS) {
+            const Head head(sequence, first_head + word / words(score));
+            const int m0 = (word % words(score) * 32 + threadIdx.x % 32) * BLOCK_M;
+            const bool there = m0 < sequence.Sq;
+            const bool some = there && head.map_tells<Head::SOMETHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            const bool every = there && head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            something[word] = __ballot_sync(0xffffffffu, some);
+            everything[word] = __ballot_sync(0xffffffffu, every);
+        }
+    }
+};
+
+// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
+// where there is a block map, those that it leaves.
+template <bool KEPT_N0>  // whether n0 is kept in a register
+struct QueryWalk {
+    const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
+    const TileMap& map;
+    const int group, row0;
+
+    // Computed anew each time it is asked for, unless it is kept: then it takes a register that the accumulators may need.
+    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(block_index_x()) * BLOCK_N; }
+    __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
+    __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
+
+    // From row m0 of a head of the group on, the next tile; or head = group: there is none.
+    __device__ __forceinline__ void find(int& head, int& m0) const {
+        if (!Head::MAPPED) {
+            if (m0 >= end()) ++head, m0 = begin();
+            return;
+        }
+        const int words = TileMap::words(head0.score);
+#pragma unroll 1
+        for (; head < group; ++head, m0 = begin())
+#pragma unroll 1
+            for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end(); first = (first / 32 + 1) * 32) {
+                const unsigned left = map.something[head * words + first / 32] & ~0u << first % 32;
+                if (!left) continue;
+                m0 = (first / 32 * 32 + __ffs(left) - 1) * BLOCK_M;
+                if (m0 < end()) return;
+            }
+    }
+    // The first tile.
+    __device__ __forceinline__ void start(int& head, int& m0) const {
+        m0 = begin(), head = m0 < end() ? 0 : group;
+        if (Head::MAPPED) find(head, m0);
+    }
+    // Whether all rows of a tile may see all of the block's keys, as far as the map tells.
+    __device__ __forceinline__ bool whole(int head, int m0) const {
+        if (!Head::MAPPED) return !Head::SCATTERED;
+        const unsigned tile = m0 / BLOCK_M;
+        return map.everything[head * TileMap::words(head0.score) + tile / 32] >> tile % 32 & 1;
+    }
+
+    // Calls f(i, head of the group, m0) with each, i counting.
+    template <class F>
+    __device__ __forceinline__ void for_each(F f) const {
+        int head, m0;
+        start(head, m0);
+#pragma unroll 1
+        for (unsigned i = 0; head < group; m0 += BLOCK_M, find(head, m0)) f(i++, head, m0);
+    }
+};
