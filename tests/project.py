@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 # Where combinations are too many they are drawn by lot, the same for everybody, so that a verdict can be repeated:
@@ -37,3 +38,11 @@ def new_kernel(project: Path, name: str, **edits: str) -> None:
             assert old in text
             text = text.replace(old, new)
         (folder / f"{name}{suffix}").write_text(text)
+
+
+def leave_process_group() -> None:
+    """Of gloo, whose threads PyTorch (2.13) joins with the GIL held, though they may want it to end: first, let them."""
+    import torch
+
+    time.sleep(0.2)
+    torch.distributed.destroy_process_group()

@@ -72,6 +72,10 @@ class Rank:
             times.append(self.slowest(time.perf_counter() - start))
         return statistics.median(times)
 
+    def leave(self) -> None:
+        time.sleep(0.2)  # gloo's threads may want the GIL to end, with which PyTorch (2.13) joins them
+        self.dist.destroy_process_group()
+
     def _wait(self) -> None:
         if self.backend == "cuda":
             self.torch.cuda.synchronize()
@@ -136,7 +140,7 @@ def measure(options: argparse.Namespace) -> int:
             if rank.number == 0:
                 jsonl.append(options.out / "results.jsonl", {**row, **about})
                 print(line(row), flush=True)
-    rank.dist.destroy_process_group()
+    rank.leave()
     return int(wrong > 0)
 
 
