@@ -41,7 +41,7 @@ def new_kernel(project: Path, name: str, **edits: str) -> None:
 
 
 def leave_process_group() -> None:
-    """Of gloo, whose threads PyTorch (2.13) joins with the GIL held, though they may want it to end: first, let them."""
+    """Of gloo, whose threads PyTorch (2.13) joins with the GIL held. They may want it to end: let them first."""
     import torch
 
     time.sleep(0.2)
