@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from project import ROOT
@@ -27,3 +28,9 @@ def test_beside_pytest_benchmark(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_no_two_files_have_one_name() -> None:
+    """pytest takes a file for the module of its bare name, and of two such it collects one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    assert not [name for name, count in names.items() if count > 1]

@@ -53,7 +53,7 @@ def lot(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_options_by_lot(kernel: Kernel, device: Device) -> None:
     """SANDBOX_LOT=N draws the lot of an earlier run again."""
-    for what, problem, inputs in lot(kernel, (2 if {*kernel.dtypes} == {*FLOAT8} else 4) if device == HOST else 40):
+    for what, problem, inputs in lot(kernel, (2 if {*kernel.dtypes} == {*FLOAT8} else 3) if device == HOST else 40):
         if kernel.refuses(problem):  # a width that it is not built for
             continue
         # Of one key dS is 0, and what is left is how O, of which delta is made, was rounded: no bound knows that.
