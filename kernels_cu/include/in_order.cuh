@@ -1,5 +1,6 @@
 // Which keys a block of a backward owns, and in what order blocks add to the query tiles that they share.
 #pragma once
+#include <hopper.cuh>
 #include "dealing.cuh"
 #include "score.cuh"
 
