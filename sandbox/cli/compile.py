@@ -23,6 +23,7 @@ from .options import (
     dtype_option,
     json_option,
     kernels_argument,
+    numbers,
     parsed_tile,
     problem_of,
     score_options,
@@ -52,10 +53,9 @@ def compile_(
 
     Registers, spills, shared memory, occupancy, compile time.
     """
-    if not all(width.strip().isdecimal() for width in widths.split(",")):
-        raise click.BadParameter(f"{widths!r} is not a list of numbers, such as 64,128", param_hint="--head-dim")
+    head_dims = numbers(widths, "--head-dim", "64,128")
     targets = [name.strip() for name in archs.split(",")]
-    shapes = shapes or tuple(f"1,1,1,{D.strip()}" for D in widths.split(","))
+    shapes = shapes or tuple(f"1,1,1,{D}" for D in head_dims)
     problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
     wanted = parsed_tile(tile)
     tried = [

@@ -129,6 +129,13 @@ def parsed_tile(text: str | None) -> Tile | None:
     return Tile.parse(text) if text else None
 
 
+def numbers(text: str, option: str, example: str) -> list[int]:
+    """Whole numbers with commas between, of `option`. Raises BadParameter."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise click.BadParameter(f"{text!r} is not a list of numbers, such as {example}", param_hint=option)
+    return [int(part) for part in text.split(",")]
+
+
 def given_without(needed: str, *names: str) -> None:
     """Raises UsageError when one of these options stands on the command line without the one that it goes with."""
     context = click.get_current_context()

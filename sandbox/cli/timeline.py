@@ -22,6 +22,7 @@ from .options import (
     html_option,
     json_option,
     kernel_argument,
+    numbers,
     parsed_tile,
     problem_of,
     score_options,
@@ -56,12 +57,13 @@ def timeline_(
     Marks are compiled in here alone. A GPU's ticks are cycles; the CPU backend shows the order of the fibers.
     """
     spec, problem, device = registry.get(kernel), problem_of(shape, dtype, causal, scored), pick_device(backend)
-    chosen = choose_tile(spec, problem, pipeline.arch_of(device), parsed_tile(tile))
-    numbers = _numbers(blocks, "--blocks") if blocks else None
-    window = _numbers(between, "--between") if between else None
+    arch, multiprocessors = pipeline.arch_of(device), pipeline.multiprocessors_of(device)
+    chosen = choose_tile(spec, problem, arch, parsed_tile(tile), multiprocessors=multiprocessors)
+    wanted = numbers(blocks, "--blocks", "0,1") if blocks else None
+    window = numbers(between, "--between", "0,20000") if between else None
     if window and (len(window) != 2 or window[0] >= window[1]):
         raise click.BadParameter(f"{between} must be two rising numbers, such as 0,20000", param_hint="--between")
-    found = record.record(spec, problem, chosen, device, numbers)
+    found = record.record(spec, problem, chosen, device, wanted)
     if as_json:
         print_json(report.as_json(found))
     else:
@@ -78,9 +80,3 @@ def timeline_(
     if html:
         save_page(html, lanes.page(found))
     sys.exit(exit_status([found.same is not False]))
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise click.BadParameter(f"{text} must be numbers, such as 0,1", param_hint=option)
-    return [int(part) for part in text.split(",")]

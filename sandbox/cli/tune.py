@@ -22,6 +22,7 @@ from .options import (
     html_option,
     json_option,
     kernel_argument,
+    numbers,
     problem_of,
     score_options,
     shape_option,
@@ -60,15 +61,14 @@ def tune_(
     """
     if not shapes and not grid:
         raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")
-    if gpus and not all(part.strip().isdecimal() for part in gpus.split(",")):
-        raise click.BadParameter(f"{gpus!r} is not a list of numbers, such as 0,1", param_hint="--gpus")
+    ordinals = numbers(gpus, "--gpus", "0,1") if gpus else ()
     if gpus and cluster:
         raise click.UsageError("--gpus counts this machine's, and --dask asks others: name one of the two")
     problems = [problem_of(s, dtype, causal, scored) for s in shapes]
     problems += contest.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
     searches = []
-    with labs.lab(spec, backend, [int(part) for part in gpus.split(",")] if gpus else (), cluster) as lab:
+    with labs.lab(spec, backend, ordinals, cluster) as lab:
         for number, problem in enumerate(problems):
             search = Search(spec, problem, lab, fixed, fresh)
             for _ in followed(search, lambda c: f"{c.state} {c.tile}"):

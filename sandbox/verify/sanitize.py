@@ -117,7 +117,8 @@ def inspect(
     if device != HOST:
         tools.need("compute-sanitizer")
     if problem:
-        tile = choose_tile(kernel, problem, pipeline.arch_of(device), tile)
+        arch, multiprocessors = pipeline.arch_of(device), pipeline.multiprocessors_of(device)
+        tile = choose_tile(kernel, problem, arch, tile, multiprocessors=multiprocessors)
     small = tile or small_tile(kernel)
     pairs = [(small, problem)] if problem else [(small, p) for p in small_problems(kernel, small)]
     if not problem and not tile:

@@ -136,7 +136,7 @@ def _compile(
     variants: dict[tuple, tuple[Problem, Tile]] = {}
     for p in (case.problem for case in cases):
         if not kernel.refuses(p, arch):
-            tile = choose_tile(kernel, p, arch, job.tile)
+            tile = choose_tile(kernel, p, arch, job.tile, multiprocessors=pipeline.multiprocessors_of(job.device))
             variants.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
     target = pipeline.DEFAULT_ARCH if arch is None else pipeline.arch_name(kernel, arch)
     try:
