@@ -18,13 +18,14 @@ import itertools
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sandbox import Problem
 from sandbox.bench import contest, ragged
 from sandbox.bench.peers import PEERS
-from sandbox.bench.rows import recorded
+from sandbox.bench.rows import problem_of, recorded
 from sandbox.bench.timing import Limits
 from sandbox.core import registry
 from sandbox.core.kernel import Kernel
@@ -88,9 +89,12 @@ def measure(stage: str, folders: dict[str, Path]) -> None:
     peers, limits = [PEERS[peer]] if peer else [], Limits(rounds=30, seconds=0.06)
     asked = problems(stage)
     rows = recorded(contest.run(kernels, asked, peers, limits=limits, computes="backward"), HERE / "beside.jsonl")
-    for problem, own in itertools.groupby(rows, key=lambda row: row.problem):
-        cells = [f"{r.contender} {r.tflops:.0f}" if r.tflops else f"{r.contender}: {r.message[:120]}" for r in own]
-        print(f"{problem}: {', '.join(cells)}", flush=True)
+    for problem, own in itertools.groupby(rows, key=problem_of):
+        print(f"{problem}: {', '.join(map(cell, own))}", flush=True)
+
+
+def cell(row: Mapping[str, Any]) -> str:
+    return f"{row['contender']} {row['tflops']:.0f}" if row.get("tflops") else f"{row['contender']}: {row['message']}"
 
 
 def main() -> None:
