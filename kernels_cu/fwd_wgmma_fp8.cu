@@ -117,20 +117,31 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
     });
 }
 
-// V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 32 keys and 16 columns at a time. In
-// V' a row is a column of V, of each 16 first the even ones, and keys are in the order SLOTS.
+// How many 32 keys a turner loads before it stores the first of them: so many times fewer waits for shared memory. A producer
+// beside three consumers has no registers for more than 64 keys.
+constexpr int RUNS = BLOCK_N / 32, MOST_RUNS = CONSUMERS == 3 ? 2 : 4;
+constexpr int runs_at_once(int runs = MOST_RUNS) { return RUNS % runs == 0 ? runs : runs_at_once(runs - 1); }
+
+// V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 16 columns at a time. In V' a row is
+// a column of V, of each 16 first the even ones, and keys are in the order SLOTS.
 __device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_smem, unsigned turner) {
     const unsigned lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
 #pragma unroll 1
     for (unsigned columns = turner; columns < HEAD_DIM_V / 16; columns += TURNERS) {
-        const SmemAddress from = V_smem + Values::chunk(lane, columns), to = T_smem + (16 * columns + matrix % 2 * 8 + row) * 128;
+        const SmemAddress from = V_smem + Values::chunk(lane, columns);
+        const unsigned to = Turned::chunk(16 * columns + matrix % 2 * 8 + row, matrix / 2);
+#pragma unroll(CONSUMERS == 3 ? 1 : RUNS)
+        for (int first = 0; first < RUNS; first += runs_at_once()) {
+            unsigned pairs[runs_at_once()][4];  // of keys 0, 8, 16 and 24 on
 #pragma unroll
-        for (unsigned keys = 0; keys < BLOCK_N / 32; ++keys) {
-            unsigned pair[4];  // of keys 0, 8, 16 and 24 on
-            ldmatrix_x4_trans(pair, from + 32 * 128 * keys);
-            stmatrix_x4(to + Turned::chunk(row, 2 * keys + matrix / 2) - row * 128,
-                        even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]),
-                        odd_column(pair[2], pair[3]));
+            for (int i = 0; i < runs_at_once(); ++i) ldmatrix_x4_trans(pairs[i], from + 32 * 128 * (first + i));
+#pragma unroll
+            for (int i = 0; i < runs_at_once(); ++i) {
+                const unsigned(&pair)[4] = pairs[i];
+                stmatrix_x4(T_smem + (to ^ 32 * ((first + i) % 4)) + (first + i) / 4 * Turned::SLAB_BYTES,  // chunk 2 i on
+                            even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]),
+                            odd_column(pair[2], pair[3]));
+            }
         }
     }
 }
