@@ -63,7 +63,7 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T 
 constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
-constexpr bool FEW_SERVE = COLS > 96 || BLOCK_M == 128;                  // registers: else the consumers spill
+constexpr bool FEW_SERVE = !DROPOUT && (COLS > 96 || BLOCK_M == 128);                  // registers: else the consumers spill
 constexpr int SERVER_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
@@ -75,6 +75,19 @@ static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO have room for as many columns as
 static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
+// What dropout keeps of a lane's elements of P, 64 queries' a word: a bit each (`Head::kept_bits`). Of 32 queries half of a
+// word is stored.
+constexpr int KEPT_WORDS = (QUERIES + 63) / 64, KEPT_STEPS = (QUERIES < 64 ? QUERIES : 64) / 16;
+constexpr unsigned KEPT_BYTES = DROPOUT ? BLOCK_M * BLOCK_N / 8 : 0, KEPT_SHARE = KEPT_BYTES / 256;  // of a tile, of a lane
+__device__ __forceinline__ void store_kept(char* to, unsigned bits) {
+    if (QUERIES < 64) *reinterpret_cast<unsigned short*>(to) = __byte_perm(bits, 0, 0x4420);
+    else *reinterpret_cast<unsigned*>(to) = bits;
+}
+__device__ __forceinline__ unsigned fetch_kept(const char* from) {
+    if (QUERIES < 64) return __byte_perm(*reinterpret_cast<const unsigned short*>(from), 0, 0x4140);
+    return *reinterpret_cast<const unsigned*>(from);
+}
+
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
@@ -85,7 +98,8 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
                    dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), BIAS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BIAS_BYTES = BIAS_TILES ? Pairs::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
-                   BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
+                   KEPT_AT = STATS_AT + STAGES * 8 * BLOCK_M,
+                   BARRIERS_AT = KEPT_AT + STAGES * KEPT_BYTES;
 constexpr unsigned MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(TileMap) : 0), "spec and kernel disagree on shared memory");
 
@@ -102,7 +116,7 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(base + FULL_Q + 8 * stage, 2);   // the rows; LSE and delta
         mbarrier_init(base + EMPTY_Q + 8 * stage, 8);  // a lane of each consumer warp
-        mbarrier_init(base + FULL_dO + 8 * stage, 1);
+        mbarrier_init(base + FULL_dO + 8 * stage, DROPOUT ? 5 : 1);  // the rows; of each server warp what dropout keeps
         mbarrier_init(base + EMPTY_dO + 8 * stage, 8);
     }
     for (unsigned consumer = 0; consumer < 2; ++consumer) {
@@ -209,19 +223,41 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         const long long all = static_cast<long long>(gridDim.z) * H * query_tiles<BLOCK_M>(score);
         return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
     };
+    const auto kept_at = [&](unsigned i, unsigned consumer_thread) {  // of a tile's elements
+        return smem + KEPT_AT + stage_of(i) * KEPT_BYTES + consumer_thread * KEPT_SHARE;
+    };
     const auto added = [&](int head, int m0, unsigned consumer) {  // pieces, so far
         return reinterpret_cast<unsigned*>(dQ_accum) + ADDED + 2 * tile_number(head, m0) + consumer;
     };
 
     if (warp < 4) {
         registers_give_back<SERVER_REGISTERS>();
-        if (warp == 0 && elect()) {
+        // What dropout keeps of a tile of the consumers' warps of this one's index, whose turns it would prolong.
+        const auto draw = [&](unsigned i, int head, int m0) {
+            if (!DROPOUT) return;
+            __syncwarp();  // who requests or sends has done so
+            mbarrier_wait(base + EMPTY_dO + 8 * stage_of(i), parity_of(i) ^ 1);
+            TIMELINE(draw);
+            const Head bound(head0, kv_head * group + head);
+#pragma unroll 1
+            for (int c = 0; c < 2; ++c) {
+                const int first_query = m0 + (SHARED_KEYS ? c * QUERIES : 0), first_key = walk.n0() + (SHARED_KEYS ? 0 : 64 * c);
+                char* const to = kept_at(i, 128 * c + threadIdx.x);
+#pragma unroll
+                for (int word = 0; word < KEPT_WORDS; ++word)
+                    store_kept(to + 4 * word, bound.kept_bits<KEPT_STEPS>(first_query + 64 * word, first_key + 16 * warp));
+            }
+            __syncwarp();  // written before the arrival says so
+            if (threadIdx.x % 32 == 0) mbarrier_arrive(base + FULL_dO + 8 * stage_of(i));
+        };
+        if (warp == 0 && (DROPOUT || elect())) {
+            const bool requests = !DROPOUT || elect();
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
                 Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
                               head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
-            walk.for_each([&](unsigned i, int head, int m0) {
+            const auto request_tile = [&](unsigned i, int head, int m0) {
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
@@ -241,6 +277,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #endif
                 if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
+            };
+            walk.for_each([&](unsigned i, int head, int m0) {
+                if (requests) request_tile(i, head, m0);
+                draw(i, head, m0);
             });
         } else if (warp == 1) {
             walk.for_each([&](unsigned i, int head, int m0) {
@@ -261,10 +301,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
+                draw(i, head, m0);
             });
-        } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
+        } else if ((DROPOUT || !SHARED_KEYS || ORDERED) && warp >= 2 && (DROPOUT || elect())) {
+            const bool sends = (!SHARED_KEYS || ORDERED) && (!DROPOUT || elect());
             const unsigned consumer = warp - 2;
-            walk.for_each([&](unsigned i, int head, int m0) {
+            const auto send_tile = [&](unsigned i, int head, int m0) {
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
                     await_count(added(head, m0, consumer), piece.before(head0, m0));
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
@@ -284,7 +326,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     if (ORDERED) send_wait();
                 }
                 if (ORDERED) arrive_at_count(added(head, m0, consumer));
-            });
+            };
+            if (!DROPOUT) {
+                walk.for_each(send_tile);
+            } else {  // dQ of a tile is there when the next one's elements have been drawn
+                int head_before = group, m0_before = 0;
+                unsigned sent = 0;
+                const auto send_before = [&] {
+                    if (sends && head_before < group) send_tile(sent++, head_before, m0_before);
+                };
+                walk.for_each([&](unsigned i, int head, int m0) {
+                    draw(i, head, m0);
+                    send_before();
+                    head_before = head, m0_before = m0;
+                });
+                send_before();
+            }
         }
         TIMELINE(done);
         return;
@@ -412,20 +469,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             // What does not depend on a dot product is found out while these are under way.
             const Head bound(score, b, kv_head * group + head);
             const int first_query = m0 + own_queries, first_key = walk.n0() + own_keys;
-            unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
+            unsigned kept[KEPT_WORDS] = {};
             const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
 #pragma unroll
-            for (int begin = 0; begin < (DROPOUT ? QUERIES : 0); begin += 64) {
-#pragma unroll
-                for (int step = 0; step < (QUERIES < 64 ? QUERIES : 64) / 16; ++step) {
-                    Head::Kept block[1];
-                    bound.keep_along_keys(block, first_query + begin + 16 * step, first_key + warp % 4 * 16);
-                    unsigned bits = 0;
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) bits |= block[0].mask(k) & 0x10001u << k;
-                    kept[begin / 64] |= bits << 4 * step;
-                }
-            }
+            for (int word = 0; word < (DROPOUT ? KEPT_WORDS : 0); ++word)
+                kept[word] = fetch_kept(kept_at(i, thread_index_x() - 128) + 4 * word);
             unsigned seen = 0;  // a bit for each element of S^T, where it takes a look into memory
             const bool scattered = !walk.whole(head, m0);
             if (scattered) {

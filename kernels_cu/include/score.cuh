@@ -517,6 +517,16 @@ struct Head : Sequence {
         dropout.along_keys(kept, i, j);
 #endif
     }
+    // Of N blocks along the queries, up to four, with keys along rows: a bit for each of a lane's elements, for register r of block n
+    // bits 4 n + r and 4 n + r + 16. All lanes of a warp together.
+    template <int N>
+    __device__ __forceinline__ unsigned kept_bits(int i, int j) const {
+#if DROPOUT
+        return dropout.bits_along_keys<N>(i, j);
+#else
+        return ~0u;
+#endif
+    }
 
   private:
     template <class T>
