@@ -66,17 +66,18 @@ struct KeyTiles {  // likewise
 template <class Tiles>
 struct LongestFirst {
     const Score& score;
-    int lane, all;  // pieces of a head
+    const int lane;
+    const Tiles first;  // of sequence `lane`, read once: few batches have more sequences than a warp has lanes
+    int all;            // pieces of a head
 
-    __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), lane(threadIdx.x % 32) {
-        all = count(-1);
-    }
+    __device__ __forceinline__ explicit LongestFirst(const Score& score)
+        : score(score), lane(threadIdx.x % 32), first(score, threadIdx.x % 32), all(count(-1)) {}
 
     // How many tiles of all sequences are of level `level` or beyond.
     __device__ __forceinline__ int count(int level) const {
-        int own = 0;
+        int own = first.beyond(level);
 #pragma unroll 1
-        for (int b = lane; b < score.sequences; b += 32) own += Tiles(score, b).beyond(level);
+        for (int b = lane + 32; b < score.sequences; b += 32) own += Tiles(score, b).beyond(level);
         return __reduce_add_sync(0xffffffffu, own);
     }
 
@@ -92,7 +93,7 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // those of the level, one sequence after the other
-            const Tiles tiles(score, b0 + lane);
+            const Tiles tiles = b0 ? Tiles(score, b0 + lane) : first;
             const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), own = last - beyond;
             int upto = own;
 #pragma unroll
