@@ -471,7 +471,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
             // What does not depend on a dot product is found out while these are under way.
-            const Head bound(score, b, kv_head * group + head);
+            const Head bound(head0, kv_head * group + head);
             const int first_query = m0 + own_queries, first_key = walk.n0() + own_keys;
             unsigned kept[KEPT_WORDS] = {};
             const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
