@@ -63,7 +63,7 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T 
 constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
-constexpr bool FEW_SERVE = !DROPOUT && (COLS > 96 || BLOCK_M == 128);                  // registers: else the consumers spill
+constexpr bool FEW_SERVE = DROPOUT ? COLS > 96 && !SHARED_KEYS : COLS > 96 || BLOCK_M == 128;                  // registers: else the consumers spill
 constexpr int SERVER_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
@@ -108,7 +108,11 @@ constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
 constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the block's piece: its number, or what was dealt
-static_assert(CLAIM_AT + 32 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
+struct Drawn {  // a tile of which a server knows what dropout keeps, before it sends the tile's dQ
+    int head, m0;
+};
+constexpr unsigned DRAWN_AT = CLAIM_AT + 32;
+static_assert(DRAWN_AT + 8 * sizeof(Drawn) <= MAP_AT, "the mbarriers, the claim and what is drawn have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -255,7 +259,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (threadIdx.x % 32 == 0) mbarrier_arrive(base + FULL_dO + 8 * stage_of(i));
         };
         if (warp == 0 && (DROPOUT || elect())) {
-            const bool requests = !DROPOUT || elect();
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
                 Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
@@ -283,13 +286,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
-                if (requests) request_tile(i, head, m0);
+                if (!DROPOUT || elect()) request_tile(i, head, m0);
                 draw(i, head, m0);
             });
         } else if (warp == 1) {
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
-                const bool of_LSE = lane < 16;                          // the other half: delta
+                const bool of_LSE = lane < 16;                          // the other half: delta, in units of dropout's factor
                 const int row = m0 + lane % 16, rows = head0.Sq - row;  // from the lane's first on
                 const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
@@ -302,14 +305,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16)
-                    to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
+                    to[t] = !of_LSE ? x[t / 16] * Head::kept_share(score) : x[t / 16] == -INF ? -INF : -x[t / 16] * Head::LOG2E;
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
                 draw(i, head, m0);
             });
         } else if ((DROPOUT || !SHARED_KEYS || ORDERED) && warp >= 2 && (DROPOUT || elect())) {
-            const bool sends = (!SHARED_KEYS || ORDERED) && (!DROPOUT || elect());
             const unsigned consumer = warp - 2;
+            Drawn* const own_drawn = reinterpret_cast<Drawn*>(smem + DRAWN_AT) + 4 * consumer;
             const auto send_tile = [&](unsigned i, int head, int m0) {
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
                     await_count(added(head, m0, consumer), piece.before(head0, m0));
@@ -333,18 +336,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             };
             if (!DROPOUT) {
                 walk.for_each(send_tile);
-            } else {  // dQ of a tile is there when the next one's elements have been drawn
-                int head_before = group, m0_before = 0;
-                unsigned sent = 0;
-                const auto send_before = [&] {
-                    if (sends && head_before < group) send_tile(sent++, head_before, m0_before);
+            } else {  // consumers begin two more tiles before dQ of one is there, or, where they share keys, none
+                constexpr unsigned BEHIND = LATE_DQ ? 2 : 1;
+                unsigned drawn = 0;
+                const auto send_drawn = [&](unsigned i) {
+                    const volatile Drawn& tile = own_drawn[i % 4];
+                    if ((!SHARED_KEYS || ORDERED) && elect()) send_tile(i, tile.head, tile.m0);
                 };
                 walk.for_each([&](unsigned i, int head, int m0) {
                     draw(i, head, m0);
-                    send_before();
-                    head_before = head, m0_before = m0;
+                    own_drawn[i % 4] = {head, m0};
+                    __syncwarp();  // written before who sends reads
+                    if (i >= BEHIND) send_drawn(i - BEHIND);
+                    drawn = i + 1;
                 });
-                send_before();
+                for (unsigned i = drawn < BEHIND ? 0 : drawn - BEHIND; i < drawn; ++i) send_drawn(i);
             }
         }
         TIMELINE(done);
@@ -473,11 +479,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             // What does not depend on a dot product is found out while these are under way.
             const Head bound(head0, kv_head * group + head);
             const int first_query = m0 + own_queries, first_key = walk.n0() + own_keys;
-            unsigned kept[KEPT_WORDS] = {};
-            const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
-#pragma unroll
-            for (int word = 0; word < (DROPOUT ? KEPT_WORDS : 0); ++word)
-                kept[word] = fetch_kept(kept_at(i, thread_index_x() - 128) + 4 * word);
             unsigned seen = 0;  // a bit for each element of S^T, where it takes a look into memory
             const bool scattered = !walk.whole(head, m0);
             if (scattered) {
@@ -540,6 +541,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             }
             if constexpr (HIDE_LATE) hide_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
             if (LATE_DQ) named_barrier_arrive(next_turn, 256);
+            unsigned kept[KEPT_WORDS] = {};
+            const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
+            const auto fetch_words = [&] {
+#pragma unroll
+                for (int word = 0; word < (DROPOUT ? KEPT_WORDS : 0); ++word)
+                    kept[word] = fetch_kept(kept_at(i, thread_index_x() - 128) + 4 * word);
+            };
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 4; ++k)
@@ -547,6 +555,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             };
             if (SHARED_KEYS) {
                 unsigned left[QUERIES / 16][4];
+                fetch_words();
                 drop(left);
                 store_pairs(pairs_at(base + P_at), warp % 4 * 2, left);
                 fence_proxy_async();
@@ -563,13 +572,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !DQ_LAST && !FIRST)>();  // for dP^T
             wgmma_settled(dP);
             TIMELINE(dS);
+            if (DROP_IN_PLACE) fetch_words();
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
-                const unsigned pair = pair_kept(k / 8, k / 2 % 4);
-                const float dP0 = bound.thinned(dP[k], pair & 1), dP1 = bound.thinned(dP[k + 1], pair >> 16);
-                float dS0 = p.x * (dP0 - row_delta.x), dS1 = p.y * (dP1 - row_delta.y);
+                float dS0, dS1;
+                if (DROPOUT) {  // row_delta in units of the factor of what is kept
+                    const unsigned left = P[k / 8][k / 2 % 4] & pair_kept(k / 8, k / 2 % 4) * 0xffffu;
+                    dS0 = fmaf(unpack(left).x, dP[k], -p.x * row_delta.x), dS1 = fmaf(unpack(left).y, dP[k + 1], -p.y * row_delta.y);
+                    if (DROP_IN_PLACE) P[k / 8][k / 2 % 4] = left;
+                } else {
+                    dS0 = p.x * (dP[k] - row_delta.x), dS1 = p.y * (dP[k + 1] - row_delta.y);
+                }
                 if (Head::STEEP) {
                     const float2 dx = unpack(derivative[k / 8][k / 2 % 4]);
                     dS0 *= dx.x, dS1 *= dx.y;
@@ -577,7 +592,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 dS[k / 8][k / 2 % 4] = pack(dS0, dS1);
             }
             if (DROP_IN_PLACE) {
-                drop(P);
                 add_rows(dV_rmem, P, P_at, dO_at, begun);
             }
             store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
@@ -644,7 +658,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         }
     };
     store_rows(V_AT, dV_rmem, Head::dropout_factor(score));
-    store_rows(K_AT, dK_rmem, score.scale);
+    store_rows(K_AT, dK_rmem, score.scale * Head::dropout_factor(score));
     fence_proxy_async();
     named_barrier_sync(own_barrier, 128);  // the consumer's part is whole before it is sent
     if (threadIdx.x % 128 == 0) {
@@ -685,6 +699,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
     const bool untouched = ORDERED && keys.begin >= keys.end;  // rows that see no keys
+    const float scale = score.scale * Head::dropout_factor(score);
     float zero = 0.0f;
 #pragma unroll
     for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
@@ -699,7 +714,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
             for (int pair = 0; pair < 4; ++pair) {
                 const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
                 zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
-                packed[pair] = pack(x * score.scale, y * score.scale);
+                packed[pair] = pack(x * scale, y * scale);
             }
             const int row = row0 + 8 * half + g;
             if (row < sequence.Sq && col < HEAD_DIM)

@@ -484,6 +484,15 @@ struct Head : Sequence {
 #endif
     }
 
+    // Its reciprocal: in these units dP is what is kept of dO V^T, and delta so much smaller.
+    static __device__ __forceinline__ float kept_share(const Score& score) {
+#if DROPOUT
+        return score.dropout_factor == 0.0f ? 0.0f : 1.0f / score.dropout_factor;
+#else
+        return 1.0f;
+#endif
+    }
+
     // Whether P of a pair is kept.
     __device__ __forceinline__ bool keeps(int query_row, int key_col) const {
 #if DROPOUT
