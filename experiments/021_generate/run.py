@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=HERE)
     given = parser.parse_args(argv)
     tiny = given.backend == "cpu"
-    runs = [(TINY, 2, 9, 2)] if tiny else [(LARGE, B, 2048, 256) for B in (8, 32)]
+    runs = [(TINY, 2, 9, 2)] if tiny else [(LARGE, B, 2048, 128) for B in (8, 32)]
     right = True
     for c, B, before, steps in runs:
         for row in measure(c, B, before, steps, given.backend, rounds=1 if tiny else given.rounds):

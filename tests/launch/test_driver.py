@@ -229,7 +229,7 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
 
 
 def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is a launch as any."""
+    """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is as any launch."""
     told: list[object] = []
 
     class Cuda:
