@@ -18,13 +18,15 @@
 //     shared memory, and each has half of the columns of dK, dV and dQ.
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ |
-//                  bias [STAGES][BLOCK_M][BLOCK_N], where there is one | LSE, delta | mbarriers | what concerns it of a block map
+//                  bias [STAGES][BLOCK_M][BLOCK_N], where there is one | LSE, delta | what dropout keeps, a bit each |
+//                  mbarriers | what concerns it of a block map
 // clang-format on
 //
 // A bias comes and goes with Q, a tile of it by TMA as it lies, queries along rows; S^T's own order is ldmatrix's transposed.
 //
-// What of an option does not depend on a dot product, dropout's bits and a mask's, is found out while S^T is multiplied,
-// and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
+// What of an option does not depend on a dot product is not found out in a consumer's turn: what a mask hides while S^T is
+// multiplied; what dropout keeps by the servers, whose four warps draw a quarter of a tile each. Causality, windows and
+// lengths cost something at the ends of a walk alone.
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
@@ -63,7 +65,7 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T 
 constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
-constexpr bool FEW_SERVE = DROPOUT ? COLS > 96 && !SHARED_KEYS : COLS > 96 || BLOCK_M == 128;                  // registers: else the consumers spill
+constexpr bool FEW_SERVE = DROPOUT ? COLS > 96 && !SHARED_KEYS : COLS > 96 || BLOCK_M == 128;  // registers: else consumers spill
 constexpr int SERVER_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
@@ -98,8 +100,7 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
                    dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), BIAS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BIAS_BYTES = BIAS_TILES ? Pairs::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
-                   KEPT_AT = STATS_AT + STAGES * 8 * BLOCK_M,
-                   BARRIERS_AT = KEPT_AT + STAGES * KEPT_BYTES;
+                   KEPT_AT = STATS_AT + STAGES * 8 * BLOCK_M, BARRIERS_AT = KEPT_AT + STAGES * KEPT_BYTES;
 constexpr unsigned MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(TileMap) : 0), "spec and kernel disagree on shared memory");
 
@@ -240,7 +241,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 
     if (warp < 4) {
         registers_give_back<SERVER_REGISTERS>();
-        // What dropout keeps of a tile of the consumers' warps of this one's index, whose turns it would prolong.
+        // What dropout keeps of a tile, of the consumers' warps of this one's index.
         const auto draw = [&](unsigned i, int head, int m0) {
             if (!DROPOUT) return;
             __syncwarp();  // who requests or sends has done so
