@@ -98,10 +98,18 @@ ON_CPU = {"kernel": "fwd_minimal", "backward": "bwd_minimal"}  # the quickest to
 
 
 def contenders_of(model: str, device: str) -> list[str]:
-    left_out = {"sdpa-efficient"} if device == "cpu" else set()
+    """Whose attention takes it there: PyTorch's efficient kernel no grouped heads, timm none but its own and SDPA."""
+    left_out = {"sdpa-efficient"} if device == "cpu" or model == "Llama" else set()
     if model == "ViT, timm":
         left_out.add("registered")
     return [name for name in CONTENDERS if name not in left_out]
+
+
+def compiled_of(model: str, device: str) -> list[str]:
+    """Those of them to compile. For the compiler transformers writes the causal mask out as a tensor for SDPA, which
+    none of PyTorch's flash operators takes, and so the slot has no part in it."""
+    wanted = ("sdpa-math", "registered") if model in TEXT else ("sdpa-flash", *OURS)
+    return [name for name in contenders_of(model, device) if name in wanted]
 
 
 @contextmanager

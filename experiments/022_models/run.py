@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS, OURS, SIZES, TEXT, attention_of, batch, contenders_of, logits_of, loss_of, made
+from models import MODELS, OURS, SIZES, TEXT, attention_of, batch, compiled_of, contenders_of, logits_of, loss_of, made
 from models import shorter as for_decoding
 from torch import Tensor
 
@@ -116,7 +116,7 @@ def measure(model: str, device: str, compiled: bool, steps: int, out: Path, abou
     names = [(name, None) for name in contenders_of(model, device)]
     if compiled:
         compiler = "inductor" if device == "cuda" else "aot_eager"
-        names += [(name, compiler) for name, _ in names if name in ("sdpa-flash", *OURS)]
+        names += [(name, compiler) for name in compiled_of(model, device)]
     for name, compiler in sorted(names, key=lambda pair: pair[0] != "sdpa-flash"):
         row: dict[str, Any] = {"model": model, "contender": f"{name}, compiled" if compiler else name}
         row["error"] = error_of(model, name, device, compiler, expected)

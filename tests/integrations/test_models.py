@@ -71,7 +71,8 @@ def test_compiled_checkpointed_and_distributed(how: str, load, tmp_path: Path) -
         ours = gradients(models, module, module)
         assert 0 < apart(ours, theirs) < 3e-2
         close = lambda found: apart(found, ours) < 2e-2  # noqa: E731  # dQ is summed in any order
-        assert close(gradients(models, torch.compile(module, backend="aot_eager"), module))
+        if how == "registered":  # see `compiled_of`
+            assert close(gradients(models, torch.compile(module, backend="aot_eager"), module))
         module.gradient_checkpointing_enable()
         assert close(gradients(models, module, module))
         module.gradient_checkpointing_disable()
