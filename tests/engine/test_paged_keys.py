@@ -79,7 +79,7 @@ def test_a_tile_has_as_many_blocks_as_the_gpu_multiprocessors() -> None:
     assert choose.choose_tile(KERNEL, problem, (8, 0)) == KERNEL.tiles[0]
     minimal = registry.get("fwd_minimal")
     assert choose.choose_tile(minimal, problem, (8, 0), multiprocessors=108) == minimal.tiles[0]
-    assert pipeline.multiprocessors_of(HOST) == 0
+    assert pipeline.tile_on(HOST, KERNEL, problem) == choose.choose_tile(KERNEL, problem, None)
 
 
 @pytest.mark.parametrize(
