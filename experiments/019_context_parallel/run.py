@@ -168,6 +168,7 @@ def kill(options: argparse.Namespace) -> int:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(options.gpus)}
+    where["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # else PyTorch gives the others a minute to write down what they did
     command = [sys.executable, __file__, "victim", "--backend", options.backend]
     with tempfile.TemporaryFile("w+") as said:
         ranks = [{**os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(options.gpus)]
@@ -176,6 +177,7 @@ def kill(options: argparse.Namespace) -> int:
             *others, last = started
             last.wait(timeout=300)
             died = time.monotonic()
+            print(f"process {len(others)} was killed", flush=True)
             ends = [(ended(process, KILL_SECONDS + 30), time.monotonic() - died) for process in others]
         finally:
             for process in started:
