@@ -120,6 +120,21 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Lets the next entry begin as soon as every block of this one has begun, where it may (`early` in its spec); it then has to
+// wait for what this one writes. Before compute capability 9.0 it begins afterwards in any case.
+__device__ __forceinline__ void let_next_entry_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the previous entry has ended and what it has written is there.
+__device__ __forceinline__ void await_previous_entry() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Adds a warp's fragment, a 16 x 8 accumulator, to 128 floats of global memory at `to`, a multiple of 16 bytes, in an order
 // that makes of it as few transactions as the architecture can: one of 512 bytes, or four of 128. `fetch_rows` knows it.
 __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
