@@ -18,15 +18,13 @@
 //     shared memory, and each has half of the columns of dK, dV and dQ.
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ |
-//                  bias [STAGES][BLOCK_M][BLOCK_N], where there is one | LSE, delta | what dropout keeps, a bit each |
-//                  mbarriers | what concerns it of a block map
+//                  bias [STAGES][BLOCK_M][BLOCK_N], where there is one | LSE, delta | mbarriers | what concerns it of a block map
 // clang-format on
 //
 // A bias comes and goes with Q, a tile of it by TMA as it lies, queries along rows; S^T's own order is ldmatrix's transposed.
 //
-// What of an option does not depend on a dot product is not found out in a consumer's turn: what a mask hides while S^T is
-// multiplied; what dropout keeps by the servers, whose four warps draw a quarter of a tile each. Causality, windows and
-// lengths cost something at the ends of a walk alone.
+// What of an option does not depend on a dot product, dropout's bits and a mask's, is found out while S^T is multiplied,
+// and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
@@ -65,7 +63,7 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T 
 constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
-constexpr bool FEW_SERVE = DROPOUT ? COLS > 96 && !SHARED_KEYS : COLS > 96 || BLOCK_M == 128;  // registers: else consumers spill
+constexpr bool FEW_SERVE = COLS > 96 || BLOCK_M == 128;                  // registers: else the consumers spill
 constexpr int SERVER_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
@@ -77,19 +75,6 @@ static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO have room for as many columns as
 static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
-// What dropout keeps of a lane's elements of P, 64 queries' a word: a bit each (`Head::kept_bits`). Of 32 queries half of a
-// word is stored.
-constexpr int KEPT_WORDS = (QUERIES + 63) / 64, KEPT_STEPS = (QUERIES < 64 ? QUERIES : 64) / 16;
-constexpr unsigned KEPT_BYTES = DROPOUT ? BLOCK_M * BLOCK_N / 8 : 0, KEPT_SHARE = KEPT_BYTES / 256;  // of a tile, of a lane
-__device__ __forceinline__ void store_kept(char* to, unsigned bits) {
-    if (QUERIES < 64) *reinterpret_cast<unsigned short*>(to) = __byte_perm(bits, 0, 0x4420);
-    else *reinterpret_cast<unsigned*>(to) = bits;
-}
-__device__ __forceinline__ unsigned fetch_kept(const char* from) {
-    if (QUERIES < 64) return __byte_perm(*reinterpret_cast<const unsigned short*>(from), 0, 0x4140);
-    return *reinterpret_cast<const unsigned*>(from);
-}
-
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
@@ -100,7 +85,7 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    dS_AT = dO_AT + STAGES * Queries::BYTES, P_AT = dS_AT + 2 * Pairs::BYTES,
                    dQ_AT = P_AT + (SHARED_KEYS ? 2 * Pairs::BYTES : 0), BIAS_AT = dQ_AT + (SHARED_KEYS ? 0 : 4 * DQ_TILE),
                    BIAS_BYTES = BIAS_TILES ? Pairs::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
-                   KEPT_AT = STATS_AT + STAGES * 8 * BLOCK_M, BARRIERS_AT = KEPT_AT + STAGES * KEPT_BYTES;
+                   BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 constexpr unsigned MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(TileMap) : 0), "spec and kernel disagree on shared memory");
 
@@ -109,11 +94,7 @@ constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
 constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the block's piece: its number, or what was dealt
-struct Drawn {  // a tile of which a server knows what dropout keeps, before it sends the tile's dQ
-    int head, m0;
-};
-constexpr unsigned DRAWN_AT = CLAIM_AT + 32;
-static_assert(DRAWN_AT + 8 * sizeof(Drawn) <= MAP_AT, "the mbarriers, the claim and what is drawn have 256 bytes");
+static_assert(CLAIM_AT + 32 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     mbarrier_init(base + FULL_K, 1);
@@ -121,7 +102,7 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(base + FULL_Q + 8 * stage, 2);   // the rows; LSE and delta
         mbarrier_init(base + EMPTY_Q + 8 * stage, 8);  // a lane of each consumer warp
-        mbarrier_init(base + FULL_dO + 8 * stage, DROPOUT ? 5 : 1);  // the rows; of each server warp what dropout keeps
+        mbarrier_init(base + FULL_dO + 8 * stage, 1);
         mbarrier_init(base + EMPTY_dO + 8 * stage, 8);
     }
     for (unsigned consumer = 0; consumer < 2; ++consumer) {
@@ -232,40 +213,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         const long long all = static_cast<long long>(gridDim.z) * H * query_tiles<BLOCK_M>(score);
         return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
     };
-    const auto kept_at = [&](unsigned i, unsigned consumer_thread) {  // of a tile's elements
-        return smem + KEPT_AT + stage_of(i) * KEPT_BYTES + consumer_thread * KEPT_SHARE;
-    };
     const auto added = [&](int head, int m0, unsigned consumer) {  // pieces, so far
         return reinterpret_cast<unsigned*>(dQ_accum) + ADDED + 2 * tile_number(head, m0) + consumer;
     };
 
     if (warp < 4) {
         registers_give_back<SERVER_REGISTERS>();
-        // What dropout keeps of a tile, of the consumers' warps of this one's index.
-        const auto draw = [&](unsigned i, int head, int m0) {
-            if (!DROPOUT) return;
-            __syncwarp();  // who requests or sends has done so
-            mbarrier_wait(base + EMPTY_dO + 8 * stage_of(i), parity_of(i) ^ 1);
-            TIMELINE(draw);
-            const Head bound(head0, kv_head * group + head);
-#pragma unroll 1
-            for (int c = 0; c < 2; ++c) {
-                const int first_query = m0 + (SHARED_KEYS ? c * QUERIES : 0), first_key = walk.n0() + (SHARED_KEYS ? 0 : 64 * c);
-                char* const to = kept_at(i, 128 * c + threadIdx.x);
-#pragma unroll
-                for (int word = 0; word < KEPT_WORDS; ++word)
-                    store_kept(to + 4 * word, bound.kept_bits<KEPT_STEPS>(first_query + 64 * word, first_key + 16 * warp));
-            }
-            __syncwarp();  // written before the arrival says so
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(base + FULL_dO + 8 * stage_of(i));
-        };
-        if (warp == 0 && (DROPOUT || elect())) {
+        if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
                 Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
                               head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
-            const auto request_tile = [&](unsigned i, int head, int m0) {
+            walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned stage = stage_of(i);
                 const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                          unsigned full) {
@@ -285,15 +245,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #endif
                 if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
-            };
-            walk.for_each([&](unsigned i, int head, int m0) {
-                if (!DROPOUT || elect()) request_tile(i, head, m0);
-                draw(i, head, m0);
             });
         } else if (warp == 1) {
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
-                const bool of_LSE = lane < 16;                          // the other half: delta, in units of dropout's factor
+                const bool of_LSE = lane < 16;                          // the other half: delta
                 const int row = m0 + lane % 16, rows = head0.Sq - row;  // from the lane's first on
                 const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
@@ -306,15 +262,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : of_LSE ? -INF : 0.0f;
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16)
-                    to[t] = !of_LSE ? x[t / 16] * Head::kept_share(score) : x[t / 16] == -INF ? -INF : -x[t / 16] * Head::LOG2E;
+                    to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
-                draw(i, head, m0);
             });
-        } else if ((DROPOUT || !SHARED_KEYS || ORDERED) && warp >= 2 && (DROPOUT || elect())) {
+        } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
-            Drawn* const own_drawn = reinterpret_cast<Drawn*>(smem + DRAWN_AT) + 4 * consumer;
-            const auto send_tile = [&](unsigned i, int head, int m0) {
+            walk.for_each([&](unsigned i, int head, int m0) {
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
                     await_count(added(head, m0, consumer), piece.before(head0, m0));
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
@@ -334,25 +288,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     if (ORDERED) send_wait();
                 }
                 if (ORDERED) arrive_at_count(added(head, m0, consumer));
-            };
-            if (!DROPOUT) {
-                walk.for_each(send_tile);
-            } else {  // consumers begin two more tiles before dQ of one is there, or, where they share keys, none
-                constexpr unsigned BEHIND = LATE_DQ ? 2 : 1;
-                unsigned drawn = 0;
-                const auto send_drawn = [&](unsigned i) {
-                    const volatile Drawn& tile = own_drawn[i % 4];
-                    if ((!SHARED_KEYS || ORDERED) && elect()) send_tile(i, tile.head, tile.m0);
-                };
-                walk.for_each([&](unsigned i, int head, int m0) {
-                    draw(i, head, m0);
-                    own_drawn[i % 4] = {head, m0};
-                    __syncwarp();  // written before who sends reads
-                    if (i >= BEHIND) send_drawn(i - BEHIND);
-                    drawn = i + 1;
-                });
-                for (unsigned i = drawn < BEHIND ? 0 : drawn - BEHIND; i < drawn; ++i) send_drawn(i);
-            }
+            });
         }
         TIMELINE(done);
         return;
@@ -478,8 +414,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
             // What does not depend on a dot product is found out while these are under way.
-            const Head bound(head0, kv_head * group + head);
+            const Head bound(score, b, kv_head * group + head);
             const int first_query = m0 + own_queries, first_key = walk.n0() + own_keys;
+            unsigned kept[(QUERIES + 63) / 64] = {};  // a bit for each element of P, those of a register 16 bits apart
+            const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
+#pragma unroll
+            for (int begin = 0; begin < (DROPOUT ? QUERIES : 0); begin += 64) {
+#pragma unroll
+                for (int step = 0; step < (QUERIES < 64 ? QUERIES : 64) / 16; ++step) {
+                    Head::Kept block[1];
+                    bound.keep_along_keys(block, first_query + begin + 16 * step, first_key + warp % 4 * 16);
+                    unsigned bits = 0;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) bits |= block[0].mask(k) & 0x10001u << k;
+                    kept[begin / 64] |= bits << 4 * step;
+                }
+            }
             unsigned seen = 0;  // a bit for each element of S^T, where it takes a look into memory
             const bool scattered = !walk.whole(head, m0);
             if (scattered) {
@@ -542,13 +492,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             }
             if constexpr (HIDE_LATE) hide_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
             if (LATE_DQ) named_barrier_arrive(next_turn, 256);
-            unsigned kept[KEPT_WORDS] = {};
-            const auto pair_kept = [&](int step, int k) { return kept[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
-            const auto fetch_words = [&] {
-#pragma unroll
-                for (int word = 0; word < (DROPOUT ? KEPT_WORDS : 0); ++word)
-                    kept[word] = fetch_kept(kept_at(i, thread_index_x() - 128) + 4 * word);
-            };
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 4; ++k)
@@ -556,7 +499,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             };
             if (SHARED_KEYS) {
                 unsigned left[QUERIES / 16][4];
-                fetch_words();
                 drop(left);
                 store_pairs(pairs_at(base + P_at), warp % 4 * 2, left);
                 fence_proxy_async();
@@ -573,19 +515,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !DQ_LAST && !FIRST)>();  // for dP^T
             wgmma_settled(dP);
             TIMELINE(dS);
-            if (DROP_IN_PLACE) fetch_words();
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
-                float dS0, dS1;
-                if (DROPOUT) {  // row_delta in units of the factor of what is kept
-                    const unsigned left = P[k / 8][k / 2 % 4] & pair_kept(k / 8, k / 2 % 4) * 0xffffu;
-                    dS0 = fmaf(unpack(left).x, dP[k], -p.x * row_delta.x), dS1 = fmaf(unpack(left).y, dP[k + 1], -p.y * row_delta.y);
-                    if (DROP_IN_PLACE) P[k / 8][k / 2 % 4] = left;
-                } else {
-                    dS0 = p.x * (dP[k] - row_delta.x), dS1 = p.y * (dP[k + 1] - row_delta.y);
-                }
+                const unsigned pair = pair_kept(k / 8, k / 2 % 4);
+                const float dP0 = bound.thinned(dP[k], pair & 1), dP1 = bound.thinned(dP[k + 1], pair >> 16);
+                float dS0 = p.x * (dP0 - row_delta.x), dS1 = p.y * (dP1 - row_delta.y);
                 if (Head::STEEP) {
                     const float2 dx = unpack(derivative[k / 8][k / 2 % 4]);
                     dS0 *= dx.x, dS1 *= dx.y;
@@ -593,6 +529,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 dS[k / 8][k / 2 % 4] = pack(dS0, dS1);
             }
             if (DROP_IN_PLACE) {
+                drop(P);
                 add_rows(dV_rmem, P, P_at, dO_at, begun);
             }
             store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
@@ -659,7 +596,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         }
     };
     store_rows(V_AT, dV_rmem, Head::dropout_factor(score));
-    store_rows(K_AT, dK_rmem, score.scale * Head::dropout_factor(score));
+    store_rows(K_AT, dK_rmem, score.scale);
     fence_proxy_async();
     named_barrier_sync(own_barrier, 128);  // the consumer's part is whole before it is sent
     if (threadIdx.x % 128 == 0) {
@@ -700,7 +637,6 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
     const bool untouched = ORDERED && keys.begin >= keys.end;  // rows that see no keys
-    const float scale = score.scale * Head::dropout_factor(score);
     float zero = 0.0f;
 #pragma unroll
     for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
@@ -715,7 +651,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
             for (int pair = 0; pair < 4; ++pair) {
                 const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
                 zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
-                packed[pair] = pack(x * scale, y * scale);
+                packed[pair] = pack(x * score.scale, y * score.scale);
             }
             const int row = row0 + 8 * half + g;
             if (row < sequence.Sq && col < HEAD_DIM)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
+MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
 
 
 def columns(p: Problem, t: Tile) -> int:
@@ -13,19 +14,13 @@ def columns(p: Problem, t: Tile) -> int:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; stages of Q, dO, LSE, delta, a bias and what dropout keeps; dS, P where consumers share keys, else dQ; the
-    mbarriers; of a block map what concerns a block."""
+    """K, V; stages of Q, dO, LSE, delta and a bias; dS, P where consumers share keys, else dQ; the mbarriers; of a
+    block map what concerns a block."""
     row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
     dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
     fed = 2 * t.BLOCK_N * row + t.STAGES * (t.BLOCK_M * (2 * row + 8) + (pairs // 2 if p.bias else 0))
-    kept = t.STAGES * t.BLOCK_M * t.BLOCK_N // 8 if p.dropout else 0
-    return fed + pairs + (pairs if shared else dQ) + kept + 256 + (8 * map_words(p) if mapped(p) else 0)
-
-
-def map_words(p: Problem) -> int:
-    """TileMap::MAP_WORDS, each of 32 query tiles, of all heads that share a key/value head."""
-    return 96 if p.dropout and p.D > 128 else 128
+    return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
 
 
 def mapped(p: Problem) -> bool:
@@ -43,8 +38,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return f"a bias beside D={p.D} is not built: shared memory has no room for it (bwd_mma takes it)"
     if p.Dv > p.D:
         return f"Dv={p.Dv} beside D={p.D} is not built: v must not be wider than k (bwd_mma takes it)"
-    if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > map_words(p):
-        return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {map_words(p) * 2048} rows a group are"
+    if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
+        return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
     return None
 
 
@@ -55,8 +50,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
         (
-            t.BLOCK_M < 128 or not (p.softcap or p.bias or p.mask or p.score),
-            "BLOCK_M=128 spills with softcap, bias, mask and score: 64 queries do not",
+            t.BLOCK_M < 128 or not (p.softcap or p.bias or p.mask or p.score or p.dropout),
+            "BLOCK_M=128 spills with softcap, bias, mask, score and dropout: 64 queries do not",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -116,7 +111,7 @@ def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
 def narrow_window(p: Problem) -> bool:
     """Each query tile has few pieces to wait for, and setting dQ_accum to zeros is a larger part: 1.03 of any order."""
     left = p.bounds[0]
-    return left is not None and 4 * left <= p.Sk and p.D <= 128 and not p.dropout
+    return left is not None and 4 * left <= p.Sk and 64 < p.D <= 128 and not p.dropout
 
 
 in_order = replace(

@@ -111,27 +111,6 @@ struct Dropout {
         }
     }
 
-    // Of N blocks one after the other along the queries, up to four: a bit for each of this lane's elements, for register r of
-    // block n bits 4 n + r and 4 n + r + 16. Compared before they are exchanged, all with one shuffle, and drawn one by one:
-    // for warps that have few registers, and time. Every lane of the warp has to ask.
-    template <int N>
-    __device__ __forceinline__ unsigned bits_along_keys(unsigned i, unsigned j) const {
-        unsigned bits = 0;  // low half-words' in the low half
-#pragma unroll 1
-        for (int n = 0; n < N; ++n) {
-            const unsigned thread = thread_index_x(), g = thread % 32 / 4, q = thread % 4;  // asked again, and the seed: nothing is kept
-            unsigned words[1][4], own = 0;
-            draw(words, i + 16 * n, j, (2 * q + g % 2) * 4 + g / 2);
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {  // of queries from 8 w % 2 on, of key g + 8 w / 2
-                if (words[0][w] << 16 >= least) own |= 1u << (w % 2 * 2 + w / 2);
-                if (words[0][w] >= least) own |= 0x10000u << (w % 2 * 2 + w / 2);
-            }
-            bits |= own << 4 * n;
-        }
-        return __byte_perm(bits, __shfl_xor_sync(0xffffffffu, bits, 4), thread_index_x() & 4 ? 0x3276 : 0x5410);
-    }
-
   private:
     // What lane `lane` draws for N blocks side by side.
     template <int N>

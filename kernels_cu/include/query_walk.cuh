@@ -5,7 +5,7 @@
 
 // Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
 struct TileMap {
-    static constexpr unsigned MAP_WORDS = DROPOUT && HEAD_DIM > 128 ? 96 : 128;  // as many as there is room for
+    static constexpr unsigned MAP_WORDS = 128;
 
     unsigned something[MAP_WORDS], everything[MAP_WORDS];  // of the keys is seen
 

@@ -484,15 +484,6 @@ struct Head : Sequence {
 #endif
     }
 
-    // Its reciprocal: in these units dP is what is kept of dO V^T, and delta so much smaller.
-    static __device__ __forceinline__ float kept_share(const Score& score) {
-#if DROPOUT
-        return score.dropout_factor == 0.0f ? 0.0f : 1.0f / score.dropout_factor;
-#else
-        return 1.0f;
-#endif
-    }
-
     // Whether P of a pair is kept.
     __device__ __forceinline__ bool keeps(int query_row, int key_col) const {
 #if DROPOUT
@@ -524,16 +515,6 @@ struct Head : Sequence {
     __device__ __forceinline__ void keep_along_keys(Kept (&kept)[N], int i, int j) const {
 #if DROPOUT
         dropout.along_keys(kept, i, j);
-#endif
-    }
-    // Of N blocks along the queries, up to four, with keys along rows: a bit for each of a lane's elements, for register r of block n
-    // bits 4 n + r and 4 n + r + 16. All lanes of a warp together.
-    template <int N>
-    __device__ __forceinline__ unsigned kept_bits(int i, int j) const {
-#if DROPOUT
-        return dropout.bits_along_keys<N>(i, j);
-#else
-        return ~0u;
 #endif
     }
 
