@@ -11,7 +11,7 @@
 //   consumer 2                      | QK1 PV0 | softmax1           | ...
 //                 they take turns on the tensor cores: while one multiplies, the others exponentiate
 //
-//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], where there is room | mbarriers
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], or half of it, where there is room | mbarriers
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory; P goes from registers, packed, into O += P V, and V is read as it lies
@@ -69,9 +69,14 @@ using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
 constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
-constexpr bool O_APART = O_AT + CONSUMERS * Outputs::BYTES + 1024 <= 232448;  // else O leaves through Q's place
-constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 0);
-static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
+// O has a place of its own, if only for half of its slabs at a time, so that the next Q comes while it leaves; else Q's place.
+constexpr bool finds_room(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
+constexpr int HALF = (Outputs::SLABS + 1) / 2;
+constexpr bool O_APART = finds_room(HALF);
+constexpr int O_SLABS = !O_APART || finds_room(Outputs::SLABS) ? Outputs::SLABS : HALF;  // that leave together
+constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                               // a consumer's
+constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * O_BYTES : 0);
+static_assert(O_APART || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each: of each stage, of each consumer's Q, and of the piece that was dealt, which is after them.
@@ -348,7 +353,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
     const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
     const bool sender = threadIdx.x % 128 == 0;
-    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * Outputs::BYTES : consumer * Queries::BYTES);
+    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES);
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
@@ -541,22 +546,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
         }
 #pragma unroll
-        for (int i = 0; i < DV_PAD / 2; i += 8) {
-            unsigned pair[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                pair[k] = pack(rows.O[i + 2 * k] * inverse[k % 2], rows.O[i + 2 * k + 1] * inverse[k % 2]);
-            const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
-            stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
-        }
-        fence_proxy_async();
-        named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
-        if (sender) {
-            Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem);
-            if (!O_APART) {
-                send_wait_read();
-                mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+        for (int slab = 0; slab < Outputs::SLABS; slab += O_SLABS) {
+            if (slab > 0) {
+                if (sender) send_wait_read();
+                named_barrier_sync(own_barrier, 128);  // the slabs before have left
             }
+#pragma unroll
+            for (int step = 4 * slab; step < min(4 * (slab + O_SLABS), DV_PAD / 16); ++step) {
+                unsigned pair[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int i = 8 * step + 2 * k;
+                    pair[k] = pack(rows.O[i] * inverse[k % 2], rows.O[i + 1] * inverse[k % 2]);
+                }
+                const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, 2 * (step - 4 * slab) + lane / 16);
+                stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
+            }
+            fence_proxy_async();
+            named_barrier_sync(own_barrier, 128);  // the slabs' 64 rows are whole before they are sent
+            if (sender)
+                Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem, slab, O_SLABS);
+        }
+        if (!O_APART && sender) {
+            send_wait_read();
+            mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
     });
     if (sender) send_wait_read();  // shared memory lives as long as the block

@@ -6,10 +6,10 @@ SMEM = 232448  # bytes that a block may have
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, stages of K and V, O where there is room, and the mbarriers; rows padded to multiples of 128 bytes."""
-    row_v = 128 * cdiv(p.Dv, 64)
-    fed = fed_bytes(p, t)
-    return fed + row_v * t.BLOCK_M if fed + row_v * t.BLOCK_M <= SMEM else fed
+    """Q, stages of K and V, O or half of it where there is room, mbarriers; rows padded to multiples of 128 bytes."""
+    slabs, fed = cdiv(p.Dv, 64), fed_bytes(p, t)
+    sizes = (fed + 128 * own * t.BLOCK_M for own in (slabs, cdiv(slabs, 2)))
+    return next((size for size in sizes if size <= SMEM), fed)
 
 
 def fed_bytes(p: Problem, t: Tile) -> int:
