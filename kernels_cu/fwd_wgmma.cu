@@ -163,6 +163,16 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
+// For how many of a piece's tiles consumers take turns: as long as all of them have any. Of a causal problem the first one is
+// done before the others, and would wait for turns that it does not need instead of beginning its next piece.
+__device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece) {
+    if (CONSUMERS == 1 || piece.m0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
+    if (Head::MAPPED) return 0x7fffffff;
+    const Range first = tiles_of(bound, piece.m0, piece.m0 + 64);
+    const int tiles = first.end - first.begin;
+    return lead_of(piece, first, tiles) + tiles;
+}
+
 #if RAGGED || BLOCK_MAP
 // Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then. Of a
 // piece that is walked by the block map it lists the tiles.
@@ -366,6 +376,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
         const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const int turns = turns_of(bound, piece);
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -460,8 +471,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
         };
-        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn
-            if (CONSUMERS > 1 && j > 0) {
+        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
+            if (j > 0 && j < turns) {
                 named_barrier_sync(turn, 256);
                 named_barrier_arrive(next_turn, 256);
             }
@@ -478,10 +489,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (tiles > 0) {
             TIMELINE(wait_K);
             await_K(lead);
-            if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
+            if (lead > 0 && lead < turns) named_barrier_sync(turn, 256);
             TIMELINE(multiply);
             multiply_QK(lead);
-            if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
+            if (lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
@@ -495,11 +506,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
                 TIMELINE(wait_turn);
-                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                if (j < turns) named_barrier_sync(turn, 256);
                 TIMELINE(multiply);
                 multiply_QK(j);
                 multiply_PV(j - 1);
-                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                if (j < turns) named_barrier_arrive(next_turn, 256);
                 multiplied();
                 TIMELINE(softmax);
                 const Told tile = told(j);
