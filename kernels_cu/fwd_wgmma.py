@@ -66,7 +66,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def rank(p: Problem, t: Tile) -> bool:
-    """First what was fastest (experiments/008_hopper, 014_scores): two consumers fit short rows better."""
+    """First what was fastest (experiments/008_hopper, 014_scores)."""
     return best(p) != (t.BLOCK_M, t.BLOCK_N)
 
 
@@ -79,8 +79,12 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
+    if width <= 64 and p.plain and min(p.Sq, p.Sk) <= 1024:
+        return 256, 64  # four consumers hide more of the beginnings and ends of short rows
     if width <= 64:
         return (128, 128) if p.ragged else (192, 128)
+    if width <= 96 and p.plain and p.Sq >= 2048:
+        return 192, 96
     if short:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
@@ -112,7 +116,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=256, BLOCK_N=64, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
