@@ -34,7 +34,8 @@ def attention(
 
 def followed(arrays: Results, options: tuple[Any, ...], found: Any) -> Results:
     """(out, lse) for autograd, of tensors that nobody else watches; `found`: what `passes.known` says of them."""
-    return _Attention.apply((options, found), *arrays)
+    apply = _apply if found else _Attention.apply
+    return apply((options, found), *arrays)
 
 
 def forward(*inputs: Any) -> Results:
@@ -56,11 +57,8 @@ def _constant(scale: Tensor) -> float:
 
 _PYTORCH = library_of(torch.empty(0))
 
-# The part of torch.autograd.Function that torch.func has no share in: it takes a quarter less of a call's host time.
-_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
-
-class _Attention(_Function):
+class _Attention(torch.autograd.Function):
     """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
 
     @staticmethod
@@ -94,6 +92,11 @@ class _Attention(_Function):
             return None, *found
         named = dict(zip(wanted, found[3:], strict=True))
         return None, *found[:3], *(named.get(f"d{name}") for name in what.names)
+
+
+# Without what torch.autograd.Function asks about torch.func, which a route has answered: a quarter of the time that
+# recording a call takes.
+_apply: Any = super(torch.autograd.Function, _Attention).apply
 
 
 def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:

@@ -135,6 +135,20 @@ def test_gradients_that_are_watched() -> None:
         graph.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+def test_compiled_autograd() -> None:
+    """PyTorch's compiler takes the backward as it finds it, of a route or not."""
+    from torch._dynamo import compiled_autograd
+
+    expected = both(*tensors())
+    for _ in range(3):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            q, k, v, dout = tensors()
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            sandbox.attention(*leaves, **KERNELS).backward(dout)
+        assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected[1:], strict=True))
+
+
 def test_a_few_routes_of_one_kind() -> None:
     for S in range(1, 14):
         for _ in range(2):
