@@ -13,7 +13,6 @@ from sandbox.bench import environment
 from sandbox.core import jsonl, registry
 from sandbox.core.errors import SandboxError, UnsupportedProblem
 from sandbox.engine import pipeline
-from sandbox.engine.choose import choose_tile
 from sandbox.spec import Problem
 from sandbox.timeline import plot, record, report, trace
 from sandbox.verify.check import pick_device
@@ -42,7 +41,7 @@ def main() -> None:
         for problem in problems(small=asked.backend == "cpu"):
             kernel = registry.get(name)
             try:
-                tile = choose_tile(kernel, problem, pipeline.arch_of(device))
+                tile = pipeline.tile_on(device, kernel, problem)
             except UnsupportedProblem as error:
                 print(error)
                 continue

@@ -26,7 +26,6 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     what `attention_forward` does.
     """
     from ..engine import choose, pipeline
-    from ..launch import driver
 
     if not isinstance(score, Score) or not score.hides:
         raise SpecError(f"score={score!s} hides no keys: a block map is of a sandbox.Score with a mask")
@@ -42,9 +41,8 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
         raise UnsupportedProblem("score reads tensors on several devices: move them to one")
     made = library.allocator(arrays[0], bare.block_map, dense_strides(bare.block_map), "int32")()
     tensors = {**views, "block_map": library.view(made)}
-    arch = driver.device(device[1]).arch if device != HOST else None
-    kernel = choose.choose_kernel(bare, "block_map", arch)
-    prepared = pipeline.prepare(kernel, choose.choose_tile(kernel, bare, arch), bare, tensors, device)
+    kernel = choose.choose_kernel(bare, "block_map", pipeline.arch_of(device))
+    prepared = pipeline.prepare(kernel, pipeline.tile_on(device, kernel, bare), bare, tensors, device)
     prepared.launch(prepared.pointers(tensors), library.stream(device[1])() if device != HOST else 0)
     handed = library.handed(arrays[0])
     return handed(made) if handed else made

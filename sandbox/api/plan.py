@@ -15,7 +15,6 @@ from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..engine import choose, pipeline
 from ..engine.staging import Staged
-from ..launch import driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .asked import NOTHING, Asked
@@ -135,13 +134,8 @@ def _plan(
 ) -> Plan:  # fmt: skip
     home = views["q"].device
     device = _device(home, options.backend)
-    gpu = driver.device(device[1]) if device != HOST else None
-    arch = gpu.arch if gpu else None
-    kernel = _kernel(computes, problem, arch, options)
-    tile = choose.choose_tile(
-        kernel, problem, arch, pipeline.as_tile(options.tile),
-        gpu=gpu.name if gpu else "", multiprocessors=gpu.sm_count if gpu else 0,
-    )  # fmt: skip
+    kernel = _kernel(computes, problem, pipeline.arch_of(device), options)
+    tile = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(options.tile), tuned=True)
     handed = library.handed(like)
     scratch = {
         name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem, tile).items()

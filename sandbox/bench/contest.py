@@ -16,8 +16,7 @@ from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, Unsupp
 from ..core.kernel import COMPUTATIONS, Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..engine.choose import choose_tile
-from ..engine.pipeline import prepare as prepare_kernel
+from ..engine import pipeline
 from ..launch import driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
@@ -48,12 +47,11 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
         tensors = {"Q": q, "K": k, "V": v, **(given or {}), **_outputs(kernel, q, k, v, dout, problem, given or {})}
         views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
-        gpu = driver.device(device[1])
-        chosen = choose_tile(kernel, problem, gpu.arch, tile, multiprocessors=gpu.sm_count)
+        chosen = pipeline.tile_on(device, kernel, problem, tile)
         for name, shape in scratch_of(kernel, problem, chosen).items():
             tensors[name] = q.new_empty(shape, dtype=torch.float32)
             views[name] = view(tensors[name])
-        prepared = prepare_kernel(kernel, chosen, problem, views, device)
+        prepared = pipeline.prepare(kernel, chosen, problem, views, device)
         pointers, stream = prepared.pointers(views), library_of(q).stream(device[1])
         results = tuple(tensors[name] for name in COMPUTATIONS[kernel.computes].writes)
 

@@ -9,7 +9,6 @@ import click
 
 from ..core import registry
 from ..engine import pipeline
-from ..engine.choose import choose_tile
 from ..pages import lanes
 from ..timeline import plot, record, report, trace
 from ..verify.check import pick_device
@@ -57,8 +56,7 @@ def timeline_(
     Marks are compiled in here alone. A GPU's ticks are cycles; the CPU backend shows the order of the fibers.
     """
     spec, problem, device = registry.get(kernel), problem_of(shape, dtype, causal, scored), pick_device(backend)
-    arch, multiprocessors = pipeline.arch_of(device), pipeline.multiprocessors_of(device)
-    chosen = choose_tile(spec, problem, arch, parsed_tile(tile), multiprocessors=multiprocessors)
+    chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
     wanted = numbers(blocks, "--blocks", "0,1") if blocks else None
     window = numbers(between, "--between", "0,20000") if between else None
     if window and (len(window) != 2 or window[0] >= window[1]):

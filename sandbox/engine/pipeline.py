@@ -75,7 +75,7 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     arch = arch_of(device)
     for computes in _before(kernel, problem, tensors):
         first = choose_kernel(problem, computes, arch)
-        first_tile = choose_tile(first, problem, arch)
+        first_tile = tile_on(device, first, problem)
         steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
     steps += _steps(kernel, tile, problem, tensors, device, loaded)
@@ -113,7 +113,7 @@ def _steps(
                 raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
         block, smem = entry.block(tile), entry.smem_bytes(problem, tile)
-        launch = function.launcher(grid, block, smem, arguments) if all(grid) else None
+        launch = function.launcher(grid, block, smem, arguments, entry.early) if all(grid) else None
         yield launch and _logged(launch, entry, grid, block, smem, arguments), arguments.tensor_names
 
 
@@ -231,9 +231,16 @@ def arch_of(device: Device) -> Arch | None:
     return None if device == HOST else driver.device(device[1]).arch
 
 
-def multiprocessors_of(device: Device) -> int:
-    """A GPU's number of them; 0 for the CPU backend."""
-    return 0 if device == HOST else driver.device(device[1]).sm_count
+def tile_on(device: Device, kernel: Kernel, problem: Problem, tile: Tile | None = None, *, tuned: bool = False) -> Tile:
+    """`tile` if given, else the best of the spec's own, or of what tuning found, for this device.
+
+    Raises UnsupportedProblem with the kernel's or the tile's own reason.
+    """
+    if device == HOST:
+        return choose_tile(kernel, problem, None, tile)
+    gpu = driver.device(device[1])
+    named = gpu.name if tuned else ""
+    return choose_tile(kernel, problem, gpu.arch, tile, gpu=named, multiprocessors=gpu.sm_count)
 
 
 def arch_name(kernel: Kernel, arch: Arch) -> str:

@@ -27,7 +27,6 @@ from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
-from ..engine.choose import choose_tile
 from ..launch import driver
 from ..toolchain import arch as architectures
 from ..toolchain import disassembly, tools
@@ -125,7 +124,7 @@ def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") 
     gpu = driver.device()
     old = listing.version(kernel, version) if version else kernel
     old.entry(entry)  # raises UnknownKernel
-    chosen = choose_tile(old, problem, gpu.arch, tile, gpu=gpu.name, multiprocessors=gpu.sm_count)
+    chosen = pipeline.tile_on(("cuda", 0), old, problem, tile, tuned=True)
     return Subject(entry, problem, chosen, pipeline.arch_name(old, gpu.arch), version)
 
 

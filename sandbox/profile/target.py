@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 
 from ..engine import pipeline
-from ..engine.choose import choose_kernel, choose_tile
+from ..engine.choose import choose_kernel
 from ..engine.staging import Staged
 from ..launch import dlpack, driver
 from ..verify import trial
@@ -28,7 +28,7 @@ def launch(subject: Subject) -> None:
     kernel, staged = subject.spec(), _tensors(subject)
     if kernel.computes != "forward":  # O and LSE as they are in use
         forward = choose_kernel(p, "forward", driver.device().arch)
-        first = pipeline.prepare(forward, choose_tile(forward, p, driver.device().arch), p, staged, device)
+        first = pipeline.prepare(forward, pipeline.tile_on(device, forward, p), p, staged, device)
         first.launch(first.pointers(staged))
     prepared = pipeline.prepare(kernel, subject.tile, p, staged, device)
     pointers = prepared.pointers(staged)

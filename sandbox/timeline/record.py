@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,13 @@ from ..core.kernel import Dim3, Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
+from ..engine.choose import choose_kernel, choose_tile
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..verify import trial
 from ..verify.cases import Case, inputs_of
-from .notes import MACRO, Notes, steps_of
+from .tapes import CLOCKS_A_MARK, DONE, MACRO, MOST_BLOCKS, Tape, Tapes, steps_of
 
-DONE = "done"  # the mark that ends a warp's last step, and begins none
 WAIT = "wait"  # how the name of a step that waits begins
 _SHOWN = 4  # blocks, unless somebody names them
 _REPEATS = 20  # launches, of which the median counts
@@ -48,11 +49,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one warp of a block did. Warps of one `role` have the same steps; `lost` of its marks found no room."""
+    """What one warp of a block did, on SM `sm`, None without TIMELINE(done). Warps of one `role` have the same
+    steps; `lost`: so many earlier marks, or more, found no room."""
 
     block: int
     warp: int
-    sm: int
+    sm: int | None
     role: str
     steps: tuple[Step, ...]
     lost: int
@@ -85,7 +87,7 @@ class Timeline:
 
     @property
     def lost(self) -> int:
-        """Marks that found no room."""
+        """So many marks, or more, found no room."""
         return sum(lane.lost for lane in self.lanes)
 
 
@@ -100,22 +102,38 @@ def record(
     marked = with_marks(first)
     grid, block = kernel.grid(problem, tile), kernel.block(tile)
     chosen = _blocks(math.prod(grid), blocks)
-    inputs = inputs_of(kernel.computes, Case("timeline", problem))
+    inputs = _inputs(kernel.computes, problem, device)
     repeats = _REPEATS if device != HOST else 1
-    plain = trial.launch(first, tile, problem, inputs, device, repeats=repeats)
-    notes = Notes(pipeline.load(marked, tile, problem, device).functions[0], grid, block, chosen, device)
+    tapes = Tapes(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
     try:
-        noted = trial.launch(marked, tile, problem, inputs, device, repeats=repeats, before=notes.begin)
+        plain, noted = (
+            trial.launch(version, tile, problem, inputs, device, repeats=repeats, before=tapes.clear)
+            for version in (first, marked)
+        )
     finally:
-        notes.close()
+        tapes.close()
     gpu = driver.device(device[1]) if device != HOST else None
     pairs = [(plain.outputs[name], noted.outputs[name]) for name in plain.outputs if name in first.args]
     same = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs) if kernel.deterministic else None
     rate = gpu.clock_rate() if gpu else None
     return Timeline(
         kernel.name, problem, tile, gpu.name if gpu else "the CPU backend", "cycles" if gpu else "marks", rate,
-        tuple(_lanes(notes, names, rate)), math.prod(grid), (plain.seconds, noted.seconds) if gpu else None, same,
+        tuple(_lanes([*tapes.read()], names, rate)), math.prod(grid),
+        (plain.seconds, noted.seconds) if gpu else None, same,
     )  # fmt: skip
+
+
+def _inputs(computes: str, problem: Problem, device: Device) -> dict[str, Any]:
+    """What a kernel is given. On a GPU the O and LSE of a backward are our own forward's: the reference would take
+    minutes, and a timeline says nothing of errors."""
+    case = Case("timeline", problem)
+    if device == HOST or computes in ("forward", "block_map"):
+        return inputs_of(computes, case)
+    given, arch = inputs_of("forward", case), pipeline.arch_of(device)
+    forward = choose_kernel(problem, "forward", arch)
+    right = trial.launch(forward, choose_tile(forward, problem, arch), problem, given, device).outputs
+    dO = np.random.default_rng(1).standard_normal(right["O"].shape, np.float32).astype(right["O"].dtype)
+    return {**given, **right, "dO": dO}
 
 
 def _no_blocks(problem: Problem, tile: Tile) -> Dim3:
@@ -138,39 +156,50 @@ def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:
     for number in wanted:
         if not 0 <= number < count:
             raise UnsupportedProblem(f"block {number}: the grid has blocks 0 to {count - 1}")
+    if len({*wanted}) > MOST_BLOCKS:
+        raise UnsupportedProblem(f"{len({*wanted})} blocks: {MOST_BLOCKS} at most are listened to at once")
     return sorted({*wanted})
 
 
-def _lanes(notes: Notes, names: dict[int, str], rate: int | None) -> Iterator[Lane]:
-    """Clocks differ between SMs: a block's marks are placed by its own, and blocks by the clock that SMs share."""
-    every = [*notes.read()]
-    firsts: dict[int, tuple[int, int]] = {}  # of a block: its first mark's (nanoseconds, clock)
-    for block, _, warp, events, _ in every:
-        first = int(warp["nanoseconds"]), int(events["clock"][0])
-        firsts[block] = min(first, firsts.get(block, first))
-    start = min((nanoseconds for nanoseconds, _ in firsts.values()), default=0)
-    placed = []
-    for block, number, warp, events, lost in every:
-        nanoseconds, clock = firsts[block]
-        offset = round((nanoseconds - start) * 1e-9 * rate) if rate else 0
-        since = (int(events["clock"][0]) - clock + 2**31) % 2**32 - 2**31  # the clock has 32 bits
-        steps = np.diff(events["clock"]).astype(np.int64)  # modulo 2^32, as unsigned numbers are
-        placed.append(
-            (block, number, int(warp["sm"]), events["step"], offset + since + np.append(0, steps.cumsum()), lost)
-        )
-    begin = min((int(ticks[0]) for *_, ticks, _ in placed), default=0)
-    ends: dict[int, int] = defaultdict(int)  # of a block: its last mark
-    for block, *_, ticks, _ in placed:
-        ends[block] = max(ends[block], int(ticks[-1]))
+def _since(clock: int, earlier: int) -> int:
+    """Of clocks with 32 bits."""
+    return (clock - earlier + 2**31) % 2**32 - 2**31
+
+
+def _lanes(tapes: Sequence[Tape], names: dict[int, str], rate: int | None) -> Iterator[Lane]:
+    """Clocks differ between SMs: a block's marks are placed by its own, and blocks by the clock that SMs share, where a
+    warp of theirs was done; others as if all had begun at once."""
+    blocks: dict[int, list[Tape]] = defaultdict(list)
+    for tape in tapes:
+        blocks[tape.block].append(tape)
+    begins = {block: _begin(own, rate) for block, own in blocks.items()}
+    start = min((at for _, at in begins.values() if at is not None), default=0)
     found = []
-    for block, number, sm, numbers, ticks, lost in placed:
-        marks = [(names.get(int(n), f"step_{int(n):x}"), int(t) - begin) for n, t in zip(numbers, ticks, strict=True)]
-        after = [at for _, at in marks[1:]] + [marks[-1][1] if lost else ends[block] - begin]
-        steps_ = tuple(Step(name, at, end) for (name, at), end in zip(marks, after, strict=True) if name != DONE)
-        if steps_:
-            found.append(Lane(block, number, sm, "", steps_, lost))
+    for block, own in blocks.items():
+        first, at = begins[block]
+        offset = 0 if at is None else at - start
+        of_tick = 1 if rate else CLOCKS_A_MARK
+        ticks = [[(_since(int(at), first) + offset) // of_tick for at in tape.marks["clock"]] for tape in own]
+        last = max(times[-1] for times in ticks)
+        for tape, times in zip(own, ticks, strict=True):
+            begun = zip(tape.marks["step"], times, [*times[1:], last], strict=True)
+            named = [Step(names.get(int(number), f"step_{number:x}"), begin, end) for number, begin, end in begun]
+            steps = tuple(step for step in named if step.name != DONE)
+            if steps:
+                found.append(Lane(block, tape.warp, tape.anchor[0] if tape.anchor else None, "", steps, tape.lost))
     roles = _roles(found)
     return (dataclasses.replace(lane, role=roles[lane.warp]) for lane in found)
+
+
+def _begin(tapes: Sequence[Tape], rate: int | None) -> tuple[int, int | None]:
+    """The clock of a block's first mark, and when that was in ticks of the clock that SMs share."""
+    some = int(tapes[0].marks["clock"][0])
+    first = some + min(_since(int(tape.marks["clock"][0]), some) for tape in tapes)
+    for tape in tapes:
+        if tape.anchor and rate:
+            _, clock, nanoseconds = tape.anchor
+            return first, nanoseconds * rate // 10**9 - _since(clock, first)
+    return first, None
 
 
 def _roles(lanes: Sequence[Lane]) -> dict[int, str]:

@@ -25,7 +25,8 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         at = {"pid": lane.block, "tid": lane.warp}
         if lane.block not in named:
             named.add(lane.block)
-            yield {**at, "ph": "M", "name": "process_name", "args": {"name": f"block {lane.block}, SM {lane.sm}"}}
+            where = "" if lane.sm is None else f", SM {lane.sm}"
+            yield {**at, "ph": "M", "name": "process_name", "args": {"name": f"block {lane.block}{where}"}}
         yield {**at, "ph": "M", "name": "thread_name", "args": {"name": f"warp {lane.warp} ({lane.role})"}}
         for step in lane.steps:
             yield {

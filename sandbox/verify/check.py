@@ -109,9 +109,8 @@ def verify(
         lies["bias_boxes"] = boxes(view(truth.given["bias"]))
     problem = dataclasses.replace(case.problem, **lies)
     head = (kernel.name, case.name, problem, device[0])
-    arch = pipeline.arch_of(device)
     try:
-        chosen = choose_tile(kernel, problem, arch, tile, multiprocessors=pipeline.multiprocessors_of(device))
+        chosen = pipeline.tile_on(device, kernel, problem, tile)
         done = trial.launch(kernel, chosen, problem, truth.given, device, repeats=repeats)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))

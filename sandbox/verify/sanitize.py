@@ -117,8 +117,7 @@ def inspect(
     if device != HOST:
         tools.need("compute-sanitizer")
     if problem:
-        arch, multiprocessors = pipeline.arch_of(device), pipeline.multiprocessors_of(device)
-        tile = choose_tile(kernel, problem, arch, tile, multiprocessors=multiprocessors)
+        tile = pipeline.tile_on(device, kernel, problem, tile)
     small = tile or small_tile(kernel)
     pairs = [(small, problem)] if problem else [(small, p) for p in small_problems(kernel, small)]
     if not problem and not tile:

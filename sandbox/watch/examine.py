@@ -26,7 +26,6 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
-from ..engine.choose import choose_tile
 from ..jobs.worker import At
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
@@ -136,7 +135,7 @@ def _compile(
     variants: dict[tuple, tuple[Problem, Tile]] = {}
     for p in (case.problem for case in cases):
         if not kernel.refuses(p, arch):
-            tile = choose_tile(kernel, p, arch, job.tile, multiprocessors=pipeline.multiprocessors_of(job.device))
+            tile = pipeline.tile_on(job.device, kernel, p, job.tile)
             variants.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
     target = pipeline.DEFAULT_ARCH if arch is None else pipeline.arch_name(kernel, arch)
     try:

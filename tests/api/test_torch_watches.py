@@ -10,7 +10,7 @@ import pytest
 import sandbox
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
-from sandbox.engine import choose, pipeline
+from sandbox.engine import pipeline
 
 torch = pytest.importorskip("torch")
 from torch import func  # noqa: E402
@@ -203,13 +203,13 @@ def test_jit_trace_records_it() -> None:
 def test_the_compiler_carries_a_tile(tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it is written, and another one when it changes."""
     seen = []
-    real = choose.choose_tile
+    real = pipeline.tile_on
 
-    def record(kernel, problem, arch, tile=None, **options):
+    def record(device, kernel, problem, tile=None, **options):
         seen.append(tile)
-        return real(kernel, problem, arch, tile, **options)
+        return real(device, kernel, problem, tile, **options)
 
-    monkeypatch.setattr(choose, "choose_tile", record)
+    monkeypatch.setattr(pipeline, "tile_on", record)
     compiled = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
     for wanted in (tile, {"BLOCK_M": 64, "BLOCK_N": 16}, {"BLOCK_M": 64, "BLOCK_N": 8}):
         sandbox.reload()

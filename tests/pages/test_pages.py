@@ -292,8 +292,8 @@ def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Cod
     tab = opened(browser, tmp_path / "diff.html", code.page(versions))
     focused = "document.activeElement.querySelector('code').textContent"
     tab.locator(".s[tabindex='0']").focus()
-    assert tab.evaluate(focused) == "int a = 1;"
-    tab.keyboard.press("ArrowDown")
+    assert tab.evaluate(focused) == "gone();"  # a reader begins at the first change
+    tab.keyboard.press("ArrowUp")
     assert tab.evaluate(focused) == "mma(a);"
     assert lit(tab).count("HMMA R1, R2") == 3 + 5
     assert tab.locator("#said").text_content().startswith("own.cu:3: 3 → 5 instructions")
@@ -302,6 +302,15 @@ def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Cod
     tab.keyboard.press("Escape")
     assert lit(tab) == []
     assert tab.locator("section[aria-label]").count() == 3
+    tab.close()
+
+
+def test_a_page_opens_at_the_hottest_line(browser: Any, tmp_path: Path) -> None:
+    lines = [f"int x{n};" for n in range(300)]
+    found = made(tmp_path / "long", "now", lines, {n: ["MOV"] * (90 if n == 200 else 2) for n in range(1, 300)})
+    tab = opened(browser, tmp_path / "long.html", code.page([found]))
+    for row in (".s:has(code:text-is('int x199;'))", ".i >> nth=398"):  # and the first instruction of it
+        assert 0 < tab.locator(row).bounding_box()["y"] < 800, row
     tab.close()
 
 

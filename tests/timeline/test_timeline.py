@@ -8,6 +8,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from project import LOT
@@ -20,7 +21,7 @@ from sandbox.engine.choose import choose_tile
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST
 from sandbox.spec import Kernel, Problem
-from sandbox.timeline import notes, plot, record, report, trace
+from sandbox.timeline import plot, record, report, tapes, trace
 from sandbox.toolchain import nvrtc
 
 PROBLEM = Problem(1, 1, 256, 256, 64, dtype="float16")
@@ -57,8 +58,8 @@ def test_marks_are_compiled_in_on_request(tmp_path: Path) -> None:
     copy.write_text(_marked(kernel.source.read_text()))
     tile = kernel.tiles[0]
     defines = kernel.defines(PROBLEM, tile)
-    ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, {notes.MACRO: 1})]
-    assert ["%globaltimer" in text for text in ptx] == [False, True]
+    ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, {tapes.MACRO: 1})]
+    assert ["%clock" in text for text in ptx] == [False, True]
     assert "sandbox_timeline" in ptx[1]
 
 
@@ -121,13 +122,35 @@ def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
     assert found.same is True
 
 
-def test_what_finds_no_room_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "ROOM", 5)
+def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 16  # marks of a block
+    monkeypatch.setitem(tapes.MEMORY, "cpu", 8 * room * len(mma.lanes))
     found = recorded(registry.get("fwd_mma"))
-    marks = 1 + 2 * (2 + 3 * 4) + 1  # store, two tiles of four steps, done
-    assert {lane.lost for lane in found.lanes} == {marks - 5}
-    assert {len(lane.steps) for lane in found.lanes} == {5}
+    whole = {(lane.block, lane.warp): [step.name for step in lane.steps] for lane in mma.lanes}
+    for block in (0, 1):
+        lanes = [lane for lane in found.lanes if lane.block == block]
+        for lane in lanes:
+            assert [step.name for step in lane.steps] == whole[block, lane.warp][-len(lane.steps) :]
+        assert room - 4 <= sum(len(lane.steps) for lane in lanes) <= room  # some are the last one, which is no step
+        assert max(step.end for lane in lanes for step in lane.steps) < room
+    assert found.lost > 0
     assert any("found no room" in text for text in report.remarks(found))
+
+
+def test_clocks_are_read_modulo_their_32_bits() -> None:
+    """Two blocks, each with a clock of its own; of one of them it comes round, and warp 1 began before warp 0."""
+
+    def tape(block: int, warp: int, clocks: list[int], nanoseconds: int) -> tapes.Tape:
+        steps = [tapes.number_of(name) for name in ("load", "multiply", "done")]
+        marks = np.array([(step, clock % 2**32) for step, clock in zip(steps, clocks, strict=True)], tapes._MARK)
+        return tapes.Tape(block, warp, marks, 0, (7 + block, clocks[-1] % 2**32, nanoseconds))
+
+    written = [tape(0, 0, [50, 60, 90], 1040), tape(0, 1, [-50, 20, 150], 1100), tape(3, 0, [5000, 5010, 5030], 1000)]
+    found = [*record._lanes(written, {tapes.number_of(name): name for name in ("load", "multiply", "done")}, 10**9)]
+    assert [(lane.block, lane.sm) for lane in found] == [(0, 7), (0, 7), (3, 10)]
+    # block 0 began at 1040 ns - (90 + 50) cycles of 1 ns, block 3 at 1000 ns - 30 cycles
+    assert [[step.begin for step in lane.steps] for lane in found] == [[100, 110], [0, 70], [70, 80]]
+    assert [lane.steps[-1].end for lane in found] == [140, 200, 100]
 
 
 def test_shares_add_up_and_waits_are_apart(mma: record.Timeline) -> None:
@@ -184,4 +207,6 @@ def test_marks_cost_little_on_a_gpu() -> None:
     assert found.same is True
     assert found.slowdown is not None
     assert found.slowdown < 0.05
+    assert found.lost == 0
     assert {"warp 0", "warp 1"} < {lane.role for lane in found.lanes}
+    assert len({lane.sm for lane in found.lanes}) == 4  # a block stays on its SM

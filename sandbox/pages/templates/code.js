@@ -90,7 +90,13 @@ document.getElementById("curves")?.addEventListener("click", e => {
   show(row);
   go(row);
 });
+const heat = row => +row.style.getPropertyValue("--h");
+function first(pane) {  // where a reader begins: at what changed, or at the hottest line that is not folded
+  const rows = [...pane.querySelectorAll(".s, .i")].filter(r => others(r).length && !r.closest("details:not([open])"));
+  return rows.find(r => r.matches(".add, .remove")) ?? rows.reduce((a, b) => heat(b) > heat(a) ? b : a, rows[0]);
+}
 for (const pane of document.querySelectorAll(".pane")) {  // one stop of the tab key in each
-  const first = [...pane.querySelectorAll(".s, .i")].find(r => others(r).length) ?? pane.querySelector(".s, .i");
-  if (first) first.tabIndex = 0;
+  const row = first(pane) ?? pane.querySelector(".s, .i");
+  if (row) row.tabIndex = 0;
+  if (row && pane.id === "source") { show(row); bring(row); }
 }

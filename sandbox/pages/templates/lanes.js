@@ -61,7 +61,7 @@ canvas.addEventListener("pointermove", e => {
   if (!row) return;
   for (let i = 0; i < row.steps.length; i += 3)
     if (tick >= row.steps[i + 1] && tick < row.steps[i + 1] + row.steps[i + 2])
-      said.textContent = "block " + row.block + " (SM " + row.sm + ") warp " + row.warp + ": " + names[row.steps[i]] + ", "
+      said.textContent = "block " + row.block + (row.sm === null ? "" : " (SM " + row.sm + ")") + " warp " + row.warp + ": " + names[row.steps[i]] + ", "
         + row.steps[i + 2] + " " + timeline.unit + " from " + row.steps[i + 1] + " on";
 });
 canvas.addEventListener("keydown", e => {

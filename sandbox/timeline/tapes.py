@@ -1,0 +1,170 @@
+"""The tapes that marks write to (include/timeline.cuh), and how it is read."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import UnsupportedProblem
+from ..core.kernel import Dim3
+from ..cpu import build
+from ..cpu.launch import CpuFunction
+from ..launch import driver
+from ..launch.dlpack import HOST, Device
+from ..toolchain import sources
+
+MACRO = "TIMELINE_MARKS"
+DONE = "done"  # the mark that ends a warp's last step, and begins none
+MOST_BLOCKS = 8
+CLOCKS_A_MARK = 8  # on the CPU backend, whose clock is the order of a block's marks
+MEMORY = {
+    "cuda": 2**28,
+    "cpu": 2**25,
+}  # bytes of all tapes: with four blocks of 16 warps 4M cycles, 2 ms, or 64K marks a block
+_MARK = np.dtype([("step", "u4"), ("clock", "u4")])
+_ANCHOR = np.dtype([("sm", "u4"), ("clock", "u4"), ("nanoseconds", "u8")])
+_SYMBOL = "sandbox_timeline"
+_CALL = re.compile(r"\bTIMELINE\((\w+)\)")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def steps_of(source: Path) -> dict[int, str]:
+    """{number: name} of the steps that marks in a `.cu` and its headers begin. Raises UnsupportedProblem when there are
+    none, or when two names have one number."""
+    files, _ = sources.included_files(source, build.include_dirs(source))
+    texts = (_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files if file.name != "timeline.cuh")
+    names = {name for text in texts for name in _CALL.findall(text)}
+    if not names:
+        raise UnsupportedProblem(
+            f"{source.name} has no marks: write TIMELINE(name); where a step begins, and a line of it has a timeline"
+        )
+    found: dict[int, str] = {}
+    for name in sorted(names):
+        if found.setdefault(number_of(name), name) != name:
+            raise UnsupportedProblem(f"{source.name}: steps {name} and {found[number_of(name)]} need other names")
+    return found
+
+
+def number_of(name: str) -> int:
+    """What stands for a step in memory: FNV-1a of its name, as in timeline.cuh."""
+    number = 2166136261
+    for byte in name.encode():
+        number = (number ^ byte) * 16777619 % 2**32
+    return number
+
+
+class _Told(ctypes.Structure):  # `Tapes` of timeline.cuh
+    _fields_ = (
+        ("anchors", ctypes.c_uint64), ("high", ctypes.c_uint32), ("low", ctypes.c_uint32), ("bytes", ctypes.c_uint32),
+        ("place", ctypes.c_uint32), ("warps_per_block", ctypes.c_uint32), ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What one warp wrote: its marks in the order of their clocks, the `lost` ones that the tape was too short for, and
+    its (sm, clock, nanoseconds) when it was done; None without TIMELINE(done)."""
+
+    block: int
+    warp: int
+    marks: NDArray  # step, clock: modulo 2^32
+    lost: int
+    anchor: tuple[int, int, int] | None
+
+
+class _Shared:
+    """An array of zeros for a kernel to write to, at a multiple of `alignment`."""
+
+    def __init__(self, count: int, dtype: np.dtype, alignment: int, gpu: driver.Device | None) -> None:
+        self._gpu, self.nbytes = gpu, count * dtype.itemsize
+        room = self.nbytes + alignment
+        self._memory = driver.DeviceMemory(room, gpu) if gpu else np.zeros(room, np.uint8)
+        begin = self._memory.pointer if isinstance(self._memory, driver.DeviceMemory) else self._memory.ctypes.data
+        self.address = begin + -begin % alignment
+        if isinstance(self._memory, driver.DeviceMemory):
+            self.host = np.zeros(count, dtype)
+        else:
+            self.host = self._memory[self.address - begin :][: self.nbytes].view(dtype)
+
+    def clear(self) -> None:
+        """Zeros again."""
+        if self._gpu:
+            driver.zero(self.address, self.nbytes, self._gpu)
+        else:
+            self.host[:] = 0
+
+    def fetch(self) -> NDArray:
+        """What it holds."""
+        if self._gpu:
+            driver.read(self.host.ctypes.data, self.address, self.nbytes, self._gpu)
+        return self.host
+
+
+class Tapes:
+    """Memory for the marks of one entry's launches, where its module finds it, until `close`.
+
+    `blocks`, by number and at most MOST_BLOCKS of them, have a tape for each warp; of others nothing is kept. A tape is
+    a ring of a byte for each cycle of the clock: what is older is lost.
+    """
+
+    def __init__(
+        self, function: driver.CudaFunction | CpuFunction, block: Dim3, blocks: Sequence[int], device: Device
+    ) -> None:
+        self.blocks, self._warps = [*blocks], -(-math.prod(block) // 32)
+        count = max(len(blocks), 1) * self._warps
+        self._bytes = 1 << (MEMORY[device[0]] // count).bit_length() - 1
+        self._gpu = driver.device(device[1]) if device != HOST else None
+        whole = 1 << (count * self._bytes - 1).bit_length()  # a multiple of it is far enough from those of 4 GiB
+        self._marks = _Shared(count * self._bytes // _MARK.itemsize, _MARK, whole, self._gpu)
+        self._anchors = _Shared(count, _ANCHOR, _ANCHOR.itemsize, self._gpu)
+        self._symbol = function.constant(_SYMBOL)
+        self.clear()
+        high, low = divmod(self._marks.address, 2**32)
+        listened = (ctypes.c_uint32 * MOST_BLOCKS)(*(number + 1 for number in blocks))
+        self._tell(
+            _Told(self._anchors.address, high, low, self._bytes, self._bytes - _MARK.itemsize, self._warps, listened)
+        )
+
+    def _tell(self, told: _Told) -> None:
+        if self._gpu:
+            driver.write(self._symbol, ctypes.addressof(told), ctypes.sizeof(told), self._gpu)
+        else:
+            ctypes.memmove(self._symbol, ctypes.byref(told), ctypes.sizeof(told))
+
+    def close(self) -> None:
+        """Nobody listens from now on."""
+        self._tell(_Told())
+
+    def clear(self) -> None:
+        """Forget what was written."""
+        self._marks.clear()
+        self._anchors.clear()
+
+    def read(self) -> Iterator[Tape]:
+        """The tape of each warp that came to a mark. Where a block ran for longer than tapes are, its end."""
+        anchors = self._anchors.fetch().reshape(-1, self._warps)
+        every = self._marks.fetch().reshape(*anchors.shape, -1)
+        for block, tapes, ends in zip(self.blocks, every, anchors, strict=False):
+            written = [tape[tape["step"] != 0] for tape in tapes]
+            latest = _latest(np.concatenate([marks["clock"] for marks in written]))
+            for warp, marks in enumerate(written):
+                age = latest - marks["clock"]  # modulo 2^32
+                order = np.argsort(age)[::-1]
+                kept = marks[order[age[order] < self._bytes]]
+                if len(kept):
+                    sm, clock, nanoseconds = map(int, ends[warp])
+                    done = kept["step"][-1] == number_of(DONE)
+                    anchor = (sm, clock, nanoseconds) if done else None
+                    yield Tape(block, warp, kept, len(marks) - len(kept), anchor)
+
+
+def _latest(clocks: NDArray) -> NDArray:
+    """The last of clocks that wrap at 2^32 and lie within half of that; an array of one, or none."""
+    return clocks[:1] + (clocks - clocks[:1]).view(np.int32).max(initial=0).astype(np.uint32)
