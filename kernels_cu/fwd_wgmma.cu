@@ -11,7 +11,7 @@
 //   consumer 2                      | QK1 PV0 | softmax1           | ...
 //                 they take turns on the tensor cores: while one multiplies, the others exponentiate
 //
-//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], where there is room | mbarriers
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], or half of it, where there is room | mbarriers
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory; P goes from registers, packed, into O += P V, and V is read as it lies
@@ -48,9 +48,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
 constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers; so does dealing
-constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : RAGGED ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
-static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS >= 3 ? 32 : RAGGED ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
+static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
@@ -69,9 +69,14 @@ using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
 constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
-constexpr bool O_APART = O_AT + CONSUMERS * Outputs::BYTES + 1024 <= 232448;  // else O leaves through Q's place
-constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 0);
-static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
+// O has a place of its own, if only for half of its slabs at a time, so that the next Q comes while it leaves; else Q's place.
+constexpr bool finds_room(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
+constexpr int HALF = (Outputs::SLABS + 1) / 2;
+constexpr bool O_APART = finds_room(HALF);
+constexpr int O_SLABS = !O_APART || finds_room(Outputs::SLABS) ? Outputs::SLABS : HALF;  // that leave together
+constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                               // a consumer's
+constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * O_BYTES : 0);
+static_assert(O_APART || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each: of each stage, of each consumer's Q, and of the piece that was dealt, which is after them.
@@ -158,6 +163,17 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
+// For how many of a piece's tiles consumers take turns: four, whose pieces are short, as long as all of them have any. Of a
+// causal problem the first one is done before the others, and would wait for turns that it does not need instead of beginning
+// its next piece: +4% at S = 512. (Two or three consumers of longer pieces: -2 ... +1%.)
+__device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece) {
+    if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
+    if (piece.m0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
+    const Range first = tiles_of(bound, piece.m0, piece.m0 + 64);
+    const int tiles = first.end - first.begin;
+    return lead_of(piece, first, tiles) + tiles;
+}
+
 #if RAGGED || BLOCK_MAP
 // Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then. Of a
 // piece that is walked by the block map it lists the tiles.
@@ -207,6 +223,26 @@ __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int 
                         [&](unsigned tile, unsigned head) { f(Piece(tile, head, score, H)); });
 }
 #endif
+
+// A thread's scores of a row are two of every 8 keys, from its own column on. A bit for each: those of keys before `end`,
+__device__ __forceinline__ unsigned scores_before(int end) {
+    const int many = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
+    return many < 32 ? ~(~0u << many) : ~0u;
+}
+// and those that rows `row` and `row` + 8 see, looked up in one loop, which the compiler meets once.
+__device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, int row, int column) {
+    seen[0] = seen[1] = 0;
+#pragma unroll 1
+    for (int first = 0; first < BLOCK_N / 4; first += AT_ONCE / 2) {
+        unsigned some[2] = {};
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const At at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
+            some[i / 2 % 2] |= static_cast<unsigned>(head.sees(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
+        }
+        seen[0] |= some[0] << first, seen[1] |= some[1] << first;
+    }
+}
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
@@ -346,9 +382,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     registers_take<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
-    const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
+    const unsigned turn = 1 + CONSUMERS + consumer, next_turn = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
     const bool sender = threadIdx.x % 128 == 0;
-    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * Outputs::BYTES : consumer * Queries::BYTES);
+    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES);
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
@@ -361,6 +397,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
         const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const int turns = turns_of(bound, piece);
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -425,28 +462,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
-            if (Head::SCATTERED && !tile.whole) {
-                unsigned long long seen = 0;  // a bit for each score; one loop for all, which the compiler meets once
-#pragma unroll 1
-                for (int i = 0; i < BLOCK_N / 2; i += AT_ONCE) {
-                    unsigned some = 0;
-#pragma unroll
-                    for (int k = 0; k < AT_ONCE; ++k)
-                        some |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << k;
-                    seen |= static_cast<unsigned long long>(some) << i % 64;
+            const Range sees[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
+            const int end[2] = {sees[0].end - column, sees[1].end - column};
+            const int begin[2] = {sees[0].begin - column, sees[1].begin - column};
+            if (Head::SCATTERED) {
+                unsigned seen[2];
+                if (tile.whole) {
+                    for (int half = 0; half < 2; ++half)
+                        seen[half] = scores_before(end[half]) & ~scores_before(begin[half]);
+                } else {
+                    look_up(seen, bound, row, column);
                 }
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!(seen >> i % 64 & 1)) S[i] = -INF;
-                return;
-            }
-            const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
-            const int end[2] = {seen[0].end - column, seen[1].end - column};
-            const int begin[2] = {seen[0].begin - column, seen[1].begin - column};
+                    if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
+            } else {
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i) {
-                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-                if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                for (int i = 0; i < BLOCK_N / 2; ++i) {
+                    if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                    if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                }
             }
         };
         const auto drop = [&](Told tile) {  // what dropout drops of P
@@ -455,8 +490,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
         };
-        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn
-            if (CONSUMERS > 1 && j > 0) {
+        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
+            if (j > 0 && j < turns) {
                 named_barrier_sync(turn, 256);
                 named_barrier_arrive(next_turn, 256);
             }
@@ -473,10 +508,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (tiles > 0) {
             TIMELINE(wait_K);
             await_K(lead);
-            if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
+            if (lead > 0 && lead < turns) named_barrier_sync(turn, 256);
             TIMELINE(multiply);
             multiply_QK(lead);
-            if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
+            if (lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
@@ -490,11 +525,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
                 TIMELINE(wait_turn);
-                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                if (j < turns) named_barrier_sync(turn, 256);
                 TIMELINE(multiply);
                 multiply_QK(j);
                 multiply_PV(j - 1);
-                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                if (j < turns) named_barrier_arrive(next_turn, 256);
                 multiplied();
                 TIMELINE(softmax);
                 const Told tile = told(j);
@@ -541,22 +576,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
         }
 #pragma unroll
-        for (int i = 0; i < DV_PAD / 2; i += 8) {
-            unsigned pair[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                pair[k] = pack(rows.O[i + 2 * k] * inverse[k % 2], rows.O[i + 2 * k + 1] * inverse[k % 2]);
-            const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
-            stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
-        }
-        fence_proxy_async();
-        named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
-        if (sender) {
-            Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem);
-            if (!O_APART) {
-                send_wait_read();
-                mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+        for (int slab = 0; slab < Outputs::SLABS; slab += O_SLABS) {
+            if (slab > 0) {
+                if (sender) send_wait_read();
+                named_barrier_sync(own_barrier, 128);  // the slabs before have left
             }
+#pragma unroll
+            for (int step = 4 * slab; step < min(4 * (slab + O_SLABS), DV_PAD / 16); ++step) {
+                unsigned pair[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int i = 8 * step + 2 * k;
+                    pair[k] = pack(rows.O[i] * inverse[k % 2], rows.O[i + 1] * inverse[k % 2]);
+                }
+                const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, 2 * (step - 4 * slab) + lane / 16);
+                stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
+            }
+            fence_proxy_async();
+            named_barrier_sync(own_barrier, 128);  // the slabs' 64 rows are whole before they are sent
+            if (sender)
+                Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem, slab, O_SLABS);
+        }
+        if (!O_APART && sender) {
+            send_wait_read();
+            mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
     });
     if (sender) send_wait_read();  // shared memory lives as long as the block
