@@ -62,8 +62,8 @@ FIRST_STORES = 2048  # query rows at most, as in include/in_order.cuh
 
 
 def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
-    """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums, of which the first
-    is stored."""
+    """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums, of which the
+    first is stored."""
     rows = p.batches * p.H * p.query_tiles(128) * 128
     counters = 64 + rows // 32
     return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
