@@ -1,6 +1,6 @@
 """What marks cost each kernel, and the timelines that they show. See README.md beside this file.
 
-python experiments/018_timeline/run.py           a minute on a GPU; rows, lanes, pictures and traces beside it
+python experiments/018_timeline/run.py           a minute on a GPU; rows and lanes beside it
 python experiments/018_timeline/run.py --draw    pictures and traces of the lanes that are there, on any machine
 """
 
@@ -28,8 +28,8 @@ BETWEEN = (20_000, 40_000)  # cycles that a picture shows
 
 
 def problems(small: bool) -> list[Problem]:
-    """16k tokens in each of two widths and masks; small ones for the CPU backend."""
-    sizes = [(1, 1, 256, 64)] if small else [(4, 32, 4096, 64), (4, 16, 4096, 128)]
+    """8k tokens in each of two widths and masks; small ones for the CPU backend."""
+    sizes = [(1, 1, 256, 64)] if small else [(2, 16, 4096, 128), (2, 32, 4096, 64)]
     plain = [Problem(B, H, S, S, D, dtype="float16") for B, H, S, D in sizes]
     return [*plain, *(dataclasses.replace(p, causal="bottom-right") for p in plain)]
 
@@ -66,7 +66,7 @@ def held(problem: Problem, prefix: Path) -> record.Timeline:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--draw", action="store_true", help="measure nothing; draw the lanes that are there")
+    parser.add_argument("--draw", action="store_true", help="measure nothing, draw what was measured")
     parser.add_argument("--out", type=Path, default=HERE, help="the folder for rows, lanes, pictures and traces")
     asked = parser.parse_args()
     small = asked.backend == "cpu"
@@ -75,18 +75,19 @@ def main() -> None:
         for name in KERNELS
         for problem in problems(small)
     ]
-    if not asked.draw:
-        try:
-            device = pick_device(asked.backend)
-        except SandboxError as error:
-            parser.exit(1, f"{error}\n")
-        for entry in entries:
-            measure(entry[0], entry[1], device, entry[2])
-    for _, problem, prefix in entries:
-        if prefix.with_suffix(".lanes.json.gz").is_file():
-            found = held(problem, prefix)
-            plot.draw(found, prefix, BETWEEN if not small else None)
-            trace.write(found, prefix.with_suffix(".trace.json"))
+    if asked.draw:
+        for _, problem, prefix in entries:
+            if prefix.with_suffix(".lanes.json.gz").is_file():
+                found = held(problem, prefix)
+                plot.draw(found, prefix, None if small else BETWEEN)
+                trace.write(found, prefix.with_suffix(".trace.json"))
+        return
+    try:
+        device = pick_device(asked.backend)
+    except SandboxError as error:
+        parser.exit(1, f"{error}\n")
+    for name, problem, prefix in entries:
+        measure(name, problem, device, prefix)
 
 
 if __name__ == "__main__":
