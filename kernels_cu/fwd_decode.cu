@@ -1,8 +1,8 @@
 // Rung 3, for decoding: attention of few queries to many keys, where reading K and V once is all there is to do.
 //
 // The query heads that share a key/value head are rows of one tile ("packed"): row r is query r / group, head r % group of the
-// group, so that every key is read once for all of them. The keys of a tile of rows are split over as many blocks as the GPU
-// has room for, and a block's over its warps. Each warp walks key tiles of its own, with its own ring of STAGES in shared memory,
+// group, so that every key is read once for all of them. The keys of a tile of rows are split over as many blocks as keep the GPU's
+// memory busy, and a block's over its warps. Each warp walks key tiles of its own, with its own ring of STAGES in shared memory,
 // which cp.async fills: no barrier stands between two tiles, and STAGES - 1 tiles a warp are always on their way.
 //
 // clang-format off
@@ -17,8 +17,13 @@
 //
 // A tile of keys lies in one page; where the next one begins is looked up while the one before is on its way. m is followed
 // lazily, as in fwd_mma. The matrix units are idle most of the time, so that Q stays in shared memory, and registers are few.
+//
+// A user alone waits for latencies, not for memory: B1 H32/8 Sk2048 is 8 MiB, read in 2 of its 12 us (H200). What made it of 17: the
+// second entry reads all partials of a row at once, and begins early; and keys are requested in one place, 340 instructions
+// from the start instead of 1000. A merge by the last block to arrive took 0.5 us longer; more blocks than one a
+// multiprocessor, 0.3 us; eight warps a block, 1 us.
 #include "mma_tiles.cuh"
-#include "score.cuh"
+#include "splits.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / 16;
@@ -38,26 +43,10 @@ static_assert(PAGE_SIZE % BLOCK_N == 0, "a tile of keys lies in one page");
 static_assert(SMEM_BYTES == RINGS_AT + WARPS * RING, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
 
-// What m and l of several parts of a row's keys come to: each part counts e^(its m - m) times.
-__device__ __forceinline__ float share(float part, float m, float exponent) {
-    return part == m ? 1.0f : ex2((part - m) * exponent);  // equal infinities: not NaN
-}
-
 // A row of the packed tile: query i, head h.
 struct PackedRow {
     int i, h;
     __device__ __forceinline__ PackedRow(int row, int kv_head, int group) : i(row / group), h(kv_head * group + row % group) {}
-};
-
-// Where blocks leave their part of row `row` of all: O, not yet divided by l, and m and l.
-struct Partials {
-    float* data;
-    long long rows;
-    int splits;
-    __device__ __forceinline__ float* O(long long row, int split) const { return data + (row * splits + split) * HEAD_DIM_V; }
-    __device__ __forceinline__ float2* sums(long long row, int split) const {
-        return reinterpret_cast<float2*>(data + rows * splits * HEAD_DIM_V) + row * splits + split;
-    }
 };
 
 struct Rows {  // what a warp keeps of all rows; a lane holds rows g and g + 8 of each 16-row tile
@@ -89,6 +78,22 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
             rows.O[mt][nt][2 * half + 1] *= alpha;
         }
     }
+}
+
+// Requests the BLOCK_N rows of a tile of keys, or values, from `from` on, by the lanes of a warp; rows from `left` on become zeros. Shorter than
+// `request_tile`, which asks twice: before a block's first keys arrive its instructions have to.
+template <int COLUMNS, int WIDTH>
+__device__ __forceinline__ void request_rows(SmemAddress tile, const dtype* from, long long stride, int left, unsigned lane) {
+    using Rows = Swizzled<COLUMNS>;
+    constexpr unsigned STEP = 32 / Rows::CHUNKS, COPIERS = STEP * Rows::CHUNKS;
+    const unsigned row0 = lane / Rows::CHUNKS, chunk = lane % Rows::CHUNKS;
+    if (COPIERS < 32 && lane >= COPIERS) return;
+    const int rows = chunk * 8 < WIDTH ? left - static_cast<int>(row0) : 0;
+    from += row0 * stride + chunk * 8;
+#pragma unroll
+    for (unsigned i = 0; i < (BLOCK_N + STEP - 1) / STEP; ++i, from += STEP * stride)
+        if (BLOCK_N % STEP == 0 || row0 + i * STEP < BLOCK_N)
+            cp_async_16(tile + Rows::at(row0 + i * STEP, chunk), from, static_cast<int>(i * STEP) < rows);
 }
 
 // One tile of keys, from n0 on, that lies in `stage`. `masked`: some row may not see all of it.
@@ -233,13 +238,15 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
     float* partials,                              // as `Partials` has them; not used where there is one split
     int H,
     int group,                                    // H / Hk
-    int splits,                                   // blocks that share the keys of a tile of rows
+    int splits,                                   // blocks that share the keys of a tile of rows; if dealt, of all batch entries
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
+    let_next_entry_begin();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const unsigned tiles_of_rows = gridDim.x / splits;
-    const int split = blockIdx.x / tiles_of_rows, kv_head = blockIdx.y;
-    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x % tiles_of_rows, blockIdx.z, group);
+    const int kv_head = blockIdx.y, z = blockIdx.z;
+    const Split own = DEALT ? Deal(score, gridDim.z - splits, splits).block(z) : Split{z / splits, z % splits, splits, z / splits * splits};
+    if (DEALT && own.surplus()) return;
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, own.b, group);
     if (RAGGED && tile.surplus()) return;
     const Sequence sequence(score, tile.b);
     const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
@@ -249,28 +256,31 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
     const Head any(sequence, kv_head * group);
     const Range keys = any.keys(i0, i1), seen_by_all = any.keys_seen_by_all(i0, i1);
     const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-    const int part = (all + splits - 1) / splits, begin_of_split = min(split * part, all);
+    const int part = (all + own.splits - 1) / own.splits, begin_of_split = min(own.split * part, all);
     const int end = begin + min(begin_of_split + part, all), first = begin + begin_of_split + warp;
 
     const SmemAddress Q_smem = smem_address(smem);
     char* const ring = smem + RINGS_AT + warp * RING;
-    const auto stage_of = [&](int turn) { return smem_address(ring) + turn % STAGES * STAGE; };
+    const SmemAddress stages = smem_address(ring), stages_end = stages + STAGES * STAGE;
+    const auto after = [&](SmemAddress stage) { return stage + STAGE == stages_end ? stages : stage + STAGE; };
     KeyPlace next = {};  // of the tile that is requested next
     const auto look_up = [&](int j) {
         if (j < end) next = sequence.key_place(j * BLOCK_N);
     };
-    const auto request = [&](int j, int turn) {
+    SmemAddress filled = stages, read = stages;  // the stages that are requested, and read, next
+    const auto request = [&](int j) {
         if (j < end) {
             const int left = sequence.Sk - j * BLOCK_N;
-            request_tile<BLOCK_N, D_PAD, 32>(stage_of(turn), K.row(next.entry, kv_head, next.row), K.stride_s, 0, left, lane);
-            request_tile<BLOCK_N, DV_PAD, 32, HEAD_DIM_V>(stage_of(turn) + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s,
-                                                          0, left, lane);
+            request_rows<D_PAD, HEAD_DIM>(filled, K.row(next.entry, kv_head, next.row), K.stride_s, left, lane);
+            request_rows<DV_PAD, HEAD_DIM_V>(filled + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s, left, lane);
         }
         cp_async_commit();
+        filled = after(filled);
         look_up(j + WARPS);
     };
 
     // Q, by all threads: 16 bytes of a row each.
+#pragma unroll 1
     for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(Tile::CHUNKS); i += THREADS) {
         const int r = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
         const bool there = row0 + r < rows_end && chunk * 8 < HEAD_DIM;
@@ -279,22 +289,21 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
     }
     cp_async_commit();
     look_up(first);
-#pragma unroll
-    for (int turn = 0; turn < STAGES - 1; ++turn) request(first + turn * WARPS, turn);
+#pragma unroll 1
+    for (int turn = 0; turn < STAGES - 1; ++turn) request(first + turn * WARPS);
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // every thread's part of Q is there
 
     const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);  // as in fwd_mma
     const VPlace value_place(lane % 16, lane / 16);
     Rows rows;
-    int turn = 0;
 #pragma unroll 1
-    for (int j = first; j < end; j += WARPS, ++turn) {
-        request(j + (STAGES - 1) * WARPS, turn + STAGES - 1);
+    for (int j = first; j < end; j += WARPS, read = after(read)) {
+        request(j + (STAGES - 1) * WARPS);
         cp_async_wait<STAGES - 1>();
         __syncwarp();  // tile j is there for every lane
         const bool masked = j * BLOCK_N < seen_by_all.begin || (j + 1) * BLOCK_N > seen_by_all.end;
-        attend(rows, sequence, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, stage_of(turn), place, key_place, value_place);
+        attend(rows, sequence, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, read, place, key_place, value_place);
         __syncwarp();  // every lane has read it before its stage is filled again
     }
     cp_async_wait<0>();
@@ -306,7 +315,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
     else leave(rows, O_warp, sums + warp * BLOCK_M);
     __syncthreads();  // what every warp has summed up is there
 
-    const Partials parts = {partials, static_cast<long long>(gridDim.z) * H * query_rows(score), splits};
+    const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
     constexpr int CHUNKS = HEAD_DIM_V / 8;
 #pragma unroll 1
     for (int i = threadIdx.x; i < (rows_end - row0) * CHUNKS; i += THREADS) {
@@ -329,7 +338,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
             for (int e = 0; e < 8; ++e) o[e] += weight * eight[e];
         }
         const long long number = head.first_row(H, row.h) + row.i;
-        if (splits == 1) {
+        if (own.splits == 1) {
             const Total total = head.total(m, l);
             uint4 packed;
             packed.x = pack(o[0] * total.inverse, o[1] * total.inverse), packed.y = pack(o[2] * total.inverse, o[3] * total.inverse);
@@ -337,14 +346,15 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
             *reinterpret_cast<uint4*>(head.query(O, row.h, row.i) + 8 * chunk) = packed;
             if (chunk == 0) LSE[number] = total.lse;
         } else {
-            float4* const to = reinterpret_cast<float4*>(parts.O(number, split)) + 2 * chunk;
+            float4* const to = reinterpret_cast<float4*>(parts.O(number, own.split)) + 2 * chunk;
             to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);
-            if (chunk == 0) *parts.sums(number, split) = make_float2(m, l);
+            if (chunk == 0) *parts.sums(number, own.split) = make_float2(m, l);
         }
     }
 }
 
-// Merges what the splits left, a warp a row: each lane every 32nd pair of columns, split after split.
+// Merges what the splits left, a block a row: PARTS parties of COLUMNS / 4 threads take every PARTS-th split each, many on their way
+// at once, since all of it is a matter of latencies. The order of sums is fixed.
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
     const __grid_constant__ View<dtype> O,  // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                             // (B, H, Sq), contiguous
@@ -352,36 +362,53 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
     int H,
     int splits,
     const __grid_constant__ Score score) {
-    const int h = blockIdx.y * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const RowTile tile = query_tile<1>(score, blockIdx.x, blockIdx.z);
-    if (h >= H || (RAGGED && tile.surplus())) return;
+    constexpr int QUADS = HEAD_DIM_V / 4, PARTS = THREADS / QUADS, AHEAD = 8;
+    static_assert(PARTS >= 1, "a thread for every four columns");
+    __shared__ float4 O_smem[AHEAD][THREADS];  // a thread's own, until all have merged theirs
+    __shared__ float2 sums_smem[PARTS];
+    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, part = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
+    const Split of = DEALT ? Deal(score, entries, splits).first_of(entry) : Split{entry, 0, splits, entry * splits};
+    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
+    await_previous_entry();
+    if ((RAGGED && tile.surplus()) || (DEALT && of.splits == 1)) return;
     const Head head(score, tile.b, h);
     const long long number = head.first_row(H, h) + tile.row0;
-    const Partials parts = {partials, static_cast<long long>(gridDim.z) * H * query_rows(score), splits};
-    const float2* const sums = parts.sums(number, 0);
+    const Partials parts(partials, DEALT ? splits + entries : entries * splits, static_cast<long long>(H) * query_rows(score), of);
     const float exponent = head.unit * Head::LOG2E;
-    float m = -INF, l = 0.0f;
-    for (int split = lane; split < splits; split += 32) m = fmaxf(m, sums[split].x);
-    m = row_max<32>(m);
-    constexpr int PAIRS = HEAD_DIM_V / 2, OWNED = (PAIRS + 31) / 32;
-    float2 o[OWNED] = {};
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-        const float2 own = sums[split];
-        const float weight = share(own.x, m, exponent);
-        const float2* const from = reinterpret_cast<const float2*>(parts.O(number, split));
-        l += weight * own.y;
+
+    Merged own;
+    const int splits_end = part < PARTS ? of.splits : 0;
+#pragma unroll 1
+    for (int first = part; first < splits_end; first += AHEAD * PARTS) {
+        float2 sums[AHEAD];
+        float4 O_part[AHEAD];
 #pragma unroll
-        for (int d = 0; d < OWNED; ++d) {
-            if (lane + 32 * d >= PAIRS) continue;
-            const float2 pair = from[lane + 32 * d];
-            o[d].x += weight * pair.x, o[d].y += weight * pair.y;
+        for (int i = 0; i < AHEAD; ++i) {
+            const int split = min(first + i * PARTS, of.splits - 1);
+            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(number, split) + 4 * quad, first + i * PARTS < of.splits);
+            sums[i] = *parts.sums(number, split);
+            if (first + i * PARTS >= of.splits) sums[i] = make_float2(-INF, 0.0f);
         }
-    }
-    const Total total = head.total(m, l);
-    unsigned* const to = reinterpret_cast<unsigned*>(head.query(O, h, tile.row0));
+        cp_async_commit();
+        cp_async_wait<0>();
 #pragma unroll
-    for (int d = 0; d < OWNED; ++d)
-        if (lane + 32 * d < PAIRS) to[lane + 32 * d] = pack(o[d].x * total.inverse, o[d].y * total.inverse);
-    if (lane == 0) LSE[number] = total.lse;
+        for (int i = 0; i < AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
+        own.add(sums, O_part, exponent);
+    }
+    O_smem[0][threadIdx.x] = own.O;
+    if (part < PARTS && quad == 0) sums_smem[part] = make_float2(own.m, own.l);
+    __syncthreads();
+    if (part > 0) return;
+    Merged whole;
+    float2 sums[PARTS];
+    float4 O_part[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
+    whole.add(sums, O_part, exponent);
+    const Total total = head.total(whole.m, whole.l);
+    uint2 packed;
+    packed.x = pack(whole.O.x * total.inverse, whole.O.y * total.inverse);
+    packed.y = pack(whole.O.z * total.inverse, whole.O.w * total.inverse);
+    reinterpret_cast<uint2*>(head.query(O, h, tile.row0))[quad] = packed;
+    if (quad == 0) LSE[number] = total.lse;
 }

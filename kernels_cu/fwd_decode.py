@@ -3,7 +3,10 @@
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_copies
 
 SM_SMEM = 233472  # bytes of shared memory of a multiprocessor, a block's own KiB among them
+SM_ASKS = 65536  # bytes that are on their way to a multiprocessor when memory is busy
 MOST_SPLITS = 256
+MOST_BLOCKS = 65535  # along the grid's last axis
+DEALT_WAVES = 8  # of blocks that are dealt
 MOST_ACCUMULATORS = 32 * 160  # of S and O in a warp
 
 
@@ -32,23 +35,59 @@ def row_tiles(p: Problem, t: Tile) -> int:
     return cdiv(rows, t.BLOCK_M)
 
 
+def dealt(p: Problem) -> bool:
+    """Whether blocks are dealt to batch entries of different numbers of keys, on the device, where these are known."""
+    return p.key_lengths and not p.ragged
+
+
+def at_once(p: Problem, t: Tile) -> int:
+    """Blocks that keep the GPU's memory busy, as far as there is room for them: more of them finish no earlier."""
+    room = max(1, SM_SMEM // (smem_bytes(p, t) + 1024))
+    asked = t.WARPS * (t.STAGES - 1) * 2 * t.BLOCK_N * (columns(p.D) + columns(p.Dv))
+    return t.BLOCKS * min(room, cdiv(SM_ASKS, asked))
+
+
 def splits(p: Problem, t: Tile) -> int:
-    """How many blocks share the keys of a tile of rows: as many as finish first, counted in rounds of a block's warps,
-    if all take equally long; two rounds more for what a block does besides, one more to merge. Not measured yet."""
-    blocks = row_tiles(p, t) * p.Hk * p.batches
-    rounds = cdiv(p.Sk, t.BLOCK_N * t.WARPS)
-    at_once = t.BLOCKS * max(1, SM_SMEM // (smem_bytes(p, t) + 1024))
+    """How many blocks share the keys of a tile of rows; if dealt, of all batch entries.
+
+    As many as finish first, counted in rounds of a block's warps, if all take equally long; two rounds more for what
+    a block does besides, one more to merge. Where they take differently long, of several entries, so many that the
+    last ones are short.
+    """
+    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS)
+    if dealt(p):
+        wanted = at_once(p, t) * (DEALT_WAVES if p.B > 1 else 1) // max(tiles, 1)
+        return max(1, min(p.B * rounds, wanted, MOST_BLOCKS - p.B))
+    shared = tiles * p.batches
 
     def takes(n: int) -> int:
-        return cdiv(blocks * n, at_once) * (cdiv(rounds, n) + 2) + (n > 1)
+        return cdiv(shared * n, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1)
 
-    return min(range(1, max(1, min(rounds, MOST_SPLITS)) + 1), key=takes)
+    most = min(rounds, MOST_SPLITS, MOST_BLOCKS // max(p.batches, 1))
+    return min(range(1, max(1, most) + 1), key=takes)
+
+
+def blocks(p: Problem, t: Tile) -> int:
+    """Blocks that share keys of a tile of rows, of all batch entries; if dealt, at most."""
+    return splits(p, t) + p.B if dealt(p) else splits(p, t) * p.batches
+
+
+def merges(p: Problem, t: Tile) -> bool:
+    """Whether some row's keys may be shared."""
+    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Numbers: O, m and l of every row and split; none of them has to be zero."""
-    n = splits(p, t)
-    return (p.batches * p.H * p.rows[0] * n * (p.Dv + 2) if n > 1 else 0), 0
+    return (blocks(p, t) * p.H * p.rows[0] * (p.Dv + 2) if merges(p, t) else 0), 0
+
+
+def first_for(p: Problem) -> bool:
+    """Where it is measured to be faster than fwd_mma and fwd_wgmma (experiment 020): few rows share many keys, or more
+    rows of so few heads that tiles of 128 queries leave half of the multiprocessors idle."""
+    rows = p.Sq * group(p)
+    few, alone = p.Sq <= 32 and rows <= 64, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
+    return 0 < 16 * p.Sq <= p.Sk and (few or alone) and not p.ragged and not p.block_map[3]
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -104,19 +143,21 @@ kernel = Kernel(
         "STAGES": (2, 3, 4, 6),
         "BLOCKS": (132,),
     },
-    grid=lambda p, t: (row_tiles(p, t) * splits(p, t), p.Hk, p.batches),
+    grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
     rank=rank,
+    first_for=first_for,
     scratch={"partials": partials},
     numbers={"splits": splits},
     args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "score"),
     then=(
         Entry(
             name="fwd_decode_merge",
-            grid=lambda p, t: (p.query_tiles(1) if splits(p, t) > 1 else 0, cdiv(p.H, t.WARPS), p.batches),
+            early=True,
+            grid=lambda p, t: (p.query_tiles(1) if merges(p, t) else 0, p.H, p.batches),
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,
             numbers={"splits": splits},

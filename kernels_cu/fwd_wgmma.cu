@@ -208,6 +208,26 @@ __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int 
 }
 #endif
 
+// A thread's scores of a row are two of every 8 keys, from its own column on. A bit for each: those of keys before `end`,
+__device__ __forceinline__ unsigned scores_before(int end) {
+    const int many = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
+    return many < 32 ? ~(~0u << many) : ~0u;
+}
+// and those that rows `row` and `row` + 8 see, looked up in one loop, which the compiler meets once.
+__device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, int row, int column) {
+    seen[0] = seen[1] = 0;
+#pragma unroll 1
+    for (int first = 0; first < BLOCK_N / 4; first += AT_ONCE / 2) {
+        unsigned some[2] = {};
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const At at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
+            some[i / 2 % 2] |= static_cast<unsigned>(head.sees(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
+        }
+        seen[0] |= some[0] << first, seen[1] |= some[1] << first;
+    }
+}
+
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
     float O[DV_PAD / 2] = {};
@@ -425,28 +445,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
-            if (Head::SCATTERED && !tile.whole) {
-                unsigned long long seen = 0;  // a bit for each score; one loop for all, which the compiler meets once
-#pragma unroll 1
-                for (int i = 0; i < BLOCK_N / 2; i += AT_ONCE) {
-                    unsigned some = 0;
-#pragma unroll
-                    for (int k = 0; k < AT_ONCE; ++k)
-                        some |= static_cast<unsigned>(bound.sees(at(i + k).query_row(), at(i + k).key_col())) << k;
-                    seen |= static_cast<unsigned long long>(some) << i % 64;
+            const Range sees[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
+            const int end[2] = {sees[0].end - column, sees[1].end - column};
+            const int begin[2] = {sees[0].begin - column, sees[1].begin - column};
+            if (Head::SCATTERED) {
+                unsigned seen[2];
+                if (tile.whole) {
+                    for (int half = 0; half < 2; ++half)
+                        seen[half] = scores_before(end[half]) & ~scores_before(begin[half]);
+                } else {
+                    look_up(seen, bound, row, column);
                 }
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!(seen >> i % 64 & 1)) S[i] = -INF;
-                return;
-            }
-            const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
-            const int end[2] = {seen[0].end - column, seen[1].end - column};
-            const int begin[2] = {seen[0].begin - column, seen[1].begin - column};
+                    if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
+            } else {
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i) {
-                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-                if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                for (int i = 0; i < BLOCK_N / 2; ++i) {
+                    if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                    if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                }
             }
         };
         const auto drop = [&](Told tile) {  // what dropout drops of P

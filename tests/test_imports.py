@@ -164,6 +164,7 @@ def test_one_seam_to_array_libraries() -> None:
             "bench.peers",
             "bench.ragged",
             "bench.timing",
+            "api.torch_autograd",
             "api.torch_op",
             "api.torch_float8",
             "api.torch_nested",

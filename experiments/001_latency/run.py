@@ -156,7 +156,9 @@ def training() -> Iterator[tuple[str, list]]:
         "sandbox, dropout": partial(sandbox.attention, dropout=0.1),
         "SDPA flash, dropout": partial(theirs, dropout_p=0.1),
         "sandbox, window": partial(sandbox.attention, window=(64, 0)),
+        "SDPA in our slot": theirs,
     }
+    slot = sandbox.use_in_torch()
 
     def forward(call: Callable[..., torch.Tensor]) -> None:
         held[next(kept)] = call(*next(steps))
@@ -172,7 +174,11 @@ def training() -> Iterator[tuple[str, list]]:
             for (name, call), (what, step) in product(
                 calls.items(), {"forward": forward, "forward and backward": both}.items()
             ):
+                if name == "SDPA in our slot":
+                    slot.activate()
+                    step(call)
                 found = timed(partial(step, call), 1, 20, torch.cuda.synchronize)
+                slot.restore()
                 samples.setdefault(f"{what}, B1 H4 S128 D64 fp16: {name}", []).extend(found if take >= 0 else [])
     yield from samples.items()
 

@@ -11,6 +11,7 @@ import numpy as np
 FACTOR = 2  # curves coincide when they differ by at most so many times what PyTorch's own differ by
 COLOURS = {
     "ours": "#d62728", "sdpa-flash": "#4d4d4d", "sdpa-math": "#c49c3f", "sdpa-efficient": "#7b8fb2",
+    "sdpa-cudnn": "#a06aa0",
     "plain": "#8fae8b", "varlen": "#4d4d4d",
 }  # fmt: skip
 

@@ -168,6 +168,8 @@ def contenders_for(task: str, device: str, compiled: bool) -> dict[str, Attend]:
         found["varlen"] = varlen
     elif task == "causal" or device == "cuda":
         found["sdpa-flash"] = sdpa(SDPBackend.FLASH_ATTENTION, dropout)
+        if device == "cuda":
+            found["sdpa-cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, dropout)
     found["sdpa-math"] = sdpa(SDPBackend.MATH, dropout)
     if device == "cuda":
         found["sdpa-efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, dropout)

@@ -1,12 +1,16 @@
 """What hidden tiles cost the Hopper forward: sparse masks and documents with their block map, beside the plain problem.
 
-python experiments/014_scores/walk.py           needs a GPU; half a minute on an H200
-PYTHONPATH=OTHER python …/walk.py               the same of another checkout, such as the commit before
+python experiments/014_scores/walk.py                needs a GPU; half a minute on an H200
+python experiments/014_scores/walk.py KERNEL KERNEL  several in turns, such as a copy of fwd_wgmma.cu of another name
+PYTHONPATH=OTHER python …/walk.py                    the same of another checkout, such as the commit before
+
+Problems of one length take turns. Before each launch the GPU idles until the host is ahead of it, and L2 is flushed.
 """
 
 from __future__ import annotations
 
-import statistics
+import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +18,11 @@ from typing import Any
 import sandbox
 from sandbox import Problem, Score
 from sandbox.bench import environment
+from sandbox.bench.timing import Events, Limits, Timing, measure, measure_ceilings
 from sandbox.core import jsonl
 
 OUT = Path(__file__).resolve().parent / "walk.jsonl"
-LAUNCHES = 20
+LIMITS = Limits(rounds=20, enough=20)
 BLOCK = 128  # queries and keys of what is hidden or shown
 
 
@@ -35,19 +40,6 @@ def documents(torch: Any, S: int, count: int, device: str) -> Score:
     return Score(mask="doc(i) == doc(j)", tensors={"doc": doc})
 
 
-def timed(torch: Any, call: Callable[[], Any]) -> float:
-    """Median seconds of so many launches, one after the other."""
-    samples = []
-    for i in range(LAUNCHES + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples += [begin.elapsed_time(end) * 1e-3] if i >= 3 else []
-    return statistics.median(samples)
-
-
 def cases(torch: Any, device: str, S: int, short: int) -> list[tuple[str, int, int, dict[str, Any]]]:
     """(what, B, S, options); the plain problem before what it is compared with."""
     return [
@@ -63,35 +55,40 @@ def cases(torch: Any, device: str, S: int, short: int) -> list[tuple[str, int, i
 
 
 def main(
-    device: str = "cuda", S: int = 16384, short: int = 8192, H: int = 16, timed: Callable[..., float] = timed
+    kernels: tuple[str, ...] = ("fwd_wgmma",), device: str = "cuda", S: int = 16384, short: int = 8192, H: int = 16
 ) -> None:
     import torch
 
-    for what, B, length, options in cases(torch, device, S, short):
-        q, k, v = (torch.randn(B, H, length, 128, device=device, dtype=torch.bfloat16) for _ in range(3))
-        if score := options.get("score"):
-            options["score"] = score.with_blocks(sandbox.block_map(score, Problem(B, H, length, length, 128)))
-        call = lambda kernel: sandbox.attention_forward(q, k, v, **options, kernel=kernel)[0]  # noqa: B023, E731
-        off = (
-            (call("fwd_wgmma").float() - call("fwd_mma").float()).abs().max().item()
-        )  # which scans the map tile by tile
-        assert off < 2e-2, f"{what}: {off} between two kernels"
-        seconds = timed(torch, lambda: call("fwd_wgmma"))  # noqa: B023
-        seen = pairs(torch, score, length, bool(options.get("causal")))
-        row = {
-            "what": what,
-            "B": B,
-            "H": H,
-            "S": length,
-            "seconds": seconds,
-            "tflops": 4 * B * H * seen * 128 / seconds / 1e12,
+    stopwatch = Events()
+    ceilings = measure_ceilings("bfloat16", stopwatch)
+    asked = cases(torch, device, S, short)
+    for n in (S, short):
+        own = [case for case in asked if case[2] == n]
+        calls = {
+            (kernel, what): launch(torch, kernel, B, H, n, device, options)
+            for what, B, _, options in own
+            for kernel in kernels
         }
-        print(
-            f"{what:24} S {length:6}  {seconds * 1e6:8.1f} us  {row['tflops']:6.1f} TFLOP/s of the pairs seen",
-            flush=True,
-        )
-        if device == "cuda":
-            jsonl.append(OUT, row | environment.describe())
+        times = measure({name: stopwatch.ready(call) for name, call in calls.items()}, stopwatch, LIMITS)
+        for what, B, _, options in own:
+            seen = pairs(torch, options.get("score"), n, bool(options.get("causal")))
+            for kernel in kernels:
+                timing = Timing.of(times[kernel, what])
+                tflops = 4 * B * H * seen * 128 / timing.median / 1e12
+                print(f"{what:24} {kernel} S {n:6}  {timing.median * 1e6:8.1f} us  {tflops:6.1f} TFLOP/s", flush=True)
+                row = {"what": what, "kernel": kernel, "B": B, "H": H, "S": n, "seconds": timing.median}
+                jsonl.append(OUT, row | {"tflops": tflops} | ceilings | environment.describe())
+
+
+def launch(torch: Any, kernel: str, B: int, H: int, S: int, device: str, options: dict[str, Any]) -> Callable[[], Any]:
+    """A call on tensors of its own, its block map made before; it gives what fwd_mma gives, which scans the map."""
+    q, k, v = (torch.randn(B, H, S, 128, device=device, dtype=torch.bfloat16) for _ in range(3))
+    if score := options.get("score"):
+        options = options | {"score": score.with_blocks(sandbox.block_map(score, Problem(B, H, S, S, 128)))}
+    call = functools.partial(sandbox.attention_forward, q, k, v, **options)
+    off = (call(kernel=kernel)[0].float() - call(kernel="fwd_mma")[0].float()).abs().max().item()
+    assert off < 2e-2, f"{off} between two kernels"
+    return functools.partial(call, kernel=kernel)
 
 
 def pairs(torch: Any, score: Score | None, S: int, causal: bool) -> int:
@@ -105,4 +102,4 @@ def pairs(torch: Any, score: Score | None, S: int, causal: bool) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]) or ("fwd_wgmma",))

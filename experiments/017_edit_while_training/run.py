@@ -87,7 +87,8 @@ def measure(kernel: str, backend: str, out: Path) -> None:
             shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
         source = project / "kernels_cu" / f"{kernel}.cu"
         command = [project / "experiments" / HERE.name / "run.py", "--kernel", kernel, "--backend", backend, "--json"]
-        own = {**os.environ, "PYTHONPATH": folder}  # else it would be the project's that is installed
+        paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        own = {**os.environ, "PYTHONPATH": paths}  # else it would be the project's that is installed
         process = subprocess.Popen([sys.executable, *command], env=own, stdout=subprocess.PIPE, text=True)
         try:
             events, text = events_of(process), source.read_text()

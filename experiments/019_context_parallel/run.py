@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,12 @@ import model
 
 HERE = Path(__file__).resolve().parent
 POINTS = ((128, True), (32, True), (128, False), (32, False), (512, True), (512, False))  # K rows, causal: best first
-SAMPLES, LONG = 7, 1.0  # of a call; one that takes so many seconds is timed once, after the one that is checked
-KILL_SECONDS = 20.0  # after which a process group gives a collective up, in `kill`
+SAMPLES, LONG = 7, 1.0  # of a call, or as many as fill so many seconds, after the one that is checked
+TURNS = {  # whose kernels in the ring, and how keys come; of the longest rows the first two
+    "cuda": (("ours", "alltoall"), ("cudnn", "alltoall"), ("flash", "alltoall"), ("ours", "allgather")),
+    "cpu": (("ours", "alltoall"), ("ours", "allgather")),
+}
+KILL_SECONDS = 10.0  # after which a process group gives a collective up, in `kill`
 
 
 class Rank:
@@ -63,7 +67,7 @@ class Rank:
     def seconds(self, call: Callable[[], object]) -> float:
         """Of the call, host and all, in the slowest process: the median; it has been called before."""
         times: list[float] = []
-        while len(times) < SAMPLES and (not times or times[-1] < LONG):
+        while len(times) < SAMPLES and sum(times) < LONG:
             self._wait()
             self.dist.barrier()
             start = time.perf_counter()
@@ -81,7 +85,7 @@ class Rank:
             self.torch.cuda.synchronize()
 
 
-def point(rank: Rank, S: int, causal: bool, whose: list[str]) -> Iterator[dict[str, Any]]:
+def point(rank: Rank, S: int, causal: bool, turns: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
     """One GPU alone on our kernels, then the rings: a row each, checked against the first before it is timed."""
     import ring
     from torch.nn import functional as F
@@ -91,7 +95,6 @@ def point(rank: Rank, S: int, causal: bool, whose: list[str]) -> Iterator[dict[s
     with ring.kernels_of("ours", rank.backend):
         expected = ring.out_and_gradients(alone, *whole)
         yield {"whose": "ours", "rotate": "one GPU", "excess": 0.0} | timed(rank, S, causal, alone, whole, 1)
-    turns = [(name, "alltoall") for name in whose] + [("ours", "allgather")]
     for name, rotate in turns:
         with ring.kernels_of(name, rank.backend), ring.ring(rank.mesh, causal, rotate, *whole, *expected) as parts:
             call = partial(ring.attend, rank.mesh, causal=causal)
@@ -125,16 +128,17 @@ def measure(options: argparse.Namespace) -> int:
 
     start, rank, wrong = time.monotonic(), Rank(options.backend, 120.0), 0
     about = {"backend": options.backend, **environment.describe()}
-    whose = ["ours", "cudnn", "flash"] if options.backend == "cuda" else ["ours"]
     points = [(rows << 10, causal) for rows, causal in POINTS] if not options.rows else [
         (rows, causal) for rows in options.rows for causal in (True, False)]  # fmt: skip
     for S, causal in points:
-        once = 3.5 * model.flops(S, causal) / 600e12 * (2 + 4 * 2 / rank.count) if options.backend == "cuda" else 0.0
+        turns = TURNS[options.backend][: 2 if S > 128 << 10 else None]
+        works = 2 + 2 * len(turns) / rank.count
+        once = 3.5 * model.flops(S, causal) / 600e12 * works if options.backend == "cuda" else 0.0
         if rank.slowest(time.monotonic() - start) + 1.5 * once > options.seconds:
             if rank.number == 0:
                 print(f"S {S} causal {causal}: not begun, it would take some {1.5 * once:.0f} s more than there are")
             continue
-        for found in point(rank, S, causal, whose):
+        for found in point(rank, S, causal, turns):
             row = {"gpus": rank.count, "S": S, "causal": causal, **found}
             wrong += not row["excess"] <= 1
             if rank.number == 0:
@@ -164,6 +168,7 @@ def kill(options: argparse.Namespace) -> int:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(options.gpus)}
+    where["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # else PyTorch gives the others a minute to write down what they did
     command = [sys.executable, __file__, "victim", "--backend", options.backend]
     with tempfile.TemporaryFile("w+") as said:
         ranks = [{**os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(options.gpus)]
@@ -172,6 +177,7 @@ def kill(options: argparse.Namespace) -> int:
             *others, last = started
             last.wait(timeout=300)
             died = time.monotonic()
+            print(f"process {len(others)} was killed", flush=True)
             ends = [(ended(process, KILL_SECONDS + 30), time.monotonic() - died) for process in others]
         finally:
             for process in started:

@@ -1,6 +1,7 @@
 """How fast is decoding? The grid `decode`, the crossing with the kernels of many queries, and other numbers of splits.
 
 python experiments/020_decode/run.py            needs a GPU
+python experiments/020_decode/run.py plot       draws the stored rows of the grid
 """
 
 from __future__ import annotations
@@ -10,31 +11,55 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from sandbox.bench import decode, plot
+from sandbox.bench.rows import problem_of, read_rows
+
 HERE = Path(__file__).resolve().parent
+ROWS = HERE / "results.jsonl"
 PEERS = f"sdpa-cudnn,sdpa-flash,{HERE.parent / 'flash_attention_peers.py'}"
 KERNELS = ("fwd_decode", "fwd_mma", "fwd_wgmma")
 QUERIES = (1, 2, 4, 8, 16, 32, 64, 128)  # times four heads a group: packed rows
-SPLIT = ("1,32/8,1,2048,128", "1,32/8,1,32768,128", "8,32/8,1,8192,128")
-BLOCKS = (66, 132, 264)  # what the spec takes for the number of multiprocessors, half of it, twice
+WIDTHS = ("16,32/8,4,8192,64", "16,32/8,16,8192,64", "16,16,32,4096,64",
+          "16,32/8,4,8192,256", "16,32/8,16,8192,256", "16,16,32,4096,256")  # fmt: skip
+SPLIT = ("1,32/8,1,2048,128", "4,16,1,8192,128", "1,64/8,1,131072,128", "8,32/8,1,32768,128")
+BLOCKS = (66, 132, 264, 528)  # what the spec takes for the number of multiprocessors, and others
+DEALT = (16, 33, 66, 132, 264)  # likewise, where it asks for eight times as many
 
 
 def commands() -> Iterator[tuple[str, ...]]:
     """What `sandbox bench` is told, run after run."""
-    yield (*KERNELS, "--grid", "decode", "--peers", PEERS, "--plot", str(HERE / "decode"))
+    yield (*KERNELS, "--grid", "decode", "--peers", PEERS)
     for B in (1, 16):
-        shapes = [word for Sq in QUERIES for word in ("--shape", f"{B},32/8,{Sq},8192,128")]
-        yield (*KERNELS, *shapes, "--causal", "--peers", "none")
-    shapes = [word for shape in SPLIT for word in ("--shape", shape)]
-    tiles = [word for n in BLOCKS for word in ("--tile", f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n}")]
-    yield ("fwd_decode", *shapes, *tiles, "--peers", "none")
+        yield (*KERNELS, *_shapes(*(f"{B},32/8,{Sq},8192,128" for Sq in QUERIES)), "--causal", "--peers", "none")
+    yield (*KERNELS, *_shapes(*WIDTHS), "--causal", "--peers", "none")
+    yield ("fwd_decode", *_shapes(*SPLIT), *_tiles(BLOCKS), "--peers", "none")
+    yield ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths", *_tiles(DEALT), "--peers", "none")
+
+
+def _shapes(*shapes: str) -> list[str]:
+    return [word for shape in shapes for word in ("--shape", shape)]
+
+
+def _tiles(blocks: tuple[int, ...]) -> list[str]:
+    return [word for n in blocks for word in ("--tile", f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n}")]
+
+
+def draw() -> None:
+    """The grid alone, each contender with the tile that it chose."""
+    grid = decode.problems("bfloat16")
+    plot.draw([r for r in read_rows(ROWS) if problem_of(r) in grid and " " not in r["contender"]], HERE / "decode")
 
 
 def main() -> int:
+    if sys.argv[1:] == ["plot"]:
+        draw()
+        return 0
     worst = 0
     for options in commands():
         command = [sys.executable, "-m", "sandbox", "bench", *options, "--dtype", "bfloat16"]
-        done = subprocess.run([*command, "--out", str(HERE / "results.jsonl")], check=False)
+        done = subprocess.run([*command, "--out", str(ROWS)], check=False)
         worst = max(worst, done.returncode)
+    draw()
     return worst
 
 

@@ -44,6 +44,29 @@ __device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
     return TOLD == EVERYTHING;
 }
 
+// The same of the 64 query rows of one row of the map, both at once: what is loaded is not waited for one by one. Of rows from Sq
+// on nothing, and everything.
+struct MapTile {
+    bool something, everything;
+};
+template <int KEYS>
+__device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
+#if BLOCK_MAP
+    static_assert(MAP_M == 64 && KEYS % MAP_N == 0 && KEYS <= WORD_KEYS, "a row of the map, and a word or two of it");
+    const int words = (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4, begin = n0 / MAP_N, word = begin / 32;
+    const int next = WORD_KEYS % KEYS ? min(word + 1, words - 1) : word;  // where a tile may begin in one and end in the next
+    const unsigned* const at = block_map + min(m0, Sq - 1) / MAP_M * score.block_map.stride_i;
+    const unsigned own = ~(~0u << min(KEYS / MAP_N, (score.Sk + MAP_N - 1) / MAP_N - begin));
+    const auto bits = [&](const unsigned* kind) {
+        return static_cast<unsigned>((static_cast<unsigned long long>(kind[next]) << 32 | kind[word]) >> begin % 32) & own;
+    };
+    const unsigned some = bits(at), all = bits(at + words);
+    return {m0 < Sq && some, m0 >= Sq || all == own};
+#else
+    return {true, !SCATTERED};
+#endif
+}
+
 // Of key tiles `tile` .. `end`, KEYS keys each, the first one of which some of query rows m0 .. m1 see something; or `end`.
 // Four words at a time, so that long stretches of nothing are soon behind.
 template <int KEYS>

@@ -16,12 +16,12 @@
 using SmemAddress = unsigned;  // a byte address in shared memory
 
 // Whether `require` looks: on the CPU backend, and where SANDBOX_CHECKED asks for it. On a GPU the driver then writes
-// `otherwise`, and the context is lost.
+// `otherwise`, and the context is lost. A lane of each warp speaks: of some kernels one warp alone sees what is required.
 #if CHECKED_KERNELS
 constexpr bool CHECKED = true;
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, unsigned long);
 __device__ __forceinline__ void require(bool holds, const char* otherwise) {
-    if (!holds && threadIdx.x == 0) __assertfail(otherwise, __FILE__, __LINE__, "require", 1);
+    if (!holds && threadIdx.x % 32 == 0) __assertfail(otherwise, __FILE__, __LINE__, "require", 1);
 }
 #else
 constexpr bool CHECKED = false;
@@ -118,6 +118,21 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Lets the next entry begin as soon as every block of this one has begun, where it may (`early` in its spec); it then has to
+// wait for what this one writes. Before compute capability 9.0 it begins afterwards in any case.
+__device__ __forceinline__ void let_next_entry_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the previous entry has ended and what it has written is there.
+__device__ __forceinline__ void await_previous_entry() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Adds a warp's fragment, a 16 x 8 accumulator, to 128 floats of global memory at `to`, a multiple of 16 bytes, in an order

@@ -30,15 +30,18 @@ struct TileLists {
         unsigned newest = range.begin * (2 * LAST_TILE), held = 0;  // held: whether the newest was found
 #pragma unroll 1
         for (int first = range.begin; first < range.end; first += 32) {
-            const int tile = first + lane;
-            const bool seen =
-                tile < range.end && head.map_tells<Head::SOMETHING, BLOCK_N>(m0, m0 + BLOCK_M, tile * BLOCK_N);
+            const int tile = min(first + static_cast<int>(lane), range.end - 1);
+            bool seen = false;
+            unsigned entry = tile * (2 * LAST_TILE);
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 64; ++i) {
+                const Head::MapTile own = head.map_tile<BLOCK_N>(m0 + 64 * i, tile * BLOCK_N);
+                seen |= own.something;
+                entry |= own.everything << i;
+            }
+            seen = seen && first + static_cast<int>(lane) < range.end;
             const unsigned found = __ballot_sync(0xffffffffu, seen);
             if (!found) continue;
-            unsigned entry = tile * (2 * LAST_TILE);
-#pragma unroll 1
-            for (int row = m0, bit = 1; row < (seen ? m0 + BLOCK_M : m0); row += 64, bit *= 2)
-                if (head.map_tells<Head::EVERYTHING, BLOCK_N>(row, row + 64, tile * BLOCK_N)) entry |= bit;
             const unsigned last = 31 - __clz(found), entries = held + __popc(found) - 1;
             if (entries) {
                 unsigned* const words = open();

@@ -9,7 +9,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
 from .asked import CU_SEQLENS, Asked, asked, ragged, with_float8
-from .passes import run_forward
+from .passes import known, run_forward
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -67,15 +67,24 @@ def attend(
 ) -> tuple[Any, Any]:
     """(out, lse) of q, k, v and the arrays that `what` names."""
     library = library_of(arrays[0])
+    options = causal, scale, kernel, tile, backend, False, what
+    if library.unwatched() and (found := known(options, arrays)):
+        if not library.follows(*arrays):
+            out, lse = found[0](arrays, found[1])
+            return out, lse
+        if not what.descale:
+            from . import torch_autograd
+
+            return torch_autograd.followed(arrays, options, found)
     arrays = *library.cast(*arrays[:3]), *arrays[3:]
     if library.records(*arrays, scale):
-        from . import torch_float8, torch_op
+        from . import torch_autograd, torch_float8
 
         if what.descale:
-            return torch_float8.attention(arrays, (causal, scale, kernel, tile, backend, False, what))
-        out, lse = torch_op.attention(arrays, what, causal, scale, kernel, tile, backend)
+            return torch_float8.attention(arrays, options)
+        out, lse = torch_autograd.attention(arrays, what, causal, scale, kernel, tile, backend)
         return out, lse
-    return run_forward(arrays, (causal, scale, kernel, tile, backend, False, what))
+    return run_forward(arrays, options)
 
 
 def attention_varlen(

@@ -16,14 +16,14 @@ from ..core.errors import SpecError, UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
 from .asked import asked, with_float8
+from .plans import Plans
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
     from ..core.tile import Tile
     from .plan import Plan
 
-_plans: dict[tuple, Plan] = {}
-_MOST_PLANS = 4096
+_plans = Plans()
 _NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address
 
 
@@ -86,13 +86,18 @@ def attention_forward(
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     if descale is not None or out_dtype is not None:
         what, arrays = with_float8(what, arrays, descale, out_dtype)
-    if library_of(q).intercepts(q, k, v, *arrays):
-        from . import torch_float8, torch_op
+    library, arrays = library_of(q), (q, k, v, *arrays)
+    options = causal, scale, kernel, tile, backend, False, what
+    if library.unwatched() and (found := known(options, arrays)):
+        out, lse = found[0](arrays, found[1])
+        return out, lse
+    if library.intercepts(*arrays):
+        from . import torch_autograd, torch_float8
 
         if what.descale:
-            return torch_float8.attention((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
-        return torch_op.forward((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
-    return run_forward((q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what))
+            return torch_float8.attention(arrays, options)
+        return torch_autograd.forward(arrays, what, causal, scale, kernel, tile, backend)
+    return run_forward(arrays, options)
 
 
 def attention_backward(
@@ -157,41 +162,54 @@ def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
 
 def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...], tuple[int, ...]]:
     """The plan of `run_forward`, and what to call it with."""
-    causal, scale, *how = options
-    if scale is not None and type(scale) is not float:
-        options = (causal, number(scale), *how)
-    library = library_of(arrays[0])
-    arrays = library.held(*arrays)
-    try:
-        addresses = tuple(map(library.pointer, arrays))
-        bits = addresses[0] | addresses[1] | addresses[2] | 16
-        key = (*library.signatures(arrays), bits & -bits, 0 in addresses, *options)
-        plan = _plans.get(key)
-    except _NO_KEY:
-        key, plan = None, None
-    if plan is None:
-        plan, addresses = _make_plan("forward_plan", key, arrays, options)
-    return plan, arrays, addresses
+    if found := known(options, arrays):
+        return found[0], arrays, found[1]
+    return _planned("forward_plan", 3, arrays, options)
 
 
 def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """`attention_backward`, as `run_forward`, of dout, q, k, v, out, lse and so on; dq, dk, dv, and what else is asked
     for as a result."""
+    if found := known(options, arrays, "backward"):
+        return found[0](arrays, found[1])
+    plan, arrays, addresses = _planned("backward_plan", 5, arrays, options)  # lse and so on is read number by number
+    return plan(arrays, addresses)
+
+
+def known(options: tuple[Any, ...], arrays: tuple[Any, ...], which: str = "forward") -> tuple[Plan, Any] | None:
+    """The plan that a route leads to, and the arrays' addresses. Where it is found nobody watches the arrays, if
+    nobody watches the thread."""
+    scale = options[1]
+    if scale is not None and type(scale) is not float:
+        return None
+    try:
+        return _plans.find((which, *options), arrays)
+    except TypeError:  # a tile given as a dict
+        return None
+
+
+def _planned(
+    maker: str, copied: int, arrays: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[Plan, tuple[Any, ...], tuple[int, ...]]:
+    """The plan for arrays of this kind, found by its key or made, and what to call it with. Kernels copy the first so
+    many arrays by rows: their alignment counts."""
     causal, scale, *how = options
     if scale is not None and type(scale) is not float:
         options = (causal, number(scale), *how)
-    library = library_of(arrays[0])
+    library, plans = library_of(arrays[0]), _plans
     arrays = library.held(*arrays)
     try:
         addresses = tuple(map(library.pointer, arrays))
-        bits = reduce(or_, addresses[:5], 16)  # lse and what follows is read number by number
-        key = ("backward", *library.signatures(arrays), bits & -bits, 0 in addresses, *options)
-        plan = _plans.get(key)
+        bits = reduce(or_, addresses[:copied], 16)
+        key = (maker, *library.signatures(arrays), bits & -bits, 0 in addresses, *options)
+        plan = plans.get(key)
     except _NO_KEY:
         key, plan = None, None
     if plan is None:
-        plan, addresses = _make_plan("backward_plan", key, arrays, options)
-    return plan(arrays, addresses)
+        plan, addresses = _make_plan(maker, key, arrays, options)
+    elif not isinstance(plan, Refusal):
+        plans.learn((maker.removesuffix("_plan"), *options), arrays, addresses, plan)
+    return plan, arrays, addresses
 
 
 def number(scale: Any) -> float:
@@ -215,9 +233,7 @@ def _make_plan(
     except UnsupportedProblem as refusal:
         plan = Refusal(str(refusal))
     if key is not None:
-        if len(kept) >= _MOST_PLANS:
-            kept.clear()
-        kept[key] = plan
+        kept.keep(key, plan)
     # What is refused may be arrays of several libraries, or have no address.
     return plan, () if isinstance(plan, Refusal) else tuple(map(library_of(arrays[0]).pointer, arrays))
 
@@ -240,4 +256,4 @@ def reload() -> None:
     global _plans  # noqa: PLW0603  # a plan in the making goes to the old ones
     registry.forget()
     pipeline.forget()
-    _plans = {}  # last: what is planned from here on is planned from what is read anew
+    _plans = Plans()  # last: what is planned from here on is planned from what is read anew

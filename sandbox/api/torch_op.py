@@ -2,16 +2,15 @@
 
 The operators "sandbox::attention_forward" and "sandbox::attention_backward" have fake implementations, which say shapes
 and strides without computing; rules for torch.func.vmap, which make one batch of two; and a gradient each: the
-backward's own is a refusal. Three ways lead there:
+backward's own is a refusal. Two ways lead there, and past them `torch_autograd`:
 
-- eager code on plain tensors, `_Attention`: past the dispatcher, which takes three times as long;
-- what else PyTorch has to see (subclasses, dispatch modes, torch.func, forward-mode), `_Watched`, around the operators;
+- what PyTorch has to see (subclasses, dispatch modes, torch.func, forward-mode), `_Watched`, around the operators;
 - torch.compile, torch.jit.trace and torch.func.functionalize, which take the operators themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.normalise import normalise_causal
 from ..core.tile import Tile
-from ..launch.dlpack import dense_strides, library_of
+from ..launch.dlpack import dense_strides
 from . import asked
 from .asked import NOTHING, Asked
 from .passes import number, run_backward, run_forward
@@ -31,15 +30,10 @@ from .passes import number, run_backward, run_forward
 Results = tuple[Tensor, ...]
 
 
-def attention(
+def forward_seen(
     arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
 ) -> Results:
-    """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
-    q, k, v and those that `what` names."""
-    if isinstance(scale, Tensor):
-        scale = _constant(scale)
-    if not library_of(arrays[0]).intercepts(*arrays):
-        return _Attention.apply((causal, scale, kernel, tile, backend, False, what), *arrays)
+    """(out, lse) by the operators. `arrays` are q, k, v and those that `what` names."""
     how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend
     if what is NOTHING:
         return watched(_forward, _Watched, *arrays, *how)
@@ -48,22 +42,16 @@ def attention(
     return torch_scored.forward(arrays, what, how)
 
 
-def forward(*inputs: Any) -> Results:
-    """`sandbox.attention_forward` where PyTorch has to see it; the arguments of `attention`."""
-    with torch.no_grad():
-        return attention(*inputs)
-
-
 def backward(arrays: Results, options: tuple[Any, ...]) -> Results:
     """`sandbox.attention_backward` where PyTorch has to see it; the arguments of `run_backward`."""
     causal, scale, kernel, tile, backend, deterministic, what = options
     scale = scale if scale is None else number(scale)
     how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend, deterministic
     with torch.no_grad():
-        return _backward_seen(arrays[:6], None, what, arrays[6:], how, ())[:3]
+        return backward_seen(arrays[:6], None, what, arrays[6:], how, ())[:3]
 
 
-def _backward_seen(
+def backward_seen(
     arrays: Results, dlse: Tensor | None, what: Asked, more: Results, how: tuple[Any, ...], wanted: tuple[str, ...]
 ) -> Results:
     """dq, dk, dv and the `wanted` of dbias and dsink, by the operators."""
@@ -75,17 +63,6 @@ def _backward_seen(
 
 
 # ---- options as an operator's arguments, which are of few types: causal is "" where nothing is masked
-
-
-def _constant(scale: Tensor) -> float:
-    """The value of a scale that is a tensor. Raises UnsupportedProblem where its derivative would be lost."""
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(scale).tangent is not None
-    if dual or (scale.requires_grad and torch.is_grad_enabled()):
-        raise UnsupportedProblem(
-            "scale is a tensor to differentiate by, and attention has no derivative by its scale: "
-            "pass scale.detach(), or multiply q by it and pass scale=1.0"
-        )
-    return number(scale)
 
 
 _texts: dict[str, Kernel] = {}
@@ -226,49 +203,6 @@ def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
 
 _forward.register_autograd(_gradients, setup_context=_remember)
 _backward.register_autograd(refuse)
-
-
-class _Attention(torch.autograd.Function):
-    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
-
-    @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], *arrays: Any) -> Results:
-        """`options` in the order of `plan.Options`."""
-        output = run_forward(arrays, options)
-        ctx.options = options
-        ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
-        ctx.set_materialize_grads(False)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
-        causal, scale, _, _, backend, _, what = ctx.options
-        deterministic, saved = torch.are_deterministic_algorithms_enabled(), ctx.saved_tensors
-        arrays, more = (or_zeros(dout, saved[3]), *saved[:5]), saved[5:]
-        wanted = _wanted(ctx.needs_input_grad[4:], what.names) if more else ()
-        if torch.is_grad_enabled() or _looked_at(dout) or _looked_at(dlse):
-            scale = scale if scale is None else number(scale)
-            how = normalise_causal(causal) or "", scale, None, "", backend, deterministic
-            found = _backward_seen(arrays, dlse, what, more, how, wanted)
-        else:
-            found = gradients(arrays, dlse, what, more, (causal, scale, None, None, backend, deterministic), wanted)
-        if not more:
-            return None, *found
-        named = dict(zip(wanted, found[3:], strict=True))
-        return None, *found[:3], *(named.get(f"d{name}") for name in what.names)
-
-
-def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
-    """The gradients that are asked for beside those of q, k and v."""
-    return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
-
-
-def _looked_at(gradient: Tensor | None) -> bool:
-    """Whether PyTorch has to see what is computed of it: by torch.autograd.grad(is_grads_batched=True) too."""
-    if gradient is None:
-        return False
-    return torch._C._functorch.is_legacy_batchedtensor(gradient) or library_of(gradient).intercepts(gradient)
 
 
 class _Watched(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
-from . import torch_op
+from . import torch_autograd
 from .asked import Asked
 
 
@@ -18,4 +18,4 @@ def attention(arrays: tuple[Tensor, ...], what: Asked, *how: Any) -> tuple[Tenso
         raise UnsupportedProblem(
             "attention_paged has no gradient: call it under torch.no_grad(), or gather the pages and use attention"
         )
-    return torch_op.forward(arrays, what, *how)
+    return torch_autograd.forward(arrays, what, *how)

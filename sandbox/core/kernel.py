@@ -49,6 +49,8 @@ class Entry:
     args: tuple[str, ...]
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
     """Arguments of its own, by their names in `args`: int32."""
+    early: bool = False
+    """True: it may begin while the entry before it ends, and itself waits for that, by `await_previous_entry`."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -82,6 +84,8 @@ class Kernel(Entry):
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
     rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
+    first_for: Callable[[Problem], bool] = lambda problem: False
+    """Problems for which it is faster than higher rungs, as measured: `attention` asks it before them."""
     arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
     source: Path = Path()
 

@@ -56,13 +56,13 @@ class CpuFunction:
         """The address of a global or constant variable of the library: one for all of its entry points."""
         return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, name))
 
-    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
+    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock, early: bool = False) -> Launch:
         """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
 
         It raises LaunchError with what a barrier, a warp collective or a trap had to say.
         """
-        if smem_bytes > MAX_DYNAMIC_SMEM:
-            raise SpecError(f"{self.entry}: {smem_bytes} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
+        if smem > MAX_DYNAMIC_SMEM:
+            raise SpecError(f"{self.entry}: {smem} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
         lock = _ForkedLock()
@@ -72,7 +72,7 @@ class CpuFunction:
                 raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel would
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
-                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, smem_bytes, workers(), 0,
+                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, smem, workers(), 0,
                 ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
             )  # fmt: skip
             with lock:

@@ -71,10 +71,10 @@ class Offer:
 
 
 def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Offer]:
-    """Every kernel that `computes`, highest rung first: the first with a tile and no reason is the one to choose."""
-    for kernel in reversed(registry.kernels().values()):
-        if kernel.computes != computes:
-            continue
+    """Every kernel that `computes`: those that are `first_for` the problem, then the highest rung first. The one to
+    choose is the first with a tile and no reason."""
+    found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
+    for kernel in sorted(found, key=lambda kernel: not kernel.first_for(problem)):
         if deterministic and not kernel.deterministic:
             yield Offer(kernel, None, f"{kernel.name}: is not deterministic")
             continue
@@ -86,7 +86,8 @@ def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bo
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
-    """The highest default rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`.
+    """The highest default rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`, or
+    one that is faster than it.
 
     Raises UnsupportedProblem with every kernel's reason.
     """

@@ -145,10 +145,29 @@ class _PyTorch(Library):
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
         return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
-    def records(self, *arrays: Any) -> bool:
+    def follows(self, *arrays: Any) -> bool:
+        if not sys.modules["torch"].is_grad_enabled():
+            return False
+        for array in arrays:  # noqa: SIM110  # half the time of any(…)
+            if getattr(array, "requires_grad", False):
+                return True
+        return False
+
+    def alike(self, *arrays: Any) -> Callable[..., bool] | None:
+        """By what PyTorch's compiler guards its code with: type, dtype, device, sizes, strides, requires_grad, and the
+        dispatch keys, those of the thread among them: modes, torch.func, autocast."""
         torch = sys.modules["torch"]
-        followed = torch.is_grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
-        return followed or self.intercepts(*arrays[:3])
+        try:
+            guards = torch._C._dynamo.guards.TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        except (AttributeError, TypeError):  # nobody promises that it is there
+            return None
+        kind = arrays[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return guards.check
+        if any(x is not y for x, y in zip(self.cast(*arrays[:3]), arrays, strict=False)):
+            return None
+        dtype = torch.get_autocast_dtype(kind)
+        return lambda *others: guards.check(*others) and torch.get_autocast_dtype(kind) is dtype
 
     def cast(self, *arrays: Any) -> tuple[Any, ...]:
         """As torch.autocast casts those of PyTorch's attention."""
@@ -158,23 +177,28 @@ class _PyTorch(Library):
         dtype, whole = torch.get_autocast_dtype(kind), torch.float64
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not whole else x for x in arrays)
 
-    def intercepts(self, *arrays: Any) -> bool:
-        """The compiler, a subclass (a fake or distributed tensor, …), a dispatch mode, torch.func, a dual level, or
-        torch.jit.trace: half a microsecond, by what their own Python modules ask."""
+    def unwatched(self) -> bool:
+        """No compiler, dispatch mode, torch.func, dual level or torch.jit.trace, by what their own Python asks."""
         torch = sys.modules["torch"]
-        if torch.compiler.is_compiling():
-            return True
-        for array in arrays:
-            kind = type(array)
-            if kind is not torch.Tensor and kind is not torch.nn.Parameter and isinstance(array, torch.Tensor):
-                return True
-        return (
-            torch._C._len_torch_dispatch_stack() > 0
+        return not (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch.autograd.forward_ad._current_level >= 0
             or torch._C._get_tracing_state() is not None
         )
+
+    def intercepts(self, *arrays: Any) -> bool:
+        """Somebody watches the thread, or an array is of a subclass (a fake or distributed tensor, …)."""
+        if not self.unwatched():
+            return True
+        torch = sys.modules["torch"]
+        for array in arrays:
+            kind = type(array)
+            if kind is not torch.Tensor and kind is not torch.nn.Parameter and isinstance(array, torch.Tensor):
+                return True
+        return False
 
 
 class _Capsule(Library):

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core.errors import DriverError, GpuUnavailable
 from ..core.kernel import Arch, Dim3
+from . import launch_config
 from .arguments import ArgumentBlock, Launch
 from .tensor_maps import Box
 
@@ -205,8 +206,8 @@ class CudaFunction:
 
     def attribute(self, which: str) -> int:
         """A CU_FUNC_ATTRIBUTE, such as "NUM_REGS"."""
-        attributes = _bindings().CUfunction_attribute
-        return _call("cuFuncGetAttribute", getattr(attributes, f"CU_FUNC_ATTRIBUTE_{which}"), self._function)
+        attribute = getattr(_bindings().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{which}")
+        return _call("cuFuncGetAttribute", attribute, self._function)
 
     def constant(self, name: str) -> int:
         """The address of a global or constant variable of its module."""
@@ -218,19 +219,23 @@ class CudaFunction:
         with self.device.current():
             return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
-    def launcher(self, grid: Dim3, block: Dim3, smem_bytes: int, arguments: ArgumentBlock) -> Launch:
+    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock, early: bool = False) -> Launch:
         """A call that launches on tensors at the given addresses, on a stream (its handle).
 
-        Opts in to large shared memory. Raises DriverError naming kernel and geometry, now or when launching.
+        Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.
+        Raises DriverError naming kernel and geometry, now or when launching.
         """
-        about = f"{self.entry}, grid={grid}, block={block}, smem={smem_bytes}"
-        if smem_bytes + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
+        about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
+        if smem + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _call("cuFuncSetAttribute", self._function, attribute, smem_bytes, about=about)
-        call, lock, slots, handle = _libcuda().cuLaunchKernel, threading.Lock(), arguments.slots, ctypes.c_void_p()
+            _call("cuFuncSetAttribute", self._function, attribute, smem, about=about)
+        call, lock, slots = _libcuda().cuLaunchKernel, threading.Lock(), arguments.slots
+        function, handle = ctypes.c_void_p(int(self._function)), ctypes.c_void_p()
         # Plain ints and None are what ctypes converts fastest.
-        function = ctypes.c_void_p(int(self._function))
-        all_arguments = (function, *grid, *block, smem_bytes, handle, arguments.table, None)
+        all_arguments: tuple[Any, ...] = (function, *grid, *block, smem, handle, arguments.table, None)
+        if early and self.device.arch >= launch_config.EARLY_ARCH:
+            config, handle = launch_config.early(grid, block, smem)
+            call, all_arguments = _libcuda().cuLaunchKernelEx, (ctypes.byref(config), function, arguments.table, None)
 
         # What the table and `handle` hold, as far as that is known: an interrupt in the middle of a change leaves None.
         filled: tuple[int, ...] | None = None

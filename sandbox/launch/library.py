@@ -28,6 +28,15 @@ class Library:
         """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
         return False
 
+    def unwatched(self) -> bool:
+        """Whether nobody watches what the caller's thread does; then `alike` says all that there is to ask."""
+        return False
+
+    def alike(self, *arrays: Any) -> Callable[..., bool] | None:
+        """What says of other arrays, in no time, that they are as these in all but address, and that the library would
+        do with them as it does with these just now; None where it cannot be asked."""
+        return None
+
     def signature(self, array: Any) -> Hashable:
         """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
         raise NotImplementedError
@@ -62,6 +71,10 @@ class Library:
 
     def records(self, *arrays: Any) -> bool:
         """Whether the library has to see the operation, or wants a gradient of it."""
+        return self.follows(*arrays) or self.intercepts(*arrays)
+
+    def follows(self, *arrays: Any) -> bool:
+        """Whether the library wants a gradient of what is computed of these."""
         return False
 
     def cast(self, *arrays: Any) -> tuple[Any, ...]:

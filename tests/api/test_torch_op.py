@@ -113,12 +113,12 @@ def test_a_second_derivative_is_refused(device: Device) -> None:
 
 def test_deterministic_algorithms(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own switch decides."""
-    from sandbox.api import torch_op
+    from sandbox.api import torch_autograd
 
     asked = []
-    real = torch_op.run_backward
-    record = lambda arrays, options: asked.append(options[5]) or real(arrays, options)  # noqa: E731
-    monkeypatch.setattr(torch_op, "run_backward", record)
+    real = torch_autograd.known
+    record = lambda options, *others: asked.append(options[5]) or real(options, *others)  # noqa: E731
+    monkeypatch.setattr(torch_autograd, "known", record)
     q, k, v = tensors(device)
     for switch in (False, True):
         torch.use_deterministic_algorithms(switch)
@@ -145,7 +145,8 @@ def test_opcheck(lying: str, device: Device) -> None:
     torch.library.opcheck(torch_op._backward, (*inputs, "", None, None, "", None, False))
 
 
-MINIMAL = registry.get("fwd_minimal")
+# PyTorch before 2.13 cannot compile a call that is given a Kernel (docs/limits.md); by name it can.
+MINIMAL = registry.get("fwd_minimal") if torch.__version__ >= "2.13" else "fwd_minimal"
 
 
 class Block(torch.nn.Module):

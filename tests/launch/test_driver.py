@@ -228,6 +228,31 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
     assert [slot.times for slot in slots] == [3, 3]  # the last launch refilled nothing
 
 
+def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is as any launch."""
+    told: list[object] = []
+
+    class Cuda:
+        def cuLaunchKernel(self, *arguments):
+            told.append("plain")
+            return 0
+
+        def cuLaunchKernelEx(self, config, function, table, extra):
+            c = config._obj
+            told.append((*c.grid, *c.block, c.smem_bytes, c.stream, c.attributes[0].id, c.attributes[0].value, c.count))
+            return 0
+
+    monkeypatch.setattr(driver, "_libcuda", Cuda)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    for arch in ((8, 0), (9, 0)):
+        function = object.__new__(driver.CudaFunction)
+        function.entry, function._function, function.device = "f", 1, SimpleNamespace(arch=arch)
+        function.attribute = lambda which: 0
+        launch = function.launcher((1, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), early=True)
+        launch((), 99)
+    assert told == ["plain", (1, 2, 3, 32, 4, 5, 7, 99, 6, 1, 1)]  # 6: programmatic stream serialization, 1: on
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_which_context_a_thread_is_left_with(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread that had none the first GPU's stays, as CUDA's runtime leaves it; another one comes back."""

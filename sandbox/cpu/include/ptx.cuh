@@ -106,6 +106,9 @@ inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
 template <int PENDING>
 inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
 
+inline void let_next_entry_begin() {}  // one entry after the other
+inline void await_previous_entry() {}
+
 inline void add_fragment(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) atomicAdd(to + 4 * (threadIdx.x % 32) + i, x[i]);  // as on Hopper
 }

@@ -1,0 +1,62 @@
+"""Plans that are kept, and how a later call finds the one it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..launch.dlpack import Library, library_of
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+_MOST_PLANS, _MOST_ROUTES = 4096, 8
+_ALIGNED = 16  # bytes: what a route asks of every address, as allocators give them
+
+
+class Route(NamedTuple):
+    """A way to a plan without a key: by what the array library itself says of the arrays of a call."""
+
+    alike: Callable[..., bool]  # whether it takes arrays, and those who watch them, as those the route was made for
+    pointer: Callable[[Any], int]
+    plan: Plan
+
+
+class Plans(dict[tuple, "Plan"]):
+    """Plans by all that they were made from, and a few routes for each kind of options, the latest first.
+
+    A key takes a third of a call's host time to make (experiment 001). A route is made when a key is met again, so that
+    arrays of ever other shapes do not pay for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._routes: dict[tuple, tuple[Route, ...]] = {}
+
+    def keep(self, key: tuple, plan: Plan) -> None:
+        """`plan` under `key`, in place of all if they are too many."""
+        if len(self) >= _MOST_PLANS:
+            self.clear()
+            self._routes = {}
+        self[key] = plan
+
+    def find(self, options: tuple, arrays: tuple[Any, ...]) -> tuple[Plan, tuple[int, ...]] | None:
+        """The plan that a route leads to, and the arrays' addresses."""
+        for alike, pointer, plan in self._routes.get(options, ()):
+            if alike(*arrays):
+                addresses, bits = tuple(map(pointer, arrays)), 0
+                for address in addresses:
+                    bits |= address
+                return (plan, addresses) if not bits % _ALIGNED and 0 not in addresses else None
+        return None
+
+    def learn(self, options: tuple, arrays: tuple[Any, ...], addresses: tuple[int, ...], plan: Plan) -> None:
+        """A route to `plan`, where the library can be asked and addresses are as most are."""
+        if 0 in addresses or any(address % _ALIGNED for address in addresses):
+            return
+        library: Library = library_of(arrays[0])
+        if alike := library.alike(*arrays):
+            if len(self._routes) >= _MOST_PLANS:
+                self._routes = {}
+            others = self._routes.get(options, ())[: _MOST_ROUTES - 1]
+            self._routes[options] = (Route(alike, library.pointer, plan), *others)

@@ -1,0 +1,111 @@
+"""Attention for autograd, of plain tensors that nobody else watches: past PyTorch's dispatcher, which takes three times
+as long. What PyTorch has to see goes to the operators of `torch_op`. Imported on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..core.errors import UnsupportedProblem
+from ..core.normalise import normalise_causal
+from ..launch.dlpack import library_of
+from . import asked
+from .asked import Asked
+from .passes import known, number, run_backward, run_forward
+from .torch_op import Results, backward_seen, forward_seen, or_zeros
+
+
+def attention(
+    arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
+) -> Results:
+    """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
+    q, k, v and those that `what` names."""
+    if isinstance(scale, Tensor):
+        scale = _constant(scale)
+    if not library_of(arrays[0]).intercepts(*arrays):
+        return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None)
+    return forward_seen(arrays, what, causal, scale, kernel, tile, backend)
+
+
+def followed(arrays: Results, options: tuple[Any, ...], found: Any) -> Results:
+    """(out, lse) for autograd, of tensors that nobody else watches; `found`: what `passes.known` says of them."""
+    apply = _apply if found else _Attention.apply
+    return apply((options, found), *arrays)
+
+
+def forward(*inputs: Any) -> Results:
+    """`sandbox.attention_forward` where PyTorch has to see it; the arguments of `attention`."""
+    with torch.no_grad():
+        return attention(*inputs)
+
+
+def _constant(scale: Tensor) -> float:
+    """The value of a scale that is a tensor. Raises UnsupportedProblem where its derivative would be lost."""
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(scale).tangent is not None
+    if dual or (scale.requires_grad and torch.is_grad_enabled()):
+        raise UnsupportedProblem(
+            "scale is a tensor to differentiate by, and attention has no derivative by its scale: "
+            "pass scale.detach(), or multiply q by it and pass scale=1.0"
+        )
+    return number(scale)
+
+
+_PYTORCH = library_of(torch.empty(0))
+
+
+class _Attention(torch.autograd.Function):
+    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
+
+    @staticmethod
+    def forward(ctx: Any, how: tuple[Any, Any], *arrays: Any) -> Results:
+        """`how`: options in the order of `plan.Options`, and what is known of a plan."""
+        ctx.options, found = how
+        output = found[0](arrays, found[1]) if found else run_forward(arrays, ctx.options)
+        ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
+        causal, scale, _, _, backend, _, what = ctx.options
+        saved = ctx.saved_tensors
+        arrays, more = (or_zeros(dout, saved[3]), *saved[:5]), saved[5:]
+        wanted = _wanted(ctx.needs_input_grad[4:], what.names) if more else ()
+        asks, others = asked.backward(what, more, dlse, wanted)
+        every = *arrays, *others
+        options = causal, scale, None, None, backend, torch.are_deterministic_algorithms_enabled(), asks
+        watched = torch.is_grad_enabled() or not _PYTORCH.unwatched()
+        if not watched and (plan := known(options, every, "backward")):
+            found = plan[0](every, plan[1])
+        elif watched or _looked_at(dout) or _looked_at(dlse):
+            how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]
+            found = backward_seen(arrays, dlse, what, more, how, wanted)
+        else:
+            found = run_backward(every, options)
+        if not more:
+            return None, *found
+        named = dict(zip(wanted, found[3:], strict=True))
+        return None, *found[:3], *(named.get(f"d{name}") for name in what.names)
+
+
+# Without what torch.autograd.Function asks about torch.func, which a route has answered: a quarter of the time that
+# recording a call takes.
+_apply: Any = super(torch.autograd.Function, _Attention).apply
+
+
+def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
+    """The gradients that are asked for beside those of q, k and v."""
+    return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
+
+
+def _looked_at(gradient: Tensor | None) -> bool:
+    """Whether PyTorch has to see what is computed of it: by torch.autograd.grad(is_grads_batched=True) too."""
+    if gradient is None:
+        return False
+    return torch._C._functorch.is_legacy_batchedtensor(gradient) or library_of(gradient).intercepts(gradient)

@@ -1,0 +1,157 @@
+"""Calls like earlier ones find their plan by what PyTorch says of the tensors; whatever is not alike does not."""
+
+from __future__ import annotations
+
+import pytest
+
+import sandbox
+from sandbox.api import passes
+from sandbox.core.errors import UnsupportedProblem
+from sandbox.launch import dlpack
+
+torch = pytest.importorskip("torch")
+Tensor = torch.Tensor
+KERNELS = {"kernel": "fwd_minimal"}
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    sandbox.reload()
+
+
+def tensors(dtype: torch.dtype = torch.float16, S: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, S, 16, generator=generator).to(dtype) for _ in range(4)]
+
+
+def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: object) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = sandbox.attention(*leaves, **KERNELS, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def routes() -> int:
+    return sum(map(len, passes._plans._routes.values()))
+
+
+def test_a_route_is_made_when_a_key_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nobody makes a key; results are the same bits, of other tensors other results."""
+    found = [both(*tensors()) for _ in range(2)]
+    assert routes() == 2  # forward and backward
+    monkeypatch.setattr(dlpack._PyTorch, "signatures", lambda *args: pytest.fail("a key"))
+    found.append(both(*tensors()))
+    for each in found[1:]:
+        assert all(map(torch.equal, each, found[0]))
+    q, k, v, dout = tensors()
+    assert torch.equal(both(q, k, 2 * v, dout)[0], 2 * found[0][0])
+    sandbox.reload()
+    assert routes() == 0
+
+
+def test_nobody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch that cannot be asked."""
+    expected = both(*tensors())
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    for _ in range(3):
+        assert all(map(torch.equal, both(*tensors()), expected))
+    assert routes() == 0
+
+
+CHANGES = {
+    "dtype": lambda q, k, v, dout: [x.bfloat16() for x in (q, k, v, dout)],
+    "rows": lambda q, k, v, dout: [q, k[:, :, :5], v[:, :, :5], dout],
+    "strides": lambda q, k, v, dout: [q.transpose(1, 2).contiguous().transpose(1, 2), k, v, dout],
+    "strides of dout": lambda q, k, v, dout: [q, k, v, dout[..., :1].expand(dout.shape)],
+    "address": lambda q, k, v, dout: [q, torch.cat((k.new_zeros(3), k.flatten()))[3:].view(k.shape), v, dout],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_not_alike_has_its_own_plan(change) -> None:
+    for _ in range(3):
+        both(*tensors())
+    changed = change(*tensors())
+    found = both(*changed)
+    sandbox.reload()
+    assert all(map(torch.equal, found, both(*changed)))
+
+
+def test_a_kernel_that_needs_alignment_refuses_still() -> None:
+    q, k, v, _ = tensors(S=33)
+    for _ in range(3):
+        sandbox.attention_forward(q, k, v, kernel="fwd_mma")
+    moved = torch.cat((k.new_zeros(2), k.flatten()))[2:].view(k.shape)
+    with pytest.raises(UnsupportedProblem, match="multiples of 4 bytes"):
+        sandbox.attention_forward(q, moved, v, kernel="fwd_mma")
+
+
+def test_memory_that_was_given_back() -> None:
+    """Shape and strides stay, the address is 0."""
+    q, k, v, _ = tensors()
+    for _ in range(3):
+        sandbox.attention_forward(q, k, v, **KERNELS)
+    k.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedProblem, match="no memory"):
+        sandbox.attention_forward(q, k, v, **KERNELS)
+
+
+def test_autocast_to_another_dtype() -> None:
+    """Tensors that one autocast leaves as they are another casts."""
+    q, k, v, dout = tensors(torch.bfloat16)
+    for _ in range(3):
+        both(q, k, v, dout)
+    dtypes = []
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            for _ in range(3):
+                dtypes.append(sandbox.attention(q, k, v, **KERNELS).dtype)
+                sandbox.attention_forward(q, k, v, **KERNELS)  # does not cast, whose route is none to the other
+    assert dtypes == [torch.bfloat16] * 3 + [torch.float16] * 3
+
+
+def test_gradients_only_where_they_are_wanted() -> None:
+    q, k, v, _ = tensors()
+    for _ in range(3):
+        assert sandbox.attention(q, k, v, **KERNELS).grad_fn is None
+    leaf = q.requires_grad_()
+    for _ in range(3):
+        assert sandbox.attention(leaf, k, v, **KERNELS).grad_fn is not None
+        with torch.no_grad():
+            assert sandbox.attention(leaf, k, v, **KERNELS).grad_fn is None
+
+
+def test_gradients_that_are_watched() -> None:
+    """A graph of the backward, and many gradients at once, after routes were made."""
+    q, k, v, dout = tensors(torch.float32)
+    for _ in range(3):
+        both(q, k, v, dout)
+    leaf = q.requires_grad_()
+    out = sandbox.attention(leaf, k, v, **KERNELS)
+    (single,) = torch.autograd.grad(out, leaf, dout, retain_graph=True)
+    (many,) = torch.autograd.grad(out, leaf, torch.stack((dout, 2 * dout)), is_grads_batched=True, retain_graph=True)
+    assert (many - torch.stack((single, 2 * single))).abs().max() < 1e-5
+    (graph,) = torch.autograd.grad(out, leaf, dout, create_graph=True)
+    with pytest.raises(UnsupportedProblem, match="differentiated twice"):
+        graph.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+def test_compiled_autograd() -> None:
+    """PyTorch's compiler takes the backward as it finds it, of a route or not."""
+    from torch._dynamo import compiled_autograd
+
+    expected = both(*tensors())
+    for _ in range(3):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            q, k, v, dout = tensors()
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            sandbox.attention(*leaves, **KERNELS).backward(dout)
+        assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected[1:], strict=True))
+
+
+def test_a_few_routes_of_one_kind() -> None:
+    for S in range(1, 14):
+        for _ in range(2):
+            sandbox.attention_forward(*tensors(S=S)[:3], **KERNELS)
+    assert routes() == 8
+    assert torch.equal(*(sandbox.attention_forward(*tensors(S=1)[:3], **KERNELS)[0] for _ in range(2)))
