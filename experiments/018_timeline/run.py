@@ -24,7 +24,7 @@ from sandbox.verify.check import pick_device
 
 HERE = Path(__file__).resolve().parent
 KERNELS = ("fwd_wgmma", "bwd_wgmma", "fwd_mma", "bwd_mma")
-BETWEEN = (20_000, 40_000)  # cycles that a picture shows
+BETWEEN = (20_000, 30_000)  # cycles since the block's first mark that a picture shows
 
 
 def problems(small: bool) -> list[Problem]:
@@ -63,6 +63,15 @@ def held(problem: Problem, prefix: Path) -> record.Timeline:
     return record.Timeline(**{**found, "problem": problem, "tile": Tile.parse(found["tile"]), "lanes": tuple(lanes)})
 
 
+def draw(found: record.Timeline, prefix: Path) -> None:
+    """The picture shows the last of the blocks, the trace all of them."""
+    lanes = tuple(lane for lane in found.lanes if lane.block == found.lanes[-1].block)
+    begin = min(lane.steps[0].begin for lane in lanes)
+    window = (begin + BETWEEN[0], begin + BETWEEN[1]) if found.rate else None
+    plot.draw(dataclasses.replace(found, lanes=lanes), prefix, window)
+    trace.write(found, prefix.with_suffix(".trace.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
@@ -78,9 +87,7 @@ def main() -> None:
     if asked.draw:
         for _, problem, prefix in entries:
             if prefix.with_suffix(".lanes.json.gz").is_file():
-                found = held(problem, prefix)
-                plot.draw(found, prefix, None if small else BETWEEN)
-                trace.write(found, prefix.with_suffix(".trace.json"))
+                draw(held(problem, prefix), prefix)
         return
     try:
         device = pick_device(asked.backend)

@@ -5,12 +5,18 @@
 // A mark is nothing, to the last bit of the machine code, unless that command asks for it (TIMELINE_MARKS). Then a warp writes
 // name and clock on a tape of its own. A tape has a byte for each cycle: a mark is written where the clock stands, so that
 // nobody has to know how many there were before. It is a clock, a LOP3 and a store that nobody waits for, six instructions
-// among the others: no branch either, so that blocks that nobody listens to write too, on tapes that nobody reads.
+// among the others: no branch either, so that blocks that nobody listens to write too, on tapes that nobody reads. Where
+// registers are short a branch costs less: TIMELINE_BRANCH, defined before this header, is a kernel's own choice.
+// experiments/018_timeline has what both cost.
 // The compiler keeps memory accesses, barriers and warpgroup MMAs on their side of a mark; arithmetic it may move across.
 #pragma once
 
 #if TIMELINE_MARKS
 #include <clocks.cuh>
+
+#ifndef TIMELINE_BRANCH
+#define TIMELINE_BRANCH 0
+#endif
 
 namespace timeline {
 
@@ -56,6 +62,7 @@ __device__ __forceinline__ void mark() {
     unsigned among = MOST_BLOCKS;
 #pragma unroll
     for (unsigned i = 0; i < MOST_BLOCKS; ++i) among = block == tapes.blocks[i] ? i : among;
+    if (TIMELINE_BRANCH && among == MOST_BLOCKS) return;
     const unsigned tape = tapes.low + among * tapes.warps_per_block * BYTES + warp * BYTES;
     const unsigned clock = sm_clock();
     write_mark(static_cast<unsigned long long>(tapes.high) << 32 | (tape | (clock & (BYTES - 8))), STEP, clock);
