@@ -11,7 +11,7 @@
 //   consumer 2                      | QK1 PV0 | softmax1           | ...
 //                 they take turns on the tensor cores: while one multiplies, the others exponentiate
 //
-//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], where there is room | mbarriers
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], or half of it, where there is room | mbarriers
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory; P goes from registers, packed, into O += P V, and V is read as it lies
@@ -48,9 +48,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
 constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers; so does dealing
-constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS == 3 ? 32 : RAGGED ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
-static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS >= 3 ? 32 : RAGGED ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
+static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
@@ -69,9 +69,14 @@ using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
 constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
-constexpr bool O_APART = O_AT + CONSUMERS * Outputs::BYTES + 1024 <= 232448;  // else O leaves through Q's place
-constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * Outputs::BYTES : 0);
-static_assert(O_APART || Outputs::BYTES <= Queries::BYTES, "O finds room in Q's place");
+// O has a place of its own, if only for half of its slabs at a time, so that the next Q comes while it leaves; else Q's place.
+constexpr bool finds_room(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
+constexpr int HALF = (Outputs::SLABS + 1) / 2;
+constexpr bool O_APART = finds_room(HALF);
+constexpr int O_SLABS = !O_APART || finds_room(Outputs::SLABS) ? Outputs::SLABS : HALF;  // that leave together
+constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                               // a consumer's
+constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * O_BYTES : 0);
+static_assert(O_APART || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each: of each stage, of each consumer's Q, and of the piece that was dealt, which is after them.
@@ -156,6 +161,17 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     if (tiles <= 0 || Head::MAPPED) return 0;
     if (WALK_BACKWARDS) return piece.range.end - own.end;
     return Head::FIRST ? own.begin - piece.range.begin : 0;
+}
+
+// For how many of a piece's tiles consumers take turns: four, whose pieces are short, as long as all of them have any. Of a
+// causal problem the first one is done before the others, and would wait for turns that it does not need instead of beginning
+// its next piece: +4% at S = 512. (Two or three consumers of longer pieces: -2 ... +1%.)
+__device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece) {
+    if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
+    if (piece.m0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
+    const Range first = tiles_of(bound, piece.m0, piece.m0 + 64);
+    const int tiles = first.end - first.begin;
+    return lead_of(piece, first, tiles) + tiles;
 }
 
 #if RAGGED || BLOCK_MAP
@@ -366,9 +382,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     registers_take<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
-    const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
+    const unsigned turn = 1 + CONSUMERS + consumer, next_turn = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
     const bool sender = threadIdx.x % 128 == 0;
-    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * Outputs::BYTES : consumer * Queries::BYTES);
+    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES);
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
@@ -381,6 +397,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
         const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const int turns = turns_of(bound, piece);
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -473,8 +490,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
         };
-        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn
-            if (CONSUMERS > 1 && j > 0) {
+        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
+            if (j > 0 && j < turns) {
                 named_barrier_sync(turn, 256);
                 named_barrier_arrive(next_turn, 256);
             }
@@ -491,10 +508,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (tiles > 0) {
             TIMELINE(wait_K);
             await_K(lead);
-            if (CONSUMERS > 1 && lead > 0) named_barrier_sync(turn, 256);
+            if (lead > 0 && lead < turns) named_barrier_sync(turn, 256);
             TIMELINE(multiply);
             multiply_QK(lead);
-            if (CONSUMERS > 1 && lead > 0) named_barrier_arrive(next_turn, 256);
+            if (lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
@@ -508,11 +525,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
                 TIMELINE(wait_turn);
-                if (CONSUMERS > 1) named_barrier_sync(turn, 256);
+                if (j < turns) named_barrier_sync(turn, 256);
                 TIMELINE(multiply);
                 multiply_QK(j);
                 multiply_PV(j - 1);
-                if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256);
+                if (j < turns) named_barrier_arrive(next_turn, 256);
                 multiplied();
                 TIMELINE(softmax);
                 const Told tile = told(j);
@@ -558,22 +575,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
         }
 #pragma unroll
-        for (int i = 0; i < DV_PAD / 2; i += 8) {
-            unsigned pair[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                pair[k] = pack(rows.O[i + 2 * k] * inverse[k % 2], rows.O[i + 2 * k + 1] * inverse[k % 2]);
-            const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, i / 4 + lane / 16);
-            stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
-        }
-        fence_proxy_async();
-        named_barrier_sync(own_barrier, 128);  // the 64 rows of O are whole before they are sent
-        if (sender) {
-            Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem);
-            if (!O_APART) {
-                send_wait_read();
-                mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+        for (int slab = 0; slab < Outputs::SLABS; slab += O_SLABS) {
+            if (slab > 0) {
+                if (sender) send_wait_read();
+                named_barrier_sync(own_barrier, 128);  // the slabs before have left
             }
+#pragma unroll
+            for (int step = 4 * slab; step < min(4 * (slab + O_SLABS), DV_PAD / 16); ++step) {
+                unsigned pair[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int i = 8 * step + 2 * k;
+                    pair[k] = pack(rows.O[i] * inverse[k % 2], rows.O[i + 1] * inverse[k % 2]);
+                }
+                const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, 2 * (step - 4 * slab) + lane / 16);
+                stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
+            }
+            fence_proxy_async();
+            named_barrier_sync(own_barrier, 128);  // the slabs' 64 rows are whole before they are sent
+            if (sender)
+                Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem, slab, O_SLABS);
+        }
+        if (!O_APART && sender) {
+            send_wait_read();
+            mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
     });
     if (sender) send_wait_read();  // shared memory lives as long as the block

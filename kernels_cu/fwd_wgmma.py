@@ -6,10 +6,10 @@ SMEM = 232448  # bytes that a block may have
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, stages of K and V, O where there is room, and the mbarriers; rows padded to multiples of 128 bytes."""
-    row_v = 128 * cdiv(p.Dv, 64)
-    fed = fed_bytes(p, t)
-    return fed + row_v * t.BLOCK_M if fed + row_v * t.BLOCK_M <= SMEM else fed
+    """Q, stages of K and V, O or half of it where there is room, mbarriers; rows padded to multiples of 128 bytes."""
+    slabs, fed = cdiv(p.Dv, 64), fed_bytes(p, t)
+    sizes = (fed + 128 * own * t.BLOCK_M for own in (slabs, cdiv(slabs, 2)))
+    return next((size for size in sizes if size <= SMEM), fed)
 
 
 def fed_bytes(p: Problem, t: Tile) -> int:
@@ -38,19 +38,20 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    most = (128 if consumers == 3 else 200) - (0 if p.plain else 16)
+    most = {3: 128, 4: 80}.get(consumers, 200) - (0 if p.plain else 16)
     rules = (
         (
-            t.BLOCK_M in (64, 128, 192),
-            f"BLOCK_M={t.BLOCK_M} must be 64, 128 or 192: 64 rows for each consumer warpgroup",
+            t.BLOCK_M in (64, 128, 192, 256),
+            f"BLOCK_M={t.BLOCK_M} must be 64, 128, 192 or 256: 64 rows for each consumer warpgroup",
         ),
         (t.BLOCK_N % 16 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16 up to 256"),
         (
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
-        (consumers < 3 or not p.dropout, "BLOCK_M=192 spills with dropout: 128 rows do not"),
-        (consumers < 3 or not p.ragged, "BLOCK_M=192 spills of a ragged batch: 128 rows do not"),
+        (consumers < 4 or p.plain, "BLOCK_M=256 spills with options of the score: 192 rows do not"),
+        (consumers < 3 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 128 rows do not"),
+        (consumers < 3 or not p.ragged, f"BLOCK_M={t.BLOCK_M} spills of a ragged batch: 128 rows do not"),
         (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
             f"tile {t} spills with what is looked up in memory: at most 128 rows and {most_keys(p)} keys do not",
@@ -65,7 +66,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def rank(p: Problem, t: Tile) -> bool:
-    """First what was fastest (experiments/008_hopper, 014_scores): two consumers fit short rows better."""
+    """First what was fastest (experiments/008_hopper, 014_scores)."""
     return best(p) != (t.BLOCK_M, t.BLOCK_N)
 
 
@@ -78,8 +79,12 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
+    if width <= 64 and p.plain and min(p.Sq, p.Sk) <= 1024:
+        return 256, 64  # four consumers hide more of the beginnings and ends of short rows
     if width <= 64:
         return (128, 128) if p.ragged else (192, 128)
+    if width <= 96 and p.plain and p.Sq >= 2048:
+        return 192, 96
     if short:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
@@ -111,6 +116,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),

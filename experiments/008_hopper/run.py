@@ -1,6 +1,6 @@
 """The Hopper kernel: right on the GPU, which tile is fastest where, and where it stands beside cuDNN and FA2.
 
-python experiments/008_hopper/run.py         tests, sweep, grid, tiles, small; some three minutes on an H100
+python experiments/008_hopper/run.py         tests, sweep, grid, tiles, small, real; some three minutes on an H100
 python experiments/008_hopper/run.py grid    only that
 
 Each stage is a process of its own with a time limit, so that a kernel that hangs costs one stage.
@@ -128,11 +128,28 @@ def small() -> None:
             )
 
 
+def real() -> None:
+    """Problems as models have them, bfloat16: odd lengths, few heads, grouped heads, few keys."""
+    causal = ((1, 16, 16, 8191, 8191, 128), (8, 12, 12, 1024, 1024, 64), (2, 16, 16, 4000, 4000, 96))
+    causal += ((1, 32, 8, 8192, 8192, 128), (4, 32, 8, 2048, 2048, 128), (1, 8, 8, 16384, 16384, 256))
+    whole = ((64, 16, 16, 197, 197, 64), (8, 20, 20, 1500, 1500, 64), (2, 10, 10, 4096, 77, 64))
+    whole += ((2, 10, 10, 4096, 4096, 64), (1, 24, 24, 4608, 4608, 128))
+    problems = [
+        Problem(B, H, Sq, Sk, D, Hk=Hk, dtype="bfloat16", causal=mask)
+        for shapes, mask in ((causal, MASKS[1]), (whole, MASKS[0]))
+        for B, H, Hk, Sq, Sk, D in shapes
+    ]
+    for p, (mine, ratio) in ratios(measure(problems, [registry.get("fwd_wgmma")]), "fwd_wgmma").items():
+        print(f"{p!s:40} {mine:.0f} ({ratio:.2f})", flush=True)
+
+
 def main() -> None:
+    stages = {"tests": (tests, 120), "sweep": (sweep, 60), "grid": (grid, 120), "tiles": (tiles, 120)}
+    stages |= {"small": (small, 60), "real": (real, 60)}
     if len(sys.argv) > 1:
-        {"tests": tests, "sweep": sweep, "grid": grid, "tiles": tiles, "small": small}[sys.argv[1]]()
+        stages[sys.argv[1]][0]()
         return
-    for stage, limit in (("tests", 120), ("sweep", 60), ("grid", 120), ("tiles", 120), ("small", 60)):
+    for stage, (_, limit) in stages.items():
         start = time.perf_counter()
         try:
             code = subprocess.run([sys.executable, __file__, stage], timeout=limit, check=False).returncode

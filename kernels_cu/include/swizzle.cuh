@@ -47,9 +47,12 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             request_box(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
-    static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddress tile) {
+    // Sends rows s .. s + ROWS: so many slabs from slab `first` on, the first of which lies at `from`.
+    static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddress from, int first = 0,
+                                                int slabs = SLABS) {
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) send_box(map, slab * SLAB_COLUMNS, s, h, b, tile + slab * SLAB_BYTES);
+        for (int slab = first; slab < min(first + slabs, SLABS); ++slab)
+            send_box(map, slab * SLAB_COLUMNS, s, h, b, from + (slab - first) * SLAB_BYTES);
         send_commit();
     }
 };
