@@ -201,11 +201,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && piece.b < 0) return;  // surplus
     const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
     const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
-#if RAGGED
-    const Head head0(Sequence(score, b, piece.extent), kv_head * group);
-#else
     const Head head0(score, b, kv_head * group);
-#endif
     const Walk walk{head0, map, group, own.row0};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;

@@ -27,10 +27,8 @@ struct Piece {
         key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
     }
 #if RAGGED
-    Extent extent;
     __device__ __forceinline__ Piece(const volatile Dealt& dealt)
-        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)),
-          extent{dealt.extent.first_query, dealt.extent.Sq, dealt.extent.first_key, dealt.extent.all_keys, dealt.extent.Sk} {}
+        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)) {}
 #endif
     // How many pieces of the head add to query tile m0 before this one.
     __device__ __forceinline__ int before(const Head& head, int m0) const {
