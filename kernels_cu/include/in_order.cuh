@@ -6,9 +6,18 @@
 
 // ORDERED: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
 // but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
-// added to it. Where the sums begin, with so many query tiles of all heads:
+// added to it. Where the sums begin, with so many query tiles of all heads, at a whole number of L2's lines of 128 bytes:
 constexpr long long ADDED = 4;
-__device__ __forceinline__ long long sums_at(long long query_tiles) { return ORDERED ? ADDED + (2 * query_tiles + 3) / 4 * 4 : 0; }
+constexpr bool COUNTED = ORDERED || (64 < HEAD_DIM && HEAD_DIM <= 128);
+__device__ __forceinline__ long long sums_at(long long query_tiles) {
+    return COUNTED ? (ADDED + 2 * query_tiles + 31) / 32 * 32 : 0;
+}
+
+// In any order: the first to come stores too, where there are at most so many query rows, and else adds to zeros. The counters count
+// those who come, and hold STORED more once the first one's numbers are there. Who is first waits for nobody: nobody waits for ever.
+constexpr int FIRST_STORES = COUNTED && !ORDERED ? 2048 : 0;
+constexpr unsigned STORED = 1 << 16;
+__device__ __forceinline__ bool first_stores(const Score& score) { return FIRST_STORES > 0 && score.Sq <= FIRST_STORES; }
 
 // The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
 // ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
