@@ -39,6 +39,7 @@
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
+#define TIMELINE_BRANCH 1  // marks cost 0 … 2% of time for 2 … 12%: experiments/018_timeline
 #include "in_order.cuh"
 #include "query_walk.cuh"
 #include "ring.cuh"
