@@ -28,8 +28,9 @@
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
-// order of the keys, so that they do not. dQ_accum holds the accumulators as the lanes hold them;
-// `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
+// order of the keys, so that they do not. Where rows are few (FIRST_STORES) the first to come stores, and nothing but counters has
+// to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
+// lanes hold them; `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
 #define ORDERED 0
@@ -38,6 +39,7 @@
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
+#define TIMELINE_BRANCH 1  // marks cost 0 … 2% of time for 2 … 12%: experiments/018_timeline
 #include "in_order.cuh"
 #include "query_walk.cuh"
 #include "ring.cuh"
@@ -56,7 +58,8 @@ constexpr bool BIAS_TILES = BIAS & 8;
 // What is not seen is hidden in P, not in S: ptxas packs derivatives behind the next branch, and both of a pair beside S spill.
 constexpr bool HIDE_LATE = Head::STEEP;
 constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
-constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED;  // whether a block's first key is kept in a register: with dropout, else it spills
+// Whether a block's first key is kept in a register: with dropout, else it spills; and where there is room for it.
+constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED || SHARED_KEYS;
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -78,7 +81,9 @@ static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes"
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
-using Walk = QueryWalk<KEPT_N0>;
+// Each block begins at its own diagonal also where no mask says so: those of a head, which begin together, do not meet.
+constexpr bool ROUND = COUNTED && !ORDERED && !Head::FIRST && !Head::LAST && !Head::MAPPED;
+using Walk = QueryWalk<KEPT_N0, ROUND>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -160,7 +165,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
-    float* dQ_accum,                               // (B, H, query tiles, DQ_TILE), zeros before
+    float* dQ_accum,                               // (B, H, query tiles, DQ_TILE) behind counters; see in_order.cuh
     const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
     const __grid_constant__ TensorMap Q_tile_map,  // boxes of BLOCK_M rows
@@ -200,11 +205,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && piece.b < 0) return;  // surplus
     const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
     const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
-#if RAGGED
-    const Head head0(Sequence(score, b, piece.extent), kv_head * group);
-#else
     const Head head0(score, b, kv_head * group);
-#endif
     const Walk walk{head0, map, group, own.row0};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
@@ -280,12 +281,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
                     float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
                     const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
-                    if (ORDERED && piece.before(head0, m0) == 0) send_floats(to, from, 4 * DQ_SHARE);
+                    bool first = ORDERED && piece.before(head0, m0) == 0;
+                    if (first_stores(score)) {  // asked with the numbers at hand, so that whoever is first does not wait
+                        const unsigned before = arrive_and_count(added(head, m0, consumer));
+                        first = before == 0;
+                        if (!first && before < STORED) await_count(added(head, m0, consumer), STORED);
+                    }
+                    if (first) send_floats(to, from, 4 * DQ_SHARE);
                     else send_sums(to, from, 4 * DQ_SHARE);
                     send_commit();
                     send_wait_read();
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     if (ORDERED) send_wait();
+                    if (first_stores(score) && first) {
+                        send_wait();
+                        arrive_at_count(added(head, m0, consumer), STORED);
+                    }
                 }
                 if (ORDERED) arrive_at_count(added(head, m0, consumer));
             });
@@ -636,7 +647,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
     const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
-    const bool untouched = ORDERED && keys.begin >= keys.end;  // rows that see no keys
+    const unsigned* const added = reinterpret_cast<const unsigned*>(dQ_accum) + ADDED + 2 * tile + consumer;
+    const bool untouched = ORDERED ? keys.begin >= keys.end : first_stores(score) && *added == 0;  // nobody sees these rows
     float zero = 0.0f;
 #pragma unroll
     for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side

@@ -58,10 +58,21 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-def ordered_dQ(p: Problem, t: Tile) -> tuple[int, int]:
-    """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums."""
-    rows = p.B * p.H * cdiv(p.Sq, 128) * 128
-    return 8 + rows // 32 + rows * (1 << max(p.D - 1, 31).bit_length()), 8 + rows // 32
+FIRST_STORES = 2048  # query rows at most, as in include/in_order.cuh
+
+
+def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
+    """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums, of which the
+    first is stored."""
+    rows = p.batches * p.H * p.query_tiles(128) * 128
+    counters = 64 + rows // 32
+    return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
+
+
+def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
+    """The same where the first is stored, else all zeros."""
+    numbers, counters = counted_dQ(p, t)
+    return numbers, counters if 64 < p.D <= 128 and p.Sq <= FIRST_STORES else numbers
 
 
 in_any_order = Kernel(
@@ -73,6 +84,7 @@ in_any_order = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     deterministic=False,
+    scratch={"dQ_accum": dQ_in_any_order},
     default=True,
     ragged=True,
     tiles=(
@@ -124,7 +136,7 @@ in_order = replace(
     supports=supports_in_order,
     macros={"ORDERED": 1},
     tiles=tuple(Tile(**tile, BLOCKS=132) for tile in in_any_order.tiles),  # blocks that run at one time
-    scratch={"dQ_accum": ordered_dQ},
+    scratch={"dQ_accum": counted_dQ},
     then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
 )
 

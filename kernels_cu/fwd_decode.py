@@ -3,10 +3,10 @@
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_copies
 
 SM_SMEM = 233472  # bytes of shared memory of a multiprocessor, a block's own KiB among them
-SM_ASKS = 65536  # bytes that are on their way to a multiprocessor when memory is busy
+SM_ASKS = 131072  # bytes on their way to a multiprocessor that keep its share of memory busy while blocks come and go
 MOST_SPLITS = 256
 MOST_BLOCKS = 65535  # along the grid's last axis
-DEALT_WAVES = 8  # of blocks that are dealt
+DEALT_WAVES = 4  # of blocks that are dealt
 MOST_ACCUMULATORS = 32 * 160  # of S and O in a warp
 
 
@@ -51,20 +51,21 @@ def splits(p: Problem, t: Tile) -> int:
     """How many blocks share the keys of a tile of rows; if dealt, of all batch entries.
 
     As many as finish first, counted in rounds of a block's warps, if all take equally long; two rounds more for what
-    a block does besides, one more to merge. Where they take differently long, of several entries, so many that the
-    last ones are short.
+    a block does besides, one more to merge. Each has as many rounds as it asks for at once, or more. Where they take
+    differently long, of several entries, so many that the last ones are short.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS)
+    most = max(1, rounds // (t.STAGES - 1))  # of an entry
     if dealt(p):
         wanted = at_once(p, t) * (DEALT_WAVES if p.B > 1 else 1) // max(tiles, 1)
-        return max(1, min(p.B * rounds, wanted, MOST_BLOCKS - p.B))
+        return max(1, min(p.B * most, wanted, MOST_BLOCKS - p.B))
     shared = tiles * p.batches
 
     def takes(n: int) -> int:
         return cdiv(shared * n, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1)
 
-    most = min(rounds, MOST_SPLITS, MOST_BLOCKS // max(p.batches, 1))
-    return min(range(1, max(1, most) + 1), key=takes)
+    most = max(1, min(most, MOST_SPLITS, MOST_BLOCKS // max(p.batches, 1)))
+    return min(range(1, most + 1), key=takes)
 
 
 def blocks(p: Problem, t: Tile) -> int:

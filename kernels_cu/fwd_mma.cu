@@ -23,6 +23,7 @@
 // Two warps share a scheduler, and neither is ever short of instructions that wait for the tensor cores; what counts is how
 // well ptxas mixes one step's exponentials with the next step's products. What helped and what did not, with numbers:
 // experiments/003_forward_paper.
+#define TIMELINE_BRANCH 1  // marks cost 3% of time for 7 … 9% at D = 128: experiments/018_timeline
 #include "mma_tiles.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"

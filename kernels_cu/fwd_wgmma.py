@@ -49,7 +49,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
-        (consumers < 4 or p.plain, "BLOCK_M=256 spills with options of the score: 192 rows do not"),
+        (consumers < 4 or p.plain, "BLOCK_M=256 takes plain problems alone (a softcap spills): 192 rows take options"),
         (consumers < 3 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 128 rows do not"),
         (consumers < 3 or not p.ragged, f"BLOCK_M={t.BLOCK_M} spills of a ragged batch: 128 rows do not"),
         (

@@ -141,6 +141,18 @@ def test_curves_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_models_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's own errors, tokens and losses; results that are theirs to the last bit are not of our kernels."""
+    judged = load("022_models", "run", monkeypatch).judged
+    row = lambda name, error, losses, tokens: {"contender": name, "error": error, "losses": losses, "tokens": tokens}  # noqa: E731
+    theirs = [row("eager", 0.1, [4.0, 3.0], 60), row("sdpa-flash", 0.09, [4.0, 3.01], 64)]
+    right = 0.105, [4.0, 3.005], 61
+    assert judged([*theirs, row("slot", *right)])["ok"]
+    for place, wrong in ((0, 0.12), (0, float("nan")), (1, [4.0, 3.05]), (1, [4.0, 3.01]), (2, 59)):
+        values = [*right[:place], wrong, *right[place + 1 :]]
+        assert not judged([*theirs, row("registered, compiled", *values)])["ok"]
+
+
 def test_training_while_the_kernel_is_edited(monkeypatch: pytest.MonkeyPatch, project_copy: Path) -> None:
     """A save that does not compile is said and not taken; one that is right is, and the weights stay."""
     pytest.importorskip("watchfiles")

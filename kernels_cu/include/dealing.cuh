@@ -23,9 +23,7 @@ constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof
 
 struct QueryTiles {  // of sequence b; of one that there is not, nothing
     static constexpr int ROWS = BLOCK_M, LEVEL = 2 * BLOCK_N;  // keys
-    static constexpr bool WAITED_FOR = false;                  // a piece is found while another is worked on
     int tiles = 0, Sk = 0, diagonal = 0;
-    QueryTiles() = default;
     __device__ __forceinline__ QueryTiles(const Score& score, int b) {
         if (b >= score.sequences) return;
         const Sequence own(score, b);
@@ -47,9 +45,7 @@ struct QueryTiles {  // of sequence b; of one that there is not, nothing
 
 struct KeyTiles {  // likewise
     static constexpr int ROWS = BLOCK_N, LEVEL = 2 * BLOCK_M;  // queries
-    static constexpr bool WAITED_FOR = true;
     int tiles = 0, Sq = 0, Sk = 0, diagonal = 0;
-    KeyTiles() = default;
     __device__ __forceinline__ KeyTiles(const Score& score, int b) {
         if (b >= score.sequences) return;
         const Sequence own(score, b);
@@ -71,20 +67,16 @@ template <class Tiles>
 struct LongestFirst {
     const Score& score;
     int lane, all;  // pieces of a head
-    Tiles first;    // of sequence `lane`, read once where somebody waits: few batches have more than 32
 
     __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), lane(threadIdx.x % 32) {
-        if (Tiles::WAITED_FOR) first = Tiles(score, lane);
         all = count(-1);
     }
-
-    __device__ __forceinline__ Tiles tiles(int b) const { return Tiles::WAITED_FOR && b < 32 ? first : Tiles(score, b); }
 
     // How many tiles of all sequences are of level `level` or beyond.
     __device__ __forceinline__ int count(int level) const {
         int own = 0;
 #pragma unroll 1
-        for (int b = lane; b < score.sequences; b += 32) own += tiles(b).beyond(level);
+        for (int b = lane; b < score.sequences; b += 32) own += Tiles(score, b).beyond(level);
         return __reduce_add_sync(0xffffffffu, own);
     }
 
@@ -100,8 +92,8 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // those of the level, one sequence after the other
-            const Tiles own_tiles = tiles(b0 + lane);
-            const int last = own_tiles.beyond(level), beyond = own_tiles.beyond(level + 1), own = last - beyond;
+            const Tiles tiles(score, b0 + lane);
+            const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), own = last - beyond;
             int upto = own;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -110,7 +102,7 @@ struct LongestFirst {
             }
             const unsigned found = __ballot_sync(0xffffffffu, upto > number);
             if (found) {
-                const int row0 = (own_tiles.first(beyond, last) + number - (upto - own)) * Tiles::ROWS, who = __ffs(found) - 1;
+                const int row0 = (tiles.first(beyond, last) + number - (upto - own)) * Tiles::ROWS, who = __ffs(found) - 1;
                 return {b0 + who, __shfl_sync(0xffffffffu, row0, who)};
             }
             number -= __shfl_sync(0xffffffffu, upto, 31);

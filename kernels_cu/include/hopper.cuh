@@ -118,8 +118,15 @@ __device__ __forceinline__ void await_count(const unsigned* counter, unsigned ar
     while (arrived < arrivals);
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-__device__ __forceinline__ void arrive_at_count(unsigned* counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+__device__ __forceinline__ void arrive_at_count(unsigned* counter, unsigned arrivals = 1) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrivals) : "memory");
+}
+// Adds one and returns what was there; sees what those have done whom it counts, as `await_count` does.
+__device__ __forceinline__ unsigned arrive_and_count(unsigned* counter) {
+    unsigned before;
+    asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return before;
 }
 
 // ---- warpgroup MMA

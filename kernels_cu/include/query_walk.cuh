@@ -29,7 +29,7 @@ struct TileMap {
 
 // The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
 // where there is a block map, those that it leaves.
-template <bool KEPT_N0>  // whether n0 is kept in a register
+template <bool KEPT_N0, bool ROUND>  // whether n0 is kept in a register; whether it goes from the row of its number round to it
 struct QueryWalk {
     const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
     const TileMap& map;
@@ -40,10 +40,14 @@ struct QueryWalk {
     __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
     __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 
+    // Where the walk of a head begins.
+    __device__ __forceinline__ int first() const { return !ROUND ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0; }
+
     // From row m0 of a head of the group on, the next tile; or head = group: there is none.
     __device__ __forceinline__ void find(int& head, int& m0) const {
         if (!Head::MAPPED) {
-            if (m0 >= end()) ++head, m0 = begin();
+            if (m0 >= end()) head += !ROUND, m0 = begin();
+            if (ROUND && m0 == first()) ++head;
             return;
         }
         const int words = TileMap::words(head0.score);
@@ -59,7 +63,7 @@ struct QueryWalk {
     }
     // The first tile.
     __device__ __forceinline__ void start(int& head, int& m0) const {
-        m0 = begin(), head = m0 < end() ? 0 : group;
+        m0 = first(), head = m0 < end() ? 0 : group;
         if (Head::MAPPED) find(head, m0);
     }
     // Whether all rows of a tile may see all of the block's keys, as far as the map tells.

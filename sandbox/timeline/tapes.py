@@ -22,12 +22,9 @@ from ..toolchain import sources
 
 MACRO = "TIMELINE_MARKS"
 DONE = "done"  # the mark that ends a warp's last step, and begins none
-MOST_BLOCKS = 8
+MOST_BLOCKS = 4
 CLOCKS_A_MARK = 8  # on the CPU backend, whose clock is the order of a block's marks
-MEMORY = {
-    "cuda": 2**28,
-    "cpu": 2**25,
-}  # bytes of all tapes: with four blocks of 16 warps 4M cycles, 2 ms, or 64K marks a block
+LENGTH = {"cuda": 2**22, "cpu": 2**18}  # bytes of a tape: 2 ms; on the CPU backend 32K marks of a block
 _MARK = np.dtype([("step", "u4"), ("clock", "u4")])
 _ANCHOR = np.dtype([("sm", "u4"), ("clock", "u4"), ("nanoseconds", "u8")])
 _SYMBOL = "sandbox_timeline"
@@ -62,8 +59,8 @@ def number_of(name: str) -> int:
 
 class _Told(ctypes.Structure):  # `Tapes` of timeline.cuh
     _fields_ = (
-        ("anchors", ctypes.c_uint64), ("high", ctypes.c_uint32), ("low", ctypes.c_uint32), ("bytes", ctypes.c_uint32),
-        ("place", ctypes.c_uint32), ("warps_per_block", ctypes.c_uint32), ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
+        ("anchors", ctypes.c_uint64), ("high", ctypes.c_uint32), ("low", ctypes.c_uint32),
+        ("warps_per_block", ctypes.c_uint32), ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
     )  # fmt: skip
 
 
@@ -80,67 +77,59 @@ class Tape:
 
 
 class _Shared:
-    """An array of zeros for a kernel to write to, at a multiple of `alignment`."""
+    """An array of zeros for a kernel to write to, at a multiple of `alignment`; it crosses none of 4 GiB."""
 
     def __init__(self, count: int, dtype: np.dtype, alignment: int, gpu: driver.Device | None) -> None:
         self._gpu, self.nbytes = gpu, count * dtype.itemsize
-        room = self.nbytes + alignment
+        room = 2 * self.nbytes + alignment
         self._memory = driver.DeviceMemory(room, gpu) if gpu else np.zeros(room, np.uint8)
         begin = self._memory.pointer if isinstance(self._memory, driver.DeviceMemory) else self._memory.ctypes.data
         self.address = begin + -begin % alignment
+        if self.address >> 32 != self.address + self.nbytes - 1 >> 32:
+            self.address += -self.address % 2**32
         if isinstance(self._memory, driver.DeviceMemory):
-            self.host = np.zeros(count, dtype)
+            self._host = np.zeros(count, dtype)
         else:
-            self.host = self._memory[self.address - begin :][: self.nbytes].view(dtype)
+            self._host = self._memory[self.address - begin :][: self.nbytes].view(dtype)
 
     def clear(self) -> None:
         """Zeros again."""
         if self._gpu:
             driver.zero(self.address, self.nbytes, self._gpu)
         else:
-            self.host[:] = 0
+            self._host[:] = 0
 
-    def fetch(self) -> NDArray:
-        """What it holds."""
+    def fetch(self, count: int) -> NDArray:
+        """The first `count` elements."""
+        found = self._host[:count]
         if self._gpu:
-            driver.read(self.host.ctypes.data, self.address, self.nbytes, self._gpu)
-        return self.host
+            driver.read(found.ctypes.data, self.address, found.nbytes, self._gpu)
+        return found
 
 
 class Tapes:
-    """Memory for the marks of one entry's launches, where its module finds it, until `close`.
+    """Memory for the marks of one entry, where its module finds it: it is launched only while this object is there.
 
-    `blocks`, by number and at most MOST_BLOCKS of them, have a tape for each warp; of others nothing is kept. A tape is
-    a ring of a byte for each cycle of the clock: what is older is lost.
+    `blocks`, by number and at most MOST_BLOCKS of them, have a tape for each warp; what others write nobody reads. A
+    tape is a ring of a byte for each cycle of the clock: what is older is lost.
     """
 
     def __init__(
         self, function: driver.CudaFunction | CpuFunction, block: Dim3, blocks: Sequence[int], device: Device
     ) -> None:
-        self.blocks, self._warps = [*blocks], -(-math.prod(block) // 32)
-        count = max(len(blocks), 1) * self._warps
-        self._bytes = 1 << (MEMORY[device[0]] // count).bit_length() - 1
+        self.blocks, self._warps, self._length = [*blocks], -(-math.prod(block) // 32), LENGTH[device[0]]
         self._gpu = driver.device(device[1]) if device != HOST else None
-        whole = 1 << (count * self._bytes - 1).bit_length()  # a multiple of it is far enough from those of 4 GiB
-        self._marks = _Shared(count * self._bytes // _MARK.itemsize, _MARK, whole, self._gpu)
+        count = (MOST_BLOCKS + 1) * self._warps
+        self._marks = _Shared(count * self._length // _MARK.itemsize, _MARK, self._length, self._gpu)
         self._anchors = _Shared(count, _ANCHOR, _ANCHOR.itemsize, self._gpu)
-        self._symbol = function.constant(_SYMBOL)
         self.clear()
         high, low = divmod(self._marks.address, 2**32)
         listened = (ctypes.c_uint32 * MOST_BLOCKS)(*(number + 1 for number in blocks))
-        self._tell(
-            _Told(self._anchors.address, high, low, self._bytes, self._bytes - _MARK.itemsize, self._warps, listened)
-        )
-
-    def _tell(self, told: _Told) -> None:
+        told = _Told(self._anchors.address, high, low, self._warps, listened)
         if self._gpu:
-            driver.write(self._symbol, ctypes.addressof(told), ctypes.sizeof(told), self._gpu)
+            driver.write(function.constant(_SYMBOL), ctypes.addressof(told), ctypes.sizeof(told), self._gpu)
         else:
-            ctypes.memmove(self._symbol, ctypes.byref(told), ctypes.sizeof(told))
-
-    def close(self) -> None:
-        """Nobody listens from now on."""
-        self._tell(_Told())
+            ctypes.memmove(function.constant(_SYMBOL), ctypes.byref(told), ctypes.sizeof(told))
 
     def clear(self) -> None:
         """Forget what was written."""
@@ -149,15 +138,16 @@ class Tapes:
 
     def read(self) -> Iterator[Tape]:
         """The tape of each warp that came to a mark. Where a block ran for longer than tapes are, its end."""
-        anchors = self._anchors.fetch().reshape(-1, self._warps)
-        every = self._marks.fetch().reshape(*anchors.shape, -1)
-        for block, tapes, ends in zip(self.blocks, every, anchors, strict=False):
+        count = len(self.blocks) * self._warps
+        anchors = self._anchors.fetch(count).reshape(-1, self._warps)
+        every = self._marks.fetch(count * self._length // _MARK.itemsize).reshape(*anchors.shape, -1)
+        for block, tapes, ends in zip(self.blocks, every, anchors, strict=True):
             written = [tape[tape["step"] != 0] for tape in tapes]
             latest = _latest(np.concatenate([marks["clock"] for marks in written]))
             for warp, marks in enumerate(written):
                 age = latest - marks["clock"]  # modulo 2^32
                 order = np.argsort(age)[::-1]
-                kept = marks[order[age[order] < self._bytes]]
+                kept = marks[order[age[order] < self._length]]
                 if len(kept):
                     sm, clock, nanoseconds = map(int, ends[warp])
                     done = kept["step"][-1] == number_of(DONE)

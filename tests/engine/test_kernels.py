@@ -149,6 +149,15 @@ def test_the_ordered_backward_in_sections_of_any_size(device: Device) -> None:
     assert all(x.tobytes() == other[name].tobytes() for other in others for name, x in first.items())
 
 
+@pytest.mark.parametrize("causal", [False, "bottom-right"], ids=str)
+@pytest.mark.parametrize(("Sq", "Sk"), [(2049, 70), (260, 300), (300, 130), (70, 0)])
+def test_sums_of_dq_begin_with_zeros_or_with_who_comes_first(Sq: int, Sk: int, causal: Causal, device: Device) -> None:
+    """To either side of `FIRST_STORES`; scratch is NaN before, and some rows see no key, so that nobody comes."""
+    problem = Problem(1, 1, Sq, Sk, 72, dtype="float16", causal=causal)
+    result = check.verify(registry.get("bwd_wgmma"), Case("first", problem), device)
+    assert result.ok is not False, result.message
+
+
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
 def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> None:
     """A masked value's P is 0, and 0 * NaN must not count."""

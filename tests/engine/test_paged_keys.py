@@ -47,7 +47,7 @@ def test_pages_are_as_keys_in_a_row() -> None:
         assert all(outputs[name].tobytes() == found[0][name].tobytes() for name in ("O", "LSE"))
 
 
-@pytest.mark.parametrize(("blocks", "splits"), [(1, 1), (6, 3), (20, 10)])
+@pytest.mark.parametrize(("blocks", "splits"), [(1, 1), (3, 3), (20, 5)])
 def test_splits(blocks: int, splits: int, device: Device) -> None:
     """One block, several, and as many as there is a round for each warp: of few keys the last ones get none."""
     tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks)
@@ -91,11 +91,11 @@ def test_dealt_blocks_are_enough() -> None:
 
 
 def test_splits_fill_the_multiprocessors() -> None:
-    """A block for each multiprocessor, whose copies keep its memory busy; of many rows none is split."""
+    """Two blocks a multiprocessor, whose copies keep its memory busy; of many rows none is split."""
     (tile, *_) = KERNEL.tiles
     few, many = (Problem(B, 32, 1, 8192, 128, Hk=8, dtype="bfloat16") for B in (1, 128))
     alone, together = ((KERNEL.grid(p, tile), KERNEL.then[0].grid(p, tile)) for p in (few, many))
-    assert 120 < np.prod(alone[0]) <= 132
+    assert 240 < np.prod(alone[0]) <= 264
     assert np.prod(together[0]) == 8 * 128
     assert all(alone[1])
     assert not all(together[1])

@@ -58,7 +58,8 @@ def test_marks_are_compiled_in_on_request(tmp_path: Path) -> None:
     copy.write_text(_marked(kernel.source.read_text()))
     tile = kernel.tiles[0]
     defines = kernel.defines(PROBLEM, tile)
-    ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, {tapes.MACRO: 1})]
+    marks = {tapes.MACRO: tapes.LENGTH["cuda"]}
+    ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, marks)]
     assert ["%clock" in text for text in ptx] == [False, True]
     assert "sandbox_timeline" in ptx[1]
 
@@ -124,7 +125,7 @@ def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
 
 def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 16  # marks of a block
-    monkeypatch.setitem(tapes.MEMORY, "cpu", 8 * room * len(mma.lanes))
+    monkeypatch.setitem(tapes.LENGTH, "cpu", 8 * room)
     found = recorded(registry.get("fwd_mma"))
     whole = {(lane.block, lane.warp): [step.name for step in lane.steps] for lane in mma.lanes}
     for block in (0, 1):

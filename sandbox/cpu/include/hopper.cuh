@@ -56,7 +56,10 @@ inline void send_wait() { cpu::sandbox_send_wait(); }
 inline void await_count(const unsigned* counter, unsigned arrivals) {
     while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield();
 }
-inline void arrive_at_count(unsigned* counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
+inline void arrive_at_count(unsigned* counter, unsigned arrivals = 1) {
+    __atomic_fetch_add(counter, arrivals, __ATOMIC_RELEASE);
+}
+inline unsigned arrive_and_count(unsigned* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQUIRE); }
 
 // ---- warpgroup MMA
 
