@@ -6,7 +6,8 @@
 // clang-format off
 //   producer, warp 0       K0 V0  K1 V1  K2 V2 ...         requests tiles; Q of the next piece between
 //             warps 2, 3            V0' ->     V1' -> ...  transpose V: TMA's tile -> another, keys along rows
-//   consumers              S = Q K^T | softmax, P | T = P V' | O = alpha O + T ...
+//   consumers              S = Q K^T | softmax, P | T = P V' | O = alpha O + T ...      OVERLAP=2: S of the next tile before T,
+//                                                                                       its maxima while T is under way
 //
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | V' [STAGES] | mbarriers
 // clang-format on
@@ -42,6 +43,7 @@ constexpr int part_columns(int parts) {
     return HEAD_DIM_V % (16 * parts) == 0 && HEAD_DIM_V / parts <= MOST_COLUMNS ? HEAD_DIM_V / parts : part_columns(parts + 1);
 }
 constexpr int PART = part_columns(1), PARTS = HEAD_DIM_V / PART;
+static_assert(OVERLAP == 1 || PARTS == 1, "T and the next tile's S at once need all of V's columns in one product");
 
 using Queries = Swizzled<64, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
@@ -117,20 +119,27 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
     });
 }
 
-// V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 32 keys and 16 columns at a time. In
-// V' a row is a column of V, of each 16 first the even ones, and keys are in the order SLOTS.
+// A turner loads LOADS times 32 keys before it stores the first of them: fewer waits for shared memory.
+static_assert(BLOCK_N % (32 * LOADS) == 0, "a tile of whole loads");
+
+// V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 16 columns at a time. In V' a row is
+// a column of V, of each 16 first the even ones, and keys are in the order SLOTS.
 __device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_smem, unsigned turner) {
     const unsigned lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
 #pragma unroll 1
     for (unsigned columns = turner; columns < HEAD_DIM_V / 16; columns += TURNERS) {
         const SmemAddress from = V_smem + Values::chunk(lane, columns), to = T_smem + (16 * columns + matrix % 2 * 8 + row) * 128;
 #pragma unroll
-        for (unsigned keys = 0; keys < BLOCK_N / 32; ++keys) {
-            unsigned pair[4];  // of keys 0, 8, 16 and 24 on
-            ldmatrix_x4_trans(pair, from + 32 * 128 * keys);
-            stmatrix_x4(to + Turned::chunk(row, 2 * keys + matrix / 2) - row * 128,
-                        even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]),
-                        odd_column(pair[2], pair[3]));
+        for (unsigned keys = 0; keys < BLOCK_N / 32; keys += LOADS) {
+            unsigned pairs[LOADS][4];  // of keys 0, 8, 16 and 24 on
+#pragma unroll
+            for (unsigned i = 0; i < LOADS; ++i) ldmatrix_x4_trans(pairs[i], from + 32 * 128 * (keys + i));
+#pragma unroll
+            for (unsigned i = 0; i < LOADS; ++i) {
+                const unsigned(&pair)[4] = pairs[i];
+                stmatrix_x4(to + Turned::chunk(row, 2 * (keys + i) + matrix / 2) - row * 128, even_column(pair[0], pair[1]),
+                            odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]), odd_column(pair[2], pair[3]));
+            }
         }
     }
 }
@@ -138,11 +147,11 @@ __device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_sme
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
     float O[HEAD_DIM_V / 2] = {};
-    float m[2] = {-INF, -INF}, l[2] = {}, alpha[2];  // m: a raw score; l: this lane's part of the sum; both times P_MOST
+    float m[2] = {-INF, -INF}, l[2] = {}, alpha[2], shift[2];  // m: a raw score; l: this lane's part of the sum, times P_MOST
 
-    // Moves m up to the maxima of S, which become P = P_MOST exp2 of what they exceed m by: S is not used any more.
-    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent) {
-        float top[2][2] = {{-INF, -INF}, {-INF, -INF}}, sums[2][2] = {}, shift[2];  // two of each row: shorter chains
+    // Moves m up to the maxima of S.
+    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+        float top[2][2] = {{-INF, -INF}, {-INF, -INF}};  // two of each row: shorter chains
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], S[i]);
 #pragma unroll
@@ -152,6 +161,10 @@ struct Rows {
             m[half] = m_new;
             shift[half] = fminf(fmaf(-m_new, exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
         }
+    }
+    // S becomes P = P_MOST exp2 of what it exceeds m by.
+    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent) {
+        float sums[2][2] = {};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
@@ -159,6 +172,14 @@ struct Rows {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) l[half] = fmaf(l[half], alpha[half], sums[half][0] + sums[half][1]);
+    }
+    // O's columns of that part take on T, the product of a tile, each row being rescaled with alpha.
+    __device__ __forceinline__ void take_on(const float (&T)[PART / 2], int part, const float (&alpha)[2]) {
+#pragma unroll
+        for (int i = 0; i < PART / 2; ++i) {
+            float& o = O[part * (PART / 2) + i];
+            o = fmaf(o, alpha[i / 2 % 2], T[i]);
+        }
     }
     __device__ __forceinline__ bool finite() const {
         float zero = 0.0f;
@@ -308,25 +329,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 P[i / 4][i % 4] = pack4<dtype_v>(s[0], s[1], s[4], s[5]);
             }
         };
-        const auto multiply_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, auto then) {
+        const auto multiply_part = [&](float (&T)[PART / 2], const unsigned (&P)[BLOCK_N / 32][4], int j, int part) {
             const Descriptor T_smem = Turned::k_major(address(base + T_AT + stage_of(used + j) * T_BYTES));
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / 32; ++step)
+                wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + part * PART * 128), step > 0);
+            wgmma_commit();
+        };
+        const auto multiply_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, auto then) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 float T[PART / 2];
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < BLOCK_N / 32; ++step)
-                    wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + part * PART * 128), step > 0);
-                wgmma_commit();
+                multiply_part(T, P, j, part);
                 wgmma_wait<0>();
                 wgmma_settled(T);
                 if (part == PARTS - 1) release(EMPTY_T, j);
                 if (PARTS == 1) then();  // beside a wide O there are no registers for T and S at once
-#pragma unroll
-                for (int i = 0; i < PART / 2; ++i) {
-                    float& o = rows.O[part * (PART / 2) + i];
-                    o = fmaf(o, rows.alpha[i / 2 % 2], T[i]);
-                }
+                rows.take_on(T, part, rows.alpha);
             }
             if (PARTS > 1) then();
         };
@@ -348,15 +368,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             const int last = lead + tiles - 1;
             float S[BLOCK_N / 2];
             unsigned P[BLOCK_N / 32][4];
-            const auto score = [&](int j) {  // S, which is under way, becomes P
-                wgmma_wait<0>();
+            const auto settled = [&](int j) {  // S is there
                 wgmma_settled(S);
                 release(EMPTY_K, j);
                 if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // all of the piece's Q K^T
-                finish_scores(S, j);
+            };
+            const auto become_P = [&](int j) {  // S does, the maximum being known
                 rows.exponentiate(S, exponent);
                 drop(S, j);
                 operand(P, S);
+            };
+            const auto score = [&](int j) {  // S, which is under way, becomes P
+                wgmma_wait<0>();
+                settled(j);
+                finish_scores(S, j);
+                rows.raise_maximum(S, exponent);
+                become_P(j);
             };
             await(FULL_K, lead);
             multiply_QK(S, lead);
@@ -366,12 +393,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 await(FULL_T, j);
                 await(FULL_K, j + 1);
                 take_turn();
-                multiply_PV(P, j, [&] {
+                if constexpr (OVERLAP > 1) {
+                    float T[PART / 2];
                     wgmma_discard(S);
                     multiply_QK(S, j + 1);
+                    multiply_part(T, P, j, 0);
+                    wgmma_wait<1>();
+                    settled(j + 1);
+                    finish_scores(S, j + 1);
+                    const float alpha[2] = {rows.alpha[0], rows.alpha[1]};
+                    rows.raise_maximum(S, exponent);
+                    wgmma_wait<0>();
+                    wgmma_settled(T);
+                    release(EMPTY_T, j);
+                    rows.take_on(T, 0, alpha);
                     give_turn();
-                });
-                score(j + 1);
+                    become_P(j + 1);
+                } else {
+                    multiply_PV(P, j, [&] {
+                        wgmma_discard(S);
+                        multiply_QK(S, j + 1);
+                        give_turn();
+                    });
+                    score(j + 1);
+                }
             }
             await(FULL_T, last);
             take_turn();

@@ -24,7 +24,12 @@ def most_keys(p: Problem) -> int:
         return 64 if width <= 128 else 32
     if not simple(p):
         return 128 if width <= 64 else 64
-    return 128 if width <= 128 else 96
+    return 128 if width <= 128 or unmasked(p) else 96
+
+
+def unmasked(p: Problem) -> bool:
+    """Whether nothing is asked for at all, a causal mask included."""
+    return p.plain and not p.causal
 
 
 def simple(p: Problem) -> bool:
@@ -58,6 +63,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
             f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: 32 columns a product do not",
         ),
+        (
+            t.OVERLAP == 1 or (part == p.Dv <= 128 and unmasked(p)),
+            f"OVERLAP={t.OVERLAP} spills on {p.variant} or at Dv={p.Dv}: OVERLAP=1 does not",
+        ),
+        (
+            t.BLOCK_N % (32 * t.LOADS) == 0,
+            f"LOADS={t.LOADS}: BLOCK_N={t.BLOCK_N} must be a multiple of {32 * t.LOADS} keys",
+        ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
@@ -66,8 +79,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 def rank(p: Problem, t: Tile) -> bool:
     """First what was fastest on an H200."""
     width = max(p.D, p.Dv)
-    best = (192, 128) if width <= 64 else (128, 128) if width <= 128 else (128, 96)
-    return best != (t.BLOCK_M, t.BLOCK_N)
+    best = (192, 128, 1) if width <= 64 else (128, 128, 2) if width <= 128 else (128, 128, 1)
+    return best != (t.BLOCK_M, t.BLOCK_N, t.OVERLAP)
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -86,11 +99,13 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132),
-        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132),
-        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, MOST_COLUMNS=32, BLOCKS=132),
-        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132),
-        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, MOST_COLUMNS=64, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=2),
+        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=4, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),

@@ -89,7 +89,10 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
 def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
     """Not the best tile only."""
     for tile in kernel.tiles:
-        problems = [Problem(1, 2, 130, 101, D, dtype=kernel.dtypes[-1], causal="bottom-right") for D in (64, 128, 256)]
+        masks: tuple[Causal, ...] = ("bottom-right", False)
+        problems = [
+            Problem(1, 2, 130, 170, D, dtype=kernel.dtypes[-1], causal=c) for c in masks for D in (64, 128, 256)
+        ]
         case = Case("ragged", next(p for p in problems if choose.refuses_tile(kernel, p, tile, None) is None))
         result = check.verify(kernel, case, device, tile)
         assert result.ok, result
