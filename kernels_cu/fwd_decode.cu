@@ -228,7 +228,8 @@ __device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const 
     }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode(
+// A window with a left bound may have more than the 128 registers at which ptxas stops by itself: at D = 64 it spilled 4 bytes.
+extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST ? 1 : 0) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
     const __grid_constant__ View<const dtype> V,  // likewise, HEAD_DIM_V wide
