@@ -23,7 +23,7 @@ class Route(NamedTuple):
     leaves: bool  # whether the library may want a gradient of what is computed of such arrays
 
 
-Found = tuple["Plan", tuple[int, ...], bool]  # where a route led, the addresses of a call's arrays, the route's `leaves`
+Found = tuple["Plan", tuple[int, ...], bool]  # where a route led: its plan, the arrays' addresses, its `leaves`
 
 
 class Plans(dict[tuple, "Plan"]):

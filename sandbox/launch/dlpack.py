@@ -111,7 +111,7 @@ class _PyTorch(Library):
     name = "PyTorch"
 
     @cached_property
-    def pointer(self) -> Callable[[Any], int]:  # type: ignore[override]  # without a Python frame: half the time
+    def pointer(self) -> Callable[[Any], int]:  # without a Python frame: half the time
         return sys.modules["torch"].Tensor.data_ptr
 
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:

@@ -41,6 +41,7 @@ def _libcuda() -> ctypes.CDLL:
         raise GpuUnavailable("CUDA cannot be used in a forked process: start it with the 'spawn' method")
     if status != _SUCCESS:
         raise GpuUnavailable(f"the NVIDIA driver does not start: cuInit returned {status} (does nvidia-smi work?)")
+    library.cuMemsetD8Async.argtypes = ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
     return library
 
 
@@ -300,8 +301,7 @@ class DeviceMemory:
 
 def zero(pointer: int, nbytes: int, device: Device, stream: int = 0) -> None:
     """Queue on `stream` that GPU memory at `pointer` becomes zeros; a graph captures it."""
-    arguments = ctypes.c_uint64(pointer), 0, ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-    if status := _called(device, _libcuda().cuMemsetD8Async, *arguments):
+    if status := _called(device, _libcuda().cuMemsetD8Async, pointer, 0, nbytes, stream):
         raise _error(status, f"cuMemsetD8Async({nbytes} bytes)")
 
 
