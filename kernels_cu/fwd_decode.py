@@ -111,7 +111,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if p.rows[0] * group(p) >= 2**31:
         return f"{p.rows[0]} queries of {group(p)} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
     if dealt(p) and p.B * p.Hk * (p.Sq * group(p) // 16 + 1) * (p.Sk // 32 + 3) >= 2**30:
-        return f"{p.B} entries of {p.Hk} heads of {p.Sk} keys, of which key_lengths count, are more than 31 bits tell (fwd_mma)"
+        return f"key_lengths of {p.B} entries of {p.Hk} heads of {p.Sk} keys come to more than 31 bits tell (fwd_mma)"
     return None
 
 

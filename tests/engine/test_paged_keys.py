@@ -63,7 +63,7 @@ def test_splits(blocks: int, splits: int, device: Device) -> None:
 
 
 def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, **options: Any) -> tuple[Any, ...]:
-    """What a line of these lengths comes to in so many blocks, and the truth; the last key counts for one entry alone."""
+    """What a line of these lengths comes to in so many blocks, and the truth. The last key counts for one alone."""
     rng, most = np.random.default_rng(0), int(lengths.max(initial=1))
     shapes = ((4, Sq), (2, most), (2, most))
     q, k, v = (rng.standard_normal((len(lengths), *shape, 64)).astype(np.float16) for shape in shapes)
