@@ -133,6 +133,9 @@ bool Block::nothing_left_behind() {
 void Block::add_departed() {
     acquire(&ended);  // whoever sent them
     List<Departed>& sums = hopper.departed;
+    bool stored = false;
+    for (unsigned i = 0; i < sums.count; ++i) stored |= !sums.items[i].add;
+    if (stored) stores.wait();
     for (unsigned i = sums.count; i-- > 0;)
         for (unsigned n = 0; n < sums.items[i].count; ++n) {
             const Departed& item = sums.items[i];
@@ -313,7 +316,10 @@ extern "C" void sandbox_send_wait() {
 }
 
 // Lets the others go on: of a thread that waits for another block.
-extern "C" void sandbox_yield() { pause(); }
+extern "C" void sandbox_yield() {
+    ++current->yielded;
+    pause();
+}
 
 extern "C" void sandbox_generic_write(const char* at, unsigned bytes) {
     const SharedMemory& smem = current->smem;

@@ -190,8 +190,34 @@ struct SharedMemory {
 
 #include "hopper.h"
 
+// When numbers that are stored, not added, reach global memory: as late as can be, when no other block can go on without them.
+// Whoever adds before, or takes them for there, shows. Of several that are on their way the last comes first.
+struct Stores {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+    unsigned running = 0, under_way = 0;  // OS threads whose block can go on; that stand still for their stores
+
+    void count(int more) {
+        pthread_mutex_lock(&lock);
+        running += more;
+        pthread_cond_broadcast(&changed);
+        pthread_mutex_unlock(&lock);
+    }
+    void wait() {
+        if (TSAN) return;  // the tool would take it for an order that the kernel has
+        pthread_mutex_lock(&lock);
+        --running;
+        const unsigned place = ++under_way;
+        pthread_cond_broadcast(&changed);
+        while (running || under_way != place) pthread_cond_wait(&changed, &lock);
+        --under_way, ++running;
+        pthread_mutex_unlock(&lock);
+    }
+};
+
 struct Block {
     const Launch& launch;
+    Stores& stores;
     unsigned threads;
     Fiber* fibers;
     unsigned *turns, *warps;  // the threads, warp by warp, and the warps, in the order in which they run
@@ -207,8 +233,10 @@ struct Block {
     SharedMemory smem;
     char* message = nullptr;
     Hopper hopper{};
+    unsigned resumed = 0, yielded = 0;  // in this scheduling step: fibers, and those that only waited for another block
+    bool stuck = false;                 // all did
 
-    explicit Block(const Launch& launch);
+    Block(const Launch& launch, Stores& stores);
     ~Block();
     bool run(dim3 index);
 
@@ -221,6 +249,7 @@ struct Block {
     bool deliver_boxes();
     bool nothing_left_behind();
     void add_departed();
+    void become_stuck(bool now);
     void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
@@ -279,7 +308,7 @@ void fiber_main() {
     pause(true);
 }
 
-Block::Block(const Launch& launch) : launch(launch), smem(launch) {
+Block::Block(const Launch& launch, Stores& stores) : launch(launch), stores(stores), smem(launch) {
     threads = launch.block.x * launch.block.y * launch.block.z;
     fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
     turns = static_cast<unsigned*>(malloc(2 * threads * sizeof(unsigned)));
@@ -329,6 +358,7 @@ Block::~Block() {
 void Block::resume(Fiber& fiber) {
     sandbox_self = &fiber;
     fiber.state = State::ready;
+    ++resumed;
 #if defined(SANDBOX_TSAN)
     __tsan_switch_to_fiber(fiber.tool, 1);
 #elif defined(SANDBOX_ASAN)
@@ -421,9 +451,11 @@ bool Block::run(dim3 index) {
     hopper.begin();
     current = this;
     for (;;) {
+        resumed = yielded = 0;
         for (unsigned w = 0; w < (threads + WARP - 1) / WARP; ++w) {
             if (!run_warp(warps[w] * WARP)) return false;
         }
+        become_stuck(resumed && resumed == yielded && !hopper.requested.count);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
         if (returned == threads) return nothing_left_behind();
@@ -432,6 +464,11 @@ bool Block::run(dim3 index) {
             return false;
         }
     }
+}
+
+void Block::become_stuck(bool now) {
+    if (now != stuck) stores.count(now ? -1 : 1);
+    stuck = now;
 }
 
 bool Block::any_ready() const {
@@ -521,6 +558,7 @@ struct Grid {
     uint64_t workers, next = 0;  // the next block, taken atomically by the workers
     int failed = 0;
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    Stores stores{};
 };
 
 void* work(void* argument) {
@@ -529,7 +567,7 @@ void* work(void* argument) {
     const uint64_t workers = grid.workers;
     pthread_mutex_unlock(&grid.lock);
     const dim3& extent = grid.launch.grid;
-    Block block(grid.launch);
+    Block block(grid.launch, grid.stores);
     uint64_t index = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     while (index < grid.blocks && !__atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) {
         const uint64_t i = grid.launch.order ? grid.blocks - 1 - index : index;
@@ -543,6 +581,7 @@ void* work(void* argument) {
         // For ThreadSanitizer in fixed shares: blocks of one worker are ordered, so that neighbours must not share one.
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
+    block.become_stuck(true);  // nobody waits for it any more
     acquire(&block.ended);  // whoever waits for the launch may read what it wrote
     return nullptr;
 }
@@ -715,6 +754,7 @@ extern "C" int sandbox_launch(const Launch* launch) {
     pthread_t* others = static_cast<pthread_t*>(calloc(most + 1, sizeof(pthread_t)));
     pthread_mutex_lock(&grid.lock);
     while (grid.workers < most && pthread_create(&others[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
+    grid.stores.running = grid.workers;
     pthread_mutex_unlock(&grid.lock);
     work(&grid);
     for (uint64_t i = 1; i < grid.workers; ++i) pthread_join(others[i], nullptr);

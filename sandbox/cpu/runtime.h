@@ -75,7 +75,8 @@ bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predi
 // setmaxnreg: a block has 65536 registers, dealt out evenly at first; taking waits until others gave back.
 void sandbox_set_registers(unsigned registers, Site site);
 // Boxes. What is requested comes some scheduling steps later, until when its place in shared memory holds NaN; what is
-// sent leaves shared memory only when it is waited for. Sums are added later still: when the block ends.
+// sent leaves shared memory only when it is waited for. Sums are added later still: when the block ends. Numbers that are
+// stored come last of all, when no other block can go on without them, and their block stands still until then.
 void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
 void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
 void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site);

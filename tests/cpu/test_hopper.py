@@ -192,6 +192,47 @@ def test_sums_are_added_in_memory(run_hopper: Run) -> None:
     assert np.array_equal(sums, expected + 0.5)
 
 
+IN_TURN = """
+    extern "C" __global__ void in_turn(float* sums, unsigned* counter) {
+        extern __shared__ __align__(16) char smem[];
+        if (threadIdx.x) return;
+        const SmemAddress from = smem_address(smem);
+        store_floats(from, 1, 2, 3, 4);
+        fence_proxy_async();
+        const bool first = arrive_and_count(counter) == 0;
+        if (first) send_floats(sums, from, 16);
+        else {
+            await_count(counter, 1 << 16);  // the others
+            send_sums(sums, from, 16);
+        }
+        send_commit();
+        send_wait_read();
+        if (first) {
+            send_wait();  // the first
+            arrive_at_count(counter, 1 << 16);
+        }
+    }"""
+
+
+def sums_in_turn(run_hopper: Run, text: str) -> np.ndarray:
+    """Of three blocks, whichever comes first stores; sums are NaN before."""
+    sums = np.full(4, np.nan, np.float32)
+    run_hopper(text, "in_turn", sums, np.zeros(1, np.uint32), grid=3, smem=16)
+    return sums
+
+
+def test_who_comes_first_stores_and_others_add(run_hopper: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
+    assert np.array_equal(sums_in_turn(run_hopper, IN_TURN), [3, 6, 9, 12])
+
+
+@on_cpu
+@pytest.mark.parametrize("wait", ["await_count(counter, 1 << 16);  // the others", "send_wait();  // the first"])
+def test_stores_that_nobody_waited_for_come_last(run_hopper: Run, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
+    assert np.array_equal(sums_in_turn(run_hopper, IN_TURN.replace(wait, "")), [1, 2, 3, 4])
+
+
 def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
     """Each lane brings the elements (g; 2q, 2q+1) of four matrices: their rows become columns."""
     text = """
