@@ -158,7 +158,6 @@ kernel = Kernel(
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132),  # D >= 128, of 100 KB a multiprocessor
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132),  # float8
-        Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132),  # float8 in pages of 16, or wide
     ),
     space={
