@@ -18,19 +18,27 @@
 // A tile of keys lies in one page; where the next one begins is looked up while the one before is on its way. m is followed
 // lazily, as in fwd_mma. The matrix units are idle most of the time, so that Q stays in shared memory, and registers are few.
 //
+// Of float8 a tile of as many bytes has twice the keys. S is a product of 8 bits; V becomes halves as it comes out of shared memory, so that
+// P is rounded to a half and no more: tensor cores wait for memory in any case.
+//
 // A user alone waits for latencies, not for memory: B1 H32/8 Sk2048 is 8 MiB, read in 2 of its 11 us (H200). What made it of 17: the
 // second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9). What did not: a merge by the last block to
 // arrive (0.5 us more), more blocks than one a multiprocessor (0.3), eight warps a block or four stages (1).
 #include "mma_tiles.cuh"
 #include "splits.cuh"
+#if FLOAT8
+#include "float8.cuh"
+#endif
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / 16;
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
-using Tile = Swizzled<D_PAD>;  // rows of Q and K
-using VTile = Swizzled<DV_PAD>;
-using Place = FragmentPlace<D_PAD>;
-using VPlace = FragmentPlace<DV_PAD>;
+constexpr int ITEM = sizeof(dtype), CHUNK = 16 / ITEM;  // bytes of an element of Q, K and V; elements of a chunk
+constexpr int STEP_D = 2 * CHUNK;                      // columns of an MMA step of S, and of a fragment of V
+constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D, DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;  // beyond: zeros
+using Tile = Swizzled<D_PAD * ITEM / 2>;  // rows of Q and K; of float8, in pairs
+using VTile = Swizzled<DV_PAD * ITEM / 2>;
+using Place = FragmentPlace<D_PAD * ITEM / 2>;
+using VPlace = FragmentPlace<DV_PAD * ITEM / 2>;
 constexpr unsigned K_BYTES = BLOCK_N * Tile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr unsigned O_PITCH = DV_PAD + 8, O_BYTES = BLOCK_M * O_PITCH * 4;  // 8 more: four rows in different banks
 constexpr unsigned RING = STAGES * STAGE > O_BYTES ? STAGES * STAGE : O_BYTES;
@@ -40,7 +48,7 @@ constexpr float FAR = 3e38f;  // below any score: a bias of the lowest number th
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile of whole MMA steps");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a tile of keys lies in one page");
 static_assert(SMEM_BYTES == RINGS_AT + WARPS * RING, "spec and kernel disagree on shared memory");
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
+static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
 // A row of the packed tile: query i, head h.
 struct PackedRow {
@@ -63,12 +71,39 @@ struct Rows {  // what a warp keeps of all rows; a lane holds rows g and g + 8 o
     }
 };
 
+// An MMA step of S; P as it is multiplied by V; and what a fragment of V, of 16 keys and STEP_D columns, adds to O. Of float8 V becomes
+// halves, exactly, as it comes out of shared memory, and P halves: an accumulator of O has the even columns of 16, the next the odd ones.
+#if FLOAT8
+__device__ __forceinline__ void add_scores(float (&S)[4], const unsigned (&Q)[4], unsigned k0, unsigned k1) {
+    mma_m16n8k32<dtype>(S, Q, k0, k1);
+}
+__device__ __forceinline__ unsigned pack_P(float low, float high) { return pack_halves(low, high); }
+__device__ __forceinline__ void add_values(float (*O)[4], const unsigned (&P)[4], const unsigned (&V)[4]) {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+        unsigned even[2], odd[2];
+        columns_as_halves<dtype_v>(V[2 * block], even[0], odd[0]);
+        columns_as_halves<dtype_v>(V[2 * block + 1], even[1], odd[1]);
+        mma_m16n8k16(O[2 * block], P, even[0], even[1]);
+        mma_m16n8k16(O[2 * block + 1], P, odd[0], odd[1]);
+    }
+}
+#else
+__device__ __forceinline__ void add_scores(float (&S)[4], const unsigned (&Q)[4], unsigned k0, unsigned k1) { mma_m16n8k16(S, Q, k0, k1); }
+__device__ __forceinline__ unsigned pack_P(float low, float high) { return pack(low, high); }
+__device__ __forceinline__ void add_values(float (*O)[4], const unsigned (&P)[4], const unsigned (&V)[4]) {
+    mma_m16n8k16(O[0], P, V[0], V[1]);
+    mma_m16n8k16(O[1], P, V[2], V[3]);
+}
+#endif
+
 // Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], const float (&exponents)[M_TILES][2]) {
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) {
         const int mt = i / 2, half = i % 2;
-        const float m_new = fmaxf(rows.m[mt][half], row_max<4>(top[mt][half])), alpha = share(rows.m[mt][half], m_new, exponent);
+        const float m_new = fmaxf(rows.m[mt][half], row_max<4>(top[mt][half]));
+        const float alpha = share(rows.m[mt][half], m_new, exponents[mt][half]);
         rows.m[mt][half] = m_new;
         rows.l[mt][half] *= alpha;
 #pragma unroll
@@ -81,14 +116,13 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
 
 // Requests the BLOCK_N rows of a tile of keys, or values, from `from` on, by the lanes of a warp; rows from `left` on become zeros. Shorter than
 // `request_tile`, which asks twice: before a block's first keys arrive its instructions have to.
-template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void request_rows(SmemAddress tile, const dtype* from, long long stride, int left, unsigned lane) {
-    using Rows = Swizzled<COLUMNS>;
+template <class Rows, int WIDTH, class T>
+__device__ __forceinline__ void request_rows(SmemAddress tile, const T* from, long long stride, int left, unsigned lane) {
     constexpr unsigned STEP = 32 / Rows::CHUNKS, COPIERS = STEP * Rows::CHUNKS;
     const unsigned row0 = lane / Rows::CHUNKS, chunk = lane % Rows::CHUNKS;
     if (COPIERS < 32 && lane >= COPIERS) return;
-    const int rows = chunk * 8 < WIDTH ? left - static_cast<int>(row0) : 0;
-    from += row0 * stride + chunk * 8;
+    const int rows = chunk * CHUNK < WIDTH ? left - static_cast<int>(row0) : 0;
+    from += row0 * stride + chunk * CHUNK;
 #pragma unroll
     for (unsigned i = 0; i < (BLOCK_N + STEP - 1) / STEP; ++i, from += STEP * stride)
         if (BLOCK_N % STEP == 0 || row0 + i * STEP < BLOCK_N)
@@ -100,10 +134,11 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
                                        SmemAddress Q_smem, SmemAddress stage, const Place& place, const Place& key_place,
                                        const VPlace& value_place) {
     const float unit = Head::unit_of(sequence.score), exponent = unit * Head::LOG2E, margin = LAZY / exponent;
+    float exponents[M_TILES][2];  // of scores; the same for all rows, unless each head of float8 has numbers of its own
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     float S[M_TILES][BLOCK_N / 8][4] = {};
 #pragma unroll
-    for (int step = 0; step < D_PAD / 16; ++step) {
+    for (int step = 0; step < D_PAD / STEP_D; ++step) {
         unsigned Q[M_TILES][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) ldmatrix_x4(Q[mt], Q_smem + place(16 * mt, step));
@@ -113,8 +148,8 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
             ldmatrix_x4(K, stage + key_place(16 * nt, step));
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt) {
-                mma_m16n8k16(S[mt][2 * nt], Q[mt], K[0], K[1]);
-                mma_m16n8k16(S[mt][2 * nt + 1], Q[mt], K[2], K[3]);
+                add_scores(S[mt][2 * nt], Q[mt], K[0], K[1]);
+                add_scores(S[mt][2 * nt + 1], Q[mt], K[2], K[3]);
             }
         }
     }
@@ -127,6 +162,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(sequence, row.h);
+            exponents[mt][half] = DESCALE % 4 ? head.unit * Head::LOG2E : exponent;
             top[mt][half] = -INF;
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) {
@@ -136,10 +172,10 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
                 if (masked && !head.sees(at.query_row(), at.key_col())) s = -INF;
                 top[mt][half] = fmaxf(top[mt][half], s);
             }
-            exceeds |= top[mt][half] > rows.m[mt][half] + margin;
+            exceeds |= top[mt][half] > rows.m[mt][half] + (DESCALE % 4 ? LAZY / exponents[mt][half] : margin);
         }
     }
-    if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponent);
+    if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponents);
 
     unsigned P[M_TILES][BLOCK_N / 16][4];
 #pragma unroll
@@ -148,7 +184,8 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(sequence, row.h);
-            const float m = rows.m[mt][half], negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, FAR);
+            const float m = rows.m[mt][half], exponent = exponents[mt][half];
+            const float negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, FAR);
             const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
 #pragma unroll
             for (int nt = 0; nt < BLOCK_N / 8; ++nt) {
@@ -159,7 +196,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
                     rows.l[mt][half] += p[i];
                     if (!head.keeps(row.i, n0 + 8 * nt + 2 * q + i)) p[i] = 0.0f;
                 }
-                P[mt][nt / 2][nt % 2 * 2 + half] = pack(p[0], p[1]);
+                P[mt][nt / 2][nt % 2 * 2 + half] = pack_P(p[0], p[1]);
             }
         }
     }
@@ -167,14 +204,11 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
 #pragma unroll
     for (int step = 0; step < BLOCK_N / 16; ++step) {
 #pragma unroll
-        for (int dt = 0; dt < DV_PAD / 16; ++dt) {
+        for (int dt = 0; dt < DV_PAD / STEP_D; ++dt) {
             unsigned V[4];
             ldmatrix_x4_trans(V, stage + K_BYTES + value_place(16 * step, dt));
 #pragma unroll
-            for (int mt = 0; mt < M_TILES; ++mt) {
-                mma_m16n8k16(rows.O[mt][2 * dt], P[mt][step], V[0], V[1]);
-                mma_m16n8k16(rows.O[mt][2 * dt + 1], P[mt][step], V[2], V[3]);
-            }
+            for (int mt = 0; mt < M_TILES; ++mt) add_values(&rows.O[mt][STEP_D / 8 * dt], P[mt][step], V);
         }
     }
 }
@@ -190,16 +224,19 @@ __device__ __forceinline__ void leave(const Rows& rows, float* O_smem, float2* s
             const float l = row_sum<4>(rows.l[mt][half]);
             if (q == 0) sums[row] = make_float2(rows.m[mt][half], l);
 #pragma unroll
-            for (int nt = 0; nt < DV_PAD / 8; ++nt)
-                *reinterpret_cast<float2*>(O_smem + row * O_PITCH + 8 * nt + 2 * q) =
-                    make_float2(rows.O[mt][nt][2 * half], rows.O[mt][nt][2 * half + 1]);
+            for (int nt = 0; nt < DV_PAD / 8; ++nt) {
+                const float left = rows.O[mt][nt][2 * half], right = rows.O[mt][nt][2 * half + 1];
+                float* const to = O_smem + row * O_PITCH;
+                if (FLOAT8) to[nt / 2 * 16 + 4 * q + nt % 2] = left, to[nt / 2 * 16 + 4 * q + nt % 2 + 2] = right;
+                else *reinterpret_cast<float2*>(to + 8 * nt + 2 * q) = make_float2(left, right);
+            }
         }
     }
 }
 
 // The same from the beginning, row by row and out of line, of only those keys that a row sees: a masked key's P is 0, but 0 * NaN brings its
 // value to rows that do not see it. Seldom, and then worth the time. Of key tiles `first`, `first` + WARPS, ... before `end`.
-__device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
+__device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype_v>& V,
                                               const Score& score, int b, int row0, int kv_head, int group, int first, int end,
                                               float* O_smem, float2* sums) {
     const Sequence sequence(score, b);
@@ -227,6 +264,9 @@ __device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const 
         if (lane == 0) sums[r] = make_float2(m, l);
     }
 }
+
+constexpr bool WIDE_O = sizeof(dtype_o) == 4;  // of float8 O may be fp32
+__device__ __forceinline__ float4 scaled(float4 o, float by) { return make_float4(o.x * by, o.y * by, o.z * by, o.w * by); }
 
 // What a block does: one part of one tile of rows; if dealt, one after the other.
 template <bool DEALT_>
@@ -257,12 +297,12 @@ struct Errand<true> {
     __device__ __forceinline__ RowTile tile() const { return {stretch.b, stretch.unit % tiles * BLOCK_M}; }
 };
 
-// A window with a left bound, and a line of units, may have more than the 128 registers at which ptxas stops by itself: 4 … 12 bytes spilled.
-extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT ? 1 : 0) void fwd_decode(
+// A window with a left bound, a line of units and float8 may have more registers than those at which ptxas stops by itself: 4 … 12 bytes spilled.
+extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT || FLOAT8 ? 1 : 0) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,  // likewise, HEAD_DIM_V wide
-    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
+    const __grid_constant__ View<const dtype_v> V,  // likewise, HEAD_DIM_V wide
+    const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     float* partials,                              // as `Partials` has them; not used where there is one split
     int H,
@@ -304,8 +344,8 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT ? 1 : 0) v
         const auto request = [&](int j) {
             if (j < end) {
                 const int left = sequence.Sk - j * BLOCK_N;
-                request_rows<D_PAD, HEAD_DIM>(filled, K.row(next.entry, kv_head, next.row), K.stride_s, left, lane);
-                request_rows<DV_PAD, HEAD_DIM_V>(filled + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s, left, lane);
+                request_rows<Tile, HEAD_DIM>(filled, K.row(next.entry, kv_head, next.row), K.stride_s, left, lane);
+                request_rows<VTile, HEAD_DIM_V>(filled + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s, left, lane);
             }
             cp_async_commit();
             filled = after(filled);
@@ -316,9 +356,9 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT ? 1 : 0) v
 #pragma unroll 1
         for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(Tile::CHUNKS); i += THREADS) {
             const int r = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-            const bool there = row0 + r < rows_end && chunk * 8 < HEAD_DIM;
+            const bool there = row0 + r < rows_end && chunk * CHUNK < HEAD_DIM;
             const PackedRow row(there ? row0 + r : row0, kv_head, group);
-            cp_async_16(Q_smem + Tile::at(r, chunk), sequence.query(Q, row.h, row.i) + (there ? chunk * 8 : 0), there);
+            cp_async_16(Q_smem + Tile::at(r, chunk), sequence.query(Q, row.h, row.i) + (there ? chunk * CHUNK : 0), there);
         }
         cp_async_commit();
         look_up(first);
@@ -374,10 +414,11 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT ? 1 : 0) v
             const long long number = head.first_row(H, row.h) + row.i;
             if (own.splits == 1) {
                 const Total total = head.total(m, l);
-                uint4 packed;
-                packed.x = pack(o[0] * total.inverse, o[1] * total.inverse), packed.y = pack(o[2] * total.inverse, o[3] * total.inverse);
-                packed.z = pack(o[4] * total.inverse, o[5] * total.inverse), packed.w = pack(o[6] * total.inverse, o[7] * total.inverse);
-                *reinterpret_cast<uint4*>(head.query(O, row.h, row.i) + 8 * chunk) = packed;
+                const float4 left = scaled(make_float4(o[0], o[1], o[2], o[3]), total.inverse);
+                const float4 right = scaled(make_float4(o[4], o[5], o[6], o[7]), total.inverse);
+                dtype_o* const to = head.query(O, row.h, row.i) + 8 * chunk;
+                if (WIDE_O) reinterpret_cast<float4*>(to)[0] = left, reinterpret_cast<float4*>(to)[1] = right;
+                else *reinterpret_cast<uint4*>(to) = make_uint4(pack(left.x, left.y), pack(left.z, left.w), pack(right.x, right.y), pack(right.z, right.w));
                 if (chunk == 0) LSE[number] = total.lse;
             } else {
                 float4* const to = reinterpret_cast<float4*>(parts.O(DEALT ? r : number, own.split)) + 2 * chunk;
@@ -392,7 +433,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT ? 1 : 0) v
 // Merges what the splits left, a block a row: PARTS parties of COLUMNS / 4 threads take every PARTS-th split each, many on their way
 // at once, since all of it is a matter of latencies. The order of sums is fixed.
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
-    const __grid_constant__ View<dtype> O,  // (B, H, Sq, HEAD_DIM_V)
+    const __grid_constant__ View<dtype_o> O,  // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                             // (B, H, Sq), contiguous
     float* partials,                        // as `Partials` has them
     int H,
@@ -452,9 +493,12 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
     for (int i = 0; i < PARTS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
     whole.add(sums, O_part, exponent);
     const Total total = head.total(whole.m, whole.l);
-    uint2 packed;
-    packed.x = pack(whole.O.x * total.inverse, whole.O.y * total.inverse);
-    packed.y = pack(whole.O.z * total.inverse, whole.O.w * total.inverse);
-    reinterpret_cast<uint2*>(head.query(O, h, tile.row0))[quad] = packed;
+    if (WIDE_O) reinterpret_cast<float4*>(head.query(O, h, tile.row0))[quad] = scaled(whole.O, total.inverse);
+    else {
+        uint2 packed;
+        packed.x = pack(whole.O.x * total.inverse, whole.O.y * total.inverse);
+        packed.y = pack(whole.O.z * total.inverse, whole.O.w * total.inverse);
+        reinterpret_cast<uint2*>(head.query(O, h, tile.row0))[quad] = packed;
+    }
     if (quad == 0) LSE[number] = total.lse;
 }

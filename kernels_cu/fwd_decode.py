@@ -9,16 +9,16 @@ MOST_BLOCKS = 65535  # along the grid's last axis
 MOST_ACCUMULATORS = 32 * 160  # of S and O in a warp
 
 
-def columns(width: int) -> int:
-    """Rows are padded to whole MMA steps."""
-    return cdiv(width, 16) * 16
+def row_bytes(p: Problem) -> tuple[int, int]:
+    """Of K, or Q, and of V; padded to whole MMA steps, which take 32 bytes."""
+    return cdiv(p.D * p.itemsize, 32) * 32, cdiv(p.Dv * p.itemsize, 32) * 32
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q; m and l of every warp's rows; and each warp's stages of K and V, where its O is left in the end."""
-    D, Dv = columns(p.D), columns(p.Dv)
-    stages = t.STAGES * 2 * t.BLOCK_N * (D + Dv)
-    return 2 * t.BLOCK_M * D + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (Dv + 8)))
+    K, V = row_bytes(p)
+    stages = t.STAGES * t.BLOCK_N * (K + V)
+    return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8)))
 
 
 def group(p: Problem) -> int:
@@ -42,7 +42,7 @@ def dealt(p: Problem) -> bool:
 def at_once(p: Problem, t: Tile) -> int:
     """Blocks that keep the GPU's memory busy, as far as there is room for them: more of them finish no earlier."""
     room = max(1, SM_SMEM // (smem_bytes(p, t) + 1024))
-    asked = t.WARPS * (t.STAGES - 1) * 2 * t.BLOCK_N * (columns(p.D) + columns(p.Dv))
+    asked = t.WARPS * (t.STAGES - 1) * t.BLOCK_N * sum(row_bytes(p))
     return t.BLOCKS * min(room, cdiv(SM_ASKS, asked))
 
 
@@ -97,11 +97,11 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def first_for(p: Problem) -> bool:
-    """Where it is measured to be faster than fwd_mma and fwd_wgmma (experiment 020): few rows share many keys, or more
-    rows of so few heads that tiles of 128 queries leave half of the multiprocessors idle."""
+    """Where it is measured to be faster than fwd_mma and fwd_wgmma (experiment 020; of float8 nothing is): few rows
+    share many keys, or more rows of so few heads that tiles of 128 queries leave half of the multiprocessors idle."""
     rows = p.Sq * group(p)
     few, alone = p.Sq <= 32 and rows <= 64, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
-    return 0 < 16 * p.Sq <= p.Sk and (few or alone) and not p.ragged and not p.block_map[3]
+    return 0 < 16 * p.Sq <= p.Sk and (few or alone) and not (p.ragged or p.float8 or p.block_map[3])
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -117,7 +117,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What an MMA step, a page and the register file ask of a tile."""
-    width = columns(p.Dv) + t.BLOCK_N
+    width = row_bytes(p)[1] // p.itemsize + t.BLOCK_N
     rules = (
         (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: the rows of an MMA step"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
@@ -126,6 +126,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: a tile of keys lies in one page",
         ),
         (t.BLOCK_M * width <= MOST_ACCUMULATORS, f"BLOCK_M={t.BLOCK_M} at Dv={p.Dv} and BLOCK_N={t.BLOCK_N} spill"),
+        (
+            not p.float8 or t.BLOCK_N == 16 or t.BLOCK_M * p.Dv <= 2048,
+            f"BLOCK_N={t.BLOCK_N} spills with BLOCK_M={t.BLOCK_M} of float8 at Dv={p.Dv}: 16 does not",
+        ),
         (t.BLOCK_M == 16 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 16 rows do not"),
         (t.STAGES >= 2, "STAGES must be at least 2: one is read while the others are on their way"),
     )
@@ -133,8 +137,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def rank(p: Problem, t: Tile) -> int:
-    """The rows that there are in as few tiles as possible, and of these the smallest."""
-    return 1024 * cdiv(p.Sq * group(p), t.BLOCK_M) + t.BLOCK_M
+    """The rows that there are in as few tiles as possible; of these what has as many keys on their way, in bytes, as
+    was measured to be best of 16 bits, and the smallest."""
+    on_their_way = (t.STAGES - 1) * t.BLOCK_N * p.itemsize
+    return 1024 * cdiv(p.Sq * group(p), t.BLOCK_M) + 512 * (on_their_way != 64) + t.BLOCK_M
 
 
 kernel = Kernel(
@@ -145,18 +151,20 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     summary="few queries, many keys: heads of a group share a tile, blocks share the keys, keys may lie in pages",
-    dtypes=("float16", "bfloat16"),
+    dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),
     tiles=(
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132),  # D >= 128, of 100 KB a multiprocessor
+        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132),  # float8
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132),  # float8 in pages of 16, or wide
     ),
     space={
         "BLOCK_M": (16, 32),
         "BLOCK_N": (16, 32),
         "WARPS": (2, 4, 8),
-        "STAGES": (2, 3, 4, 6),
+        "STAGES": (2, 3, 4, 5, 6),
         "BLOCKS": (132,),
     },
     grid=grid,

@@ -136,12 +136,12 @@ def measure(options: argparse.Namespace) -> int:
         (rows, causal) for rows in options.rows for causal in (True, False)]  # fmt: skip
     points = [(S, causal) for S, causal in points if causal or not options.causal]
     for S, causal in points:
-        turns = TURNS[options.backend][: 2 if S > LONG_ROWS else None]
+        turns = TURNS[options.backend][: 2 if S > LONG_ROWS else None][: options.turns]
         works = (1.3 if S > LONG_ROWS else 2) * (1 + len(turns) / rank.count)
         once = 3.5 * model.flops(S, causal) / 600e12 * works if options.backend == "cuda" else 0.0
-        if rank.slowest(time.monotonic() - start) + 1.3 * once > options.seconds:
+        if rank.slowest(time.monotonic() - start) + 1.15 * once > options.seconds:
             if rank.number == 0:
-                print(f"S {S} causal {causal}: not begun, it would take some {1.3 * once:.0f} s more than there are")
+                print(f"S {S} causal {causal}: not begun, it would take some {1.15 * once:.0f} s more than there are")
             continue
         for found in point(rank, S, causal, turns):
             row = {"gpus": rank.count, "S": S, "causal": causal, **found}
@@ -245,6 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rows", type=int, nargs="*", help="S, instead of 32k, 128k and 512k")
     parser.add_argument("--causal", action="store_true", help="no points without a mask")
+    parser.add_argument("--turns", type=int, help="so many of the rings alone, ours first")
     parser.add_argument("--seconds", type=float, default=200.0, help="after which no further point is begun")
     parser.add_argument("--gpus", type=int, default=2, help="how many processes `kill` starts")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")

@@ -1,7 +1,8 @@
-"""How fast is decoding? The grid `decode`, the crossing with the kernels of many queries, and other numbers of splits.
+"""How fast is decoding? The grid `decode`, of float8 too, the crossing with the kernels of many queries, other splits.
 
-python experiments/020_decode/run.py            needs a GPU
-python experiments/020_decode/run.py plot       draws the stored rows of the grid
+python experiments/020_decode/run.py               needs a GPU
+python experiments/020_decode/run.py grid splits   these parts of it
+python experiments/020_decode/run.py plot          draws the stored rows of the grid
 """
 
 from __future__ import annotations
@@ -19,29 +20,47 @@ ROWS = HERE / "results.jsonl"
 PEERS = f"sdpa-cudnn,sdpa-flash,{HERE.parent / 'flash_attention_peers.py'}"
 KERNELS = ("fwd_decode", "fwd_mma", "fwd_wgmma")
 QUERIES = (1, 2, 4, 8, 16, 32, 64, 128)  # times four heads a group: packed rows
-WIDTHS = ("16,32/8,4,8192,64", "16,32/8,16,8192,64", "16,16,32,4096,64",
-          "16,32/8,4,8192,256", "16,32/8,16,8192,256", "16,16,32,4096,256")  # fmt: skip
+FEWER = (4, 8, 16, 32, 64)  # likewise, where the width is another
+WIDTHS = (64, 256)
 SPLIT = ("1,32/8,1,2048,128", "4,16,1,8192,128", "1,64/8,1,131072,128", "8,32/8,1,32768,128")
 BLOCKS = (66, 132, 264, 528)  # what the spec takes for the number of multiprocessors, and others
 DEALT = (66, 132, 264)  # likewise, where each takes an equal stretch of all keys
+FLOAT8 = (
+    "BLOCK_N=32,WARPS=4,STAGES=3",
+    "BLOCK_N=16,WARPS=4,STAGES=5",
+    "BLOCK_N=16,WARPS=4,STAGES=3",
+    "BLOCK_N=32,WARPS=8,STAGES=3",
+)
 
 
-def commands() -> Iterator[tuple[str, ...]]:
-    """What `sandbox bench` is told, run after run."""
-    yield (*KERNELS, "--grid", "decode", "--peers", PEERS)
+def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(part, what `sandbox bench` is told), run after run."""
+    yield "grid", (*KERNELS, "--grid", "decode", "--peers", PEERS)
+    float8 = ("--dtype", "float8_e4m3", "--peers", "none")
+    yield "float8", ("fwd_decode", "fwd_wgmma_fp8", "--grid", "decode", *float8)
+    of_float8 = [f"BLOCK_M=16,{tile},BLOCKS=132" for tile in FLOAT8]
+    yield "float8", ("fwd_decode", *_shapes("32,32/8,1,4096,128", SPLIT[2]), *_tiles(of_float8), *float8)
     for B in (1, 16):
-        yield (*KERNELS, *_shapes(*(f"{B},32/8,{Sq},8192,128" for Sq in QUERIES)), "--causal", "--peers", "none")
-    yield (*KERNELS, *_shapes(*WIDTHS), "--causal", "--peers", "none")
-    yield ("fwd_decode", *_shapes(*SPLIT), *_tiles(BLOCKS), "--peers", "none")
-    yield ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths", *_tiles(DEALT), "--peers", "none")
+        yield "crossing", (*KERNELS, *_shapes(*_of_queries(B, QUERIES, 128)), "--causal", "--peers", "none")
+    for D in WIDTHS:
+        shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, D)]
+        yield "widths", (*KERNELS, *_shapes(*shapes), "--causal", "--peers", "none")
+    of_blocks, of_dealt = ([f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n}" for n in ns] for ns in (BLOCKS, DEALT))
+    yield "splits", ("fwd_decode", *_shapes(*SPLIT), *_tiles(of_blocks), "--peers", "none")
+    lengths = ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths")
+    yield "splits", (*lengths, *_tiles(of_dealt), "--peers", "none")
+
+
+def _of_queries(B: int, queries: tuple[int, ...], D: int) -> list[str]:
+    return [f"{B},32/8,{Sq},8192,{D}" for Sq in queries]
 
 
 def _shapes(*shapes: str) -> list[str]:
     return [word for shape in shapes for word in ("--shape", shape)]
 
 
-def _tiles(blocks: tuple[int, ...]) -> list[str]:
-    return [word for n in blocks for word in ("--tile", f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n}")]
+def _tiles(tiles: list[str]) -> list[str]:
+    return [word for tile in tiles for word in ("--tile", tile)]
 
 
 def draw() -> None:
@@ -54,9 +73,12 @@ def main() -> int:
     if sys.argv[1:] == ["plot"]:
         draw()
         return 0
-    worst = 0
-    for options in commands():
-        command = [sys.executable, "-m", "sandbox", "bench", *options, "--dtype", "bfloat16"]
+    worst, wanted = 0, sys.argv[1:]
+    for part, options in parts():
+        if wanted and part not in wanted:
+            continue
+        command = [sys.executable, "-m", "sandbox", "bench", *options]
+        command += [] if "--dtype" in options else ["--dtype", "bfloat16"]
         done = subprocess.run([*command, "--out", str(ROWS)], check=False)
         worst = max(worst, done.returncode)
     draw()

@@ -58,6 +58,24 @@ __device__ __forceinline__ void mma_m16n8k32(float (&c)[4], const unsigned (&a)[
 __device__ __forceinline__ unsigned even_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x6420); }
 __device__ __forceinline__ unsigned odd_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x7531); }
 
+// For products of 16 bits with V: two floats rounded to halves, the first in the low half of the register; and of what
+// ldmatrix_x4_trans gives for keys 2q and 2q + 1, columns 2g and 2g + 1 each, those of the even column and of the odd one. Exact.
+__device__ __forceinline__ unsigned pack_halves(float low, float high) {
+    unsigned packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+template <class T>
+__device__ __forceinline__ void columns_as_halves(unsigned keys, unsigned& even, unsigned& odd) {
+    const unsigned columns = __byte_perm(keys, 0, 0x3120);
+    if (IS_E5M2<T>)
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
+            : "=r"(even), "=r"(odd) : "r"(columns));
+    else
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+            : "=r"(even), "=r"(odd) : "r"(columns));
+}
+
 // Four neighbouring elements of O, at a multiple of their size.
 __device__ __forceinline__ void store4(dtype_o* to, float x0, float x1, float x2, float x3) {
 #if defined(DTYPE_O_float32)

@@ -58,7 +58,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddress 
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
 
-// C += A B in fp32.
+// C += A B in fp32; of kernels of float8, the product of halves.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if defined(DTYPE_bfloat16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

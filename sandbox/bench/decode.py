@@ -51,7 +51,8 @@ def in_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:
     table = torch.randperm(p.pages, generator=generator, device=k.device)[: p.B * most].view(p.B, most)
     found = {"block_table": table.to(torch.int32)}
     for name, x in (("K", k), ("V", v)):
-        pages = x.new_empty(p.pages, p.page_size, p.Hk, x.shape[3])
-        pages[table] = x.view(p.B, p.Hk, most, p.page_size, x.shape[3]).permute(0, 2, 3, 1, 4)
-        found[name] = pages.transpose(1, 2)
+        bits = x.view(torch.uint8 if x.element_size() == 1 else x.dtype)  # PyTorch puts no float8 into places
+        pages = bits.new_empty(p.pages, p.page_size, p.Hk, x.shape[3])
+        pages[table] = bits.view(p.B, p.Hk, most, p.page_size, x.shape[3]).permute(0, 2, 3, 1, 4)
+        found[name] = pages.view(x.dtype).transpose(1, 2)
     return found

@@ -51,7 +51,7 @@ def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[
     """(name, problem) of what `kernel` takes: few queries and many, pages of several sizes, alone and with so many
     options, drawn by lot."""
     sizes = itertools.cycle(((16, 1, 9), (48, 3, 4), (256, 2, 1), (32, 70, 3), (16, 5, 0)))
-    heads, widths = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2))), itertools.cycle((64, 128, 40))
+    heads, widths = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2))), itertools.cycle((64, 128, 48))
 
     def problem_of(**fields: Any) -> Problem:
         (page_size, Sq, most), (H, Hk) = next(sizes), next(heads)

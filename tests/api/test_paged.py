@@ -37,6 +37,23 @@ def test_as_the_gathered_keys() -> None:
     assert np.allclose(lse, right_lse, atol=1e-3)
 
 
+def test_float8() -> None:
+    """Its bits, its numbers by which it is multiplied, and out of another dtype; the compiler goes around it."""
+    q, k, v, table, lengths = (torch.from_numpy(x) for x in arrays())
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    of_k = torch.tensor([[0.5, 2.0]])
+    call = lambda *given: sandbox.attention_paged(*given, causal=True, descale=(2.0, of_k, 3.0))  # noqa: E731
+    out = call(q, k, v, table, lengths)
+    assert out.dtype == torch.bfloat16
+    keys, values = (sandbox.reference.gather_pages(x.float().numpy(), table.numpy(), lengths.numpy()) for x in (k, v))
+    keys *= of_k.numpy()[:, :, None, None]
+    exact, _ = sandbox.reference.attention(q.float().numpy() * 2, keys, values * 3, causal=True, key_lengths=LENGTHS)
+    assert np.abs(out.float().numpy() - exact).max() < 2e-2
+    assert torch.equal(torch.compile(call, backend="eager")(q, k, v, table, lengths), out)
+    with pytest.raises(UnsupportedProblem, match="descale"):
+        sandbox.attention_paged(q, k, v, table, lengths)
+
+
 def test_tensors_and_the_compiler() -> None:
     """Table and lengths are read when the kernel runs; a compiled graph is whole; gradients are refused."""
     tensors = [torch.from_numpy(x) for x in arrays()]

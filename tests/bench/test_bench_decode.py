@@ -59,13 +59,14 @@ def test_table_and_plot(tmp_path: Path) -> None:
     assert report.unit_of([*rows, dense]) == "TFLOP/s"
 
 
-def test_keys_in_pages() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_keys_in_pages(dtype: str) -> None:
     """The same keys, wherever their pages lie."""
     torch = pytest.importorskip("torch")
     p = Problem(2, 2, 1, 64, 8, page_size=16, pages=11, dtype="float16")
-    k, v = torch.randn(2, 2, 64, 8), torch.randn(2, 2, 64, 8)
+    k, v = (torch.randn(2, 2, 64, 8).to(getattr(torch, dtype)) for _ in "kv")
     found = decode.in_pages(p, k, v)
     for name, x in (("K", k), ("V", v)):
-        pages = found[name].transpose(1, 2).numpy()
+        pages = found[name].transpose(1, 2).float().numpy()
         assert pages.shape == (11, 16, 2, 8)
-        assert np.array_equal(gather_pages(pages, found["block_table"].numpy(), np.array([64, 64])), x.numpy())
+        assert np.array_equal(gather_pages(pages, found["block_table"].numpy(), np.array([64, 64])), x.float().numpy())

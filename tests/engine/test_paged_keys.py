@@ -57,6 +57,7 @@ def test_splits(blocks: int, splits: int, device: Device) -> None:
     if splits == 1:  # NaN would have the rows computed again one by one where something is hidden: nothing is
         right(Case("splits", problem, "rising"), device, tile)
     else:
+        right(Case("splits", problem), device, tile)
         window = (40, 0) if splits == 3 else (None, None)
         hidden = dataclasses.replace(problem, causal="bottom-right", key_lengths=True, sink=True, window=window)
         right(Case("splits", hidden, "hidden"), device, tile)
@@ -101,6 +102,30 @@ def test_tiles_of_rows_are_dealt(options: dict) -> None:
     out, lse, expected, expected_lse = by_lengths(np.array([150, 0, 331, 7]), 21, 7, **options)
     assert np.allclose(out, expected, atol=2e-3)
     assert np.allclose(lse, expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("of", ["splits", "lengths", "pages"])
+def test_float8(of: str, device: Device) -> None:
+    """V as halves, its columns in the order in which they come; numbers of its own for each head, and keys split."""
+    dtype, other = ("float8_e4m3", "float8_e5m2")[:: 1 if of == "pages" else -1]
+    descale = ((2, 4), (2, 2), (1, 2)) if of in ("splits", "pages") else (1.0, 0.5, 2.0)
+    problem = Problem(2, 4, 5, 352, 96, Hk=2, dtype=dtype, descale=descale, causal="bottom-right")
+    problem = dataclasses.replace(problem, **{
+        "splits": {"v_dtype": other, "Dv": 48},
+        "lengths": {"key_lengths": True, "out_dtype": "float32"},
+        "pages": {"page_size": 16},
+    }[of])  # fmt: skip
+    right(Case(of, problem, "hidden" if of == "splits" else "normal"), device)
+
+
+def test_what_float8_is_read_by() -> None:
+    """As many bytes on their way as of 16 bits; chosen for pages, and else only where it is asked for."""
+    problem = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="float8_e4m3", descale=(1.0, 1.0, 1.0))
+    paged, wide = dataclasses.replace(problem, page_size=16), dataclasses.replace(problem, D=256, Dv=256)
+    tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in (problem, paged, wide)]
+    assert [(t.BLOCK_N, t.STAGES) for t in tiles] == [(32, 3), (16, 5), (16, 5)]
+    chosen = [choose.choose_kernel(p, "forward", arch).name for arch in ((8, 9), (9, 0)) for p in (problem, paged)]
+    assert chosen == ["fwd_mma_fp8", "fwd_decode", "fwd_wgmma_fp8", "fwd_decode"]
 
 
 def test_blocks_that_are_dealt() -> None:

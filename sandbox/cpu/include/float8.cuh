@@ -34,6 +34,13 @@ inline void mma_m16n8k32(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
 inline unsigned even_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x6420); }
 inline unsigned odd_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x7531); }
 
+inline unsigned pack_halves(float low, float high) { return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16; }
+template <class T>
+inline void columns_as_halves(unsigned keys, unsigned& even, unsigned& odd) {
+    const auto number = [&](int byte) { return to_float(cpu::bits<T>(static_cast<unsigned char>(keys >> 8 * byte))); };
+    even = pack_halves(number(0), number(2)), odd = pack_halves(number(1), number(3));
+}
+
 inline void store4(dtype_o* to, float x0, float x1, float x2, float x3) {
     const float x[4] = {x0, x1, x2, x3};
     for (int i = 0; i < 4; ++i) to[i] = dtype_o(x[i]);

@@ -41,7 +41,7 @@ inline void load_matrices(unsigned (&r)[4], SmemAddress row, bool transposed, Si
 inline float element(unsigned pair, int which) {
 #if defined(DTYPE_bfloat16)
     return bfloat16_to_float(pair >> 16 * which & 0xffffu);
-#elif defined(DTYPE_float16)
+#elif defined(DTYPE_float16) || FLOAT8
     return half_to_float(pair >> 16 * which & 0xffffu);
 #else
     return 0.0f;  // no tensor-core kernel takes fp32
