@@ -175,7 +175,7 @@ kernel = Kernel(
     rank=rank,
     first_for=first_for,
     scratch={"partials": partials},
-    numbers={"splits_or_entries": lambda p, t: p.B if dealt(p) else splits(p, t)},
+    numbers={"splits": splits, "splits_or_entries": lambda p, t: p.B if dealt(p) else splits(p, t)},
     args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits_or_entries", "score"),
     then=(
         Entry(

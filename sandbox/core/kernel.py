@@ -48,7 +48,7 @@ class Entry:
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
     args: tuple[str, ...]
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
-    """Arguments of its own, by their names in `args`: int32."""
+    """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
     early: bool = False
     """True: it may begin while the entry before it ends, and itself waits for that, by `await_previous_entry`."""
 
