@@ -28,8 +28,8 @@
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
-// order of the keys, so that they do not. Where rows are few (FIRST_STORES) the first to come stores, and nothing but counters has
-// to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
+// order of the keys, so that they do not. Where rows or pieces are few (first_stores) the first to come stores, and nothing but counters
+// has to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
 // lanes hold them; `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && piece.b < 0) return;  // surplus
     const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
     const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
-    const Head head0(score, b, kv_head * group);
+    const Head head0(piece.sequence(score), kv_head * group);
     const Walk walk{head0, map, group, own.row0};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;

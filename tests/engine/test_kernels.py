@@ -152,17 +152,24 @@ def test_the_ordered_backward_in_sections_of_any_size(device: Device, monkeypatc
     assert all(x.tobytes() == other[name].tobytes() for other in others for name, x in first.items())
 
 
-@pytest.mark.parametrize("causal", [False, "bottom-right"], ids=str)
-@pytest.mark.parametrize(("Sq", "Sk"), [(2049, 70), (260, 300), (300, 130), (70, 0), (60, 300)])
+FEW_PIECES = [{"window": (30, 40)}, {"mask": (1, 1, 2049, 70)}]
+PLAIN = [
+    (Sq, Sk, {"causal": causal})
+    for Sq, Sk in ((2049, 70), (260, 300), (300, 130), (70, 0), (60, 300))
+    for causal in (False, "bottom-right")
+]
+
+
+@pytest.mark.parametrize(("Sq", "Sk", "options"), [*PLAIN, *((2049, 70, options) for options in FEW_PIECES)], ids=str)
 def test_sums_of_dq_begin_with_zeros_or_with_who_comes_first(
-    Sq: int, Sk: int, causal: Causal, device: Device, monkeypatch: pytest.MonkeyPatch
+    Sq: int, Sk: int, options: dict, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To either side of `FIRST_STORES`; scratch is NaN before, and some rows see no key, so that nobody comes.
 
     Of two blocks at a time the CPU backend lets what is stored come when the other can do nothing more without it.
     """
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
-    problem = Problem(1, 1, Sq, Sk, 72, dtype="float16", causal=causal)
+    problem = Problem(1, 1, Sq, Sk, 72, dtype="float16", **options)
     result = check.verify(registry.get("bwd_wgmma"), Case("first", problem), device)
     assert result.ok is not False, result.message
 
