@@ -393,7 +393,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_heads(
 
     if (consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 #pragma unroll 1
-    do {
+    for (; progress.n0() < head0.Sk; progress.next_keys()) {
         if (threadIdx.x % 128 == 0) send_wait_read();
         named_barrier_sync(own_barrier, 128);  // dK and dV have left shared memory before dS comes there
         mbarrier_wait(base + FULL_K, progress.n0() / BLOCK_N % 2);
@@ -424,8 +424,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_heads(
                 send_commit();
             }
         }
-        progress.next_keys();
-    } while (progress.n0() < head0.Sk);
+    }
 
     mbarrier_wait(base + SUMMED, 0);  // and then dQ is put into order
     constexpr int AT_ONCE = 4;        // query tiles, so that loads overlap

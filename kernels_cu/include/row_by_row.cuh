@@ -88,7 +88,7 @@ __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q
 template <int ROWS, int COLS>
 __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
                                                    const View<const dtype>& dO, const float* LSE, const float* delta,
-                                                   const View<dtype>& dQ, int group, const Score& score, int b, int h, int H, int m0,
+                                                   const View<dtype>& dQ, int group, const Score& score, int b, int h, unsigned H, int m0,
                                                    int d0) {
     const int lane = threadIdx.x % 32;
     const Head head(score, b, h);
