@@ -36,6 +36,7 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     scratch={"dQ_accum": lambda p, t: (p.B * p.H * cdiv(p.Sq, 128) * 128 * cdiv(p.D, 16) * 16, 0)},
+    default=True,
     first_for=short,
     tiles=(Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),),
     grid=lambda p, t: (1, p.Hk, p.B),
