@@ -39,7 +39,7 @@
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
-#define TIMELINE_BRANCH 1  // marks cost 0 … 2% of time for 2 … 12%: experiments/018_timeline
+#define TIMELINE_BRANCH 1  // marks of other blocks are a jump each: experiments/018_timeline
 #include "in_order.cuh"
 #include "query_walk.cuh"
 #include "ring.cuh"
@@ -221,15 +221,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
+            TIMELINE(done);
         } else if (warp == 1) {
             walk.for_each([&](unsigned i, int head, int m0) {
+                TIMELINE(wait_empty);
                 const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
                 const bool of_LSE = lane < 16;                          // the other half: delta
                 const int row = m0 + lane % 16, rows = head0.Sq - row;  // from the lane's first on
                 const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
-                TIMELINE(wait_empty);
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
                 TIMELINE(load_stats);
                 float x[BLOCK_M / 16];  // all loads before the first store: none waits for another
@@ -241,6 +242,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
+            TIMELINE(done);
         } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
@@ -274,8 +276,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 }
                 if (ORDERED) arrive_at_count(added(head, m0, consumer));
             });
+            TIMELINE(done);
         }
-        TIMELINE(done);
         return;
     }
 

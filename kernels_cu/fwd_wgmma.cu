@@ -408,6 +408,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
             const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(used + j) * Keys::BYTES));
             wgmma_fence();
+            TIMELINE(multiply);  // before the fence descriptors would be computed behind it: 14 instructions in a turn
 #pragma unroll
             for (int step = 0; step < D_PAD / 16; ++step)
                 wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
@@ -510,7 +511,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             TIMELINE(wait_K);
             await_K(lead);
             if (lead > 0 && lead < turns) named_barrier_sync(turn, 256);
-            TIMELINE(multiply);
             multiply_QK(lead);
             if (lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
@@ -527,7 +527,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int j = lead + 1; j <= last; ++j) {
                 TIMELINE(wait_turn);
                 if (j < turns) named_barrier_sync(turn, 256);
-                TIMELINE(multiply);
                 multiply_QK(j);
                 multiply_PV(j - 1);
                 if (j < turns) named_barrier_arrive(next_turn, 256);

@@ -98,6 +98,14 @@ def test_parity_notices(fault, parity, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [row["worst"] for row in read(tmp_path) if row["ok"] is False] == ["dK"] * 8
 
 
+def test_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call compiles, in a process that finds nothing to reuse; the same again does not, but an edited one."""
+    first_call = load("014_scores", "first_call", monkeypatch)
+    found = first_call.in_fresh_process("a condition", "cpu", 33)
+    assert set(found) == {"first", "again", "edited", "backward"}
+    assert min(found["first"], found["edited"], found["backward"]) > 2 * found["again"] > 0
+
+
 @pytest.mark.parametrize("task", ["causal", "packed"])
 def test_training(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str) -> None:
     """Three steps: every attention learns the same."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,16 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import killed
 import model
 
 HERE = Path(__file__).resolve().parent
 POINTS = ((128, True), (32, True), (128, False), (32, False), (512, True), (512, False))  # K rows, causal: best first
 SAMPLES, LONG = 7, 1.0  # of a call, or as many as fill so many seconds, after the one that is checked
+LONG_ROWS = 128 << 10  # beyond, the one that is checked is timed; a shorter point has to go before, for it to be warm
 TURNS = {  # whose kernels in the ring, and how keys come; of the longest rows the first two
     "cuda": (("ours", "alltoall"), ("cudnn", "alltoall"), ("flash", "alltoall"), ("ours", "allgather")),
     "cpu": (("ours", "alltoall"), ("ours", "allgather")),
 }
-KILL_SECONDS = 10.0  # after which a process group gives a collective up, in `kill`
 
 
 class Rank:
@@ -68,13 +67,17 @@ class Rank:
         """Of the call, host and all, in the slowest process: the median; it has been called before."""
         times: list[float] = []
         while len(times) < SAMPLES and sum(times) < LONG:
-            self._wait()
-            self.dist.barrier()
-            start = time.perf_counter()
-            call()
-            self._wait()
-            times.append(self.slowest(time.perf_counter() - start))
+            times.append(self.once(call)[1])
         return statistics.median(times)
+
+    def once(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        """What it returns, and its seconds in the slowest process."""
+        self._wait()
+        self.dist.barrier()
+        start = time.perf_counter()
+        found = call()
+        self._wait()
+        return found, self.slowest(time.perf_counter() - start)
 
     def leave(self) -> None:
         time.sleep(0.2)  # gloo's threads may want the GIL to end, with which PyTorch (2.13) joins them
@@ -93,26 +96,27 @@ def point(rank: Rank, S: int, causal: bool, turns: Sequence[tuple[str, str]]) ->
     whole = rank.inputs(S)
     alone = partial(F.scaled_dot_product_attention, is_causal=causal)
     with ring.kernels_of("ours", rank.backend):
-        expected = ring.out_and_gradients(alone, *whole)
-        yield {"whose": "ours", "rotate": "one GPU", "excess": 0.0} | timed(rank, S, causal, alone, whole, 1)
+        expected, took = rank.once(partial(ring.out_and_gradients, alone, *whole))
+        yield {"whose": "ours", "rotate": "one GPU", "excess": 0.0} | timed(rank, S, causal, alone, whole, 1, took)
     for name, rotate in turns:
         with ring.kernels_of(name, rank.backend), ring.ring(rank.mesh, causal, rotate, *whole, *expected) as parts:
             call = partial(ring.attend, rank.mesh, causal=causal)
-            found = ring.out_and_gradients(call, *parts[:4])
+            found, took = rank.once(partial(ring.out_and_gradients, call, *parts[:4]))
             excess = max(ring.excess(x, y, rank.count) for x, y in zip(found, parts[4:], strict=True))
+            del found
             row = {"whose": name, "rotate": rotate, "excess": rank.slowest(excess if excess == excess else 1e9)}
             if row["excess"] <= 1:
-                row |= timed(rank, S, causal, call, parts[:4], rank.count)
+                row |= timed(rank, S, causal, call, parts[:4], rank.count, took)
             yield row
 
 
-def timed(rank: Rank, S: int, causal: bool, call: Any, tensors: list[Any], count: int) -> dict[str, float]:
-    """Milliseconds and TFLOP/s a GPU: forward; forward and backward."""
+def timed(rank: Rank, S: int, causal: bool, call: Any, tensors: list[Any], count: int, took: float) -> dict[str, float]:
+    """Milliseconds and TFLOP/s a GPU: forward; forward and backward, of which long rows `took` their time already."""
     import ring
 
     with rank.torch.no_grad():
         forward = rank.seconds(lambda: call(*tensors[:3]))
-    both = rank.seconds(lambda: ring.out_and_gradients(call, *tensors))
+    both = took if S > LONG_ROWS else rank.seconds(lambda: ring.out_and_gradients(call, *tensors))
     B, heads, _, D = tensors[0].shape
     work = 4.0 * B * heads * D * S * S / (2 if causal else 1) / count * 1e-12
     return {
@@ -130,13 +134,14 @@ def measure(options: argparse.Namespace) -> int:
     about = {"backend": options.backend, **environment.describe()}
     points = [(rows << 10, causal) for rows, causal in POINTS] if not options.rows else [
         (rows, causal) for rows in options.rows for causal in (True, False)]  # fmt: skip
+    points = [(S, causal) for S, causal in points if causal or not options.causal]
     for S, causal in points:
-        turns = TURNS[options.backend][: 2 if S > 128 << 10 else None]
-        works = 2 + 2 * len(turns) / rank.count
+        turns = TURNS[options.backend][: 2 if S > LONG_ROWS else None]
+        works = (1.3 if S > LONG_ROWS else 2) * (1 + len(turns) / rank.count)
         once = 3.5 * model.flops(S, causal) / 600e12 * works if options.backend == "cuda" else 0.0
-        if rank.slowest(time.monotonic() - start) + 1.5 * once > options.seconds:
+        if rank.slowest(time.monotonic() - start) + 1.3 * once > options.seconds:
             if rank.number == 0:
-                print(f"S {S} causal {causal}: not begun, it would take some {1.5 * once:.0f} s more than there are")
+                print(f"S {S} causal {causal}: not begun, it would take some {1.3 * once:.0f} s more than there are")
             continue
         for found in point(rank, S, causal, turns):
             row = {"gpus": rank.count, "S": S, "causal": causal, **found}
@@ -161,49 +166,15 @@ def line(row: dict[str, Any]) -> str:
 # ---- a process is killed
 
 
-def kill(options: argparse.Namespace) -> int:
-    """Starts the processes, of which the last kills itself between two kernels; 1 if another is still there, or ended
-    well, when the time of the process group and half a minute are over."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(options.gpus)}
-    where["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # else PyTorch gives the others a minute to write down what they did
-    command = [sys.executable, __file__, "victim", "--backend", options.backend]
-    with tempfile.TemporaryFile("w+") as said:
-        ranks = [{**os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(options.gpus)]
-        started = [subprocess.Popen(command, env=own, stderr=said) for own in ranks]
-        try:
-            *others, last = started
-            last.wait(timeout=300)
-            died = time.monotonic()
-            print(f"process {len(others)} was killed", flush=True)
-            ends = [(ended(process, KILL_SECONDS + 30), time.monotonic() - died) for process in others]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        for number, (status, seconds) in enumerate(ends):
-            print(f"process {number}: status {status} {seconds:.1f} s after process {len(ends)} was killed")
-        said.seek(0)
-        errors = [text for text in said.read().splitlines() if "Error" in text]
-        print(errors[-1] if errors else "no error was said")
-    return int(any(status in (0, None) for status, _ in ends))
-
-
-def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Its status, None while it runs."""
-    try:
-        return process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return None
-
-
 def victim(options: argparse.Namespace) -> int:
-    """What each of them does: rings without end; the last is gone in the middle of the fourth."""
+    """What each of them does: rings without end; the last is gone in the middle of the fourth.
+
+    The first ring, in which kernels are compiled and connections made, has BEFORE seconds, the others TIMEOUT.
+    """
     import ring
 
-    rank = Rank(options.backend, KILL_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog ends a process by abort(): no dump of its memory
+    rank = Rank(options.backend, killed.BEFORE)
     whole = rank.inputs(64 if options.backend == "cpu" else 32 << 10)
     with ring.kernels_of("ours", rank.backend), ring.ring(rank.mesh, True, "alltoall", *whole) as parts:
         call = partial(ring.attend, rank.mesh, causal=True)
@@ -211,7 +182,9 @@ def victim(options: argparse.Namespace) -> int:
             out = call(*parts[:3])
             if n == 3 and rank.number == rank.count - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            float(out.sum())  # waits for the GPU
+            float(out.sum())  # waits for the GPU, without Python's lock, which the watchdog may want
+            if n == 0:
+                rank.dist.distributed_c10d._set_pg_timeout(timedelta(seconds=killed.TIMEOUT))
     return 0
 
 
@@ -271,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", nargs="?", default="measure", choices=["measure", "predict", "plot", "kill", "victim"])
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rows", type=int, nargs="*", help="S, instead of 32k, 128k and 512k")
+    parser.add_argument("--causal", action="store_true", help="no points without a mask")
     parser.add_argument("--seconds", type=float, default=200.0, help="after which no further point is begun")
     parser.add_argument("--gpus", type=int, default=2, help="how many processes `kill` starts")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
@@ -279,8 +253,10 @@ def main(argv: list[str] | None = None) -> int:
         predict()
     elif options.what == "plot":
         draw(options.out)
+    elif options.what == "kill":
+        return killed.kill([sys.executable, __file__, "victim", "--backend", options.backend], options.gpus)
     else:
-        return {"measure": measure, "kill": kill, "victim": victim}[options.what](options)
+        return {"measure": measure, "victim": victim}[options.what](options)
     return 0
 
 

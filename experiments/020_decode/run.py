@@ -23,7 +23,7 @@ WIDTHS = ("16,32/8,4,8192,64", "16,32/8,16,8192,64", "16,16,32,4096,64",
           "16,32/8,4,8192,256", "16,32/8,16,8192,256", "16,16,32,4096,256")  # fmt: skip
 SPLIT = ("1,32/8,1,2048,128", "4,16,1,8192,128", "1,64/8,1,131072,128", "8,32/8,1,32768,128")
 BLOCKS = (66, 132, 264, 528)  # what the spec takes for the number of multiprocessors, and others
-DEALT = (16, 33, 66, 132, 264)  # likewise, where it asks for eight times as many
+DEALT = (66, 132, 264)  # likewise, where each takes an equal stretch of all keys
 
 
 def commands() -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-// Members of Head (score.cuh): which tiles a mask or a user's condition leaves, as FlexAttention's block mask tells it
+// Members of Sight (sight.cuh): which tiles a mask or a user's condition leaves, as FlexAttention's block mask tells it
 // (Dong et al. 2024, arXiv:2412.05496). Causality, windows and lengths are not in it: ranges tell of them.
 //
 // The map has a bit for MAP_M queries x MAP_N keys, so fine that tiles of every kernel are made of whole ones; 32 to a word. A

@@ -24,7 +24,8 @@ __device__ __forceinline__ unsigned sm_index() {
 // Whether this lane writes a mark: all that are here do, the same to the same place, which is one access to memory.
 __device__ __forceinline__ constexpr bool marks_here() { return true; }
 
-// A mark's eight bytes, to global memory; nobody waits for them.
-__device__ __forceinline__ void write_mark(unsigned long long address, unsigned step, unsigned clock) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(step), "r"(clock) : "memory");
+// A mark's four bytes, to global memory, AT bytes behind an address; nobody waits for them.
+template <unsigned AT>
+__device__ __forceinline__ void write_mark(unsigned long long address, unsigned clock) {
+    asm volatile("st.global.u32 [%0 + %1], %2;" ::"l"(address), "n"(AT), "r"(clock) : "memory");
 }

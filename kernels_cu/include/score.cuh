@@ -186,10 +186,7 @@ struct Score {
 static_assert(sizeof(Score) == SCORE_BYTES, "Score differs from sandbox/core/options.py");
 
 #include "sequence.cuh"
-
-struct Range {
-    int begin, end;
-};
+#include "sight.cuh"
 
 struct Total {  // of a row: what its accumulated O is multiplied by
     float lse, inverse;
@@ -206,11 +203,8 @@ struct At {
     __device__ __forceinline__ int key_col() const { return j + right; }
 };
 
-// Scores of head h of batch entry b, and where its rows lie.
-struct Head : Sequence {
-    static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // a row's keys have a first, a last one
-    static constexpr bool SCATTERED = MASK || Snippet::HIDES;               // what is seen has to be looked up
-    static constexpr bool HIDES = FIRST || LAST || SCATTERED || KEY_LENGTHS;  // some key within Sk, from some row
+// Scores of head h of batch entry b, which of them are seen, and where its rows lie.
+struct Head : Sight {
     static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x is the dot product, scaled
     static constexpr bool STEEP = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
     static constexpr bool LOOKS_UP = BIAS || SCATTERED || Snippet::SCORES;  // in memory: more registers
@@ -229,20 +223,11 @@ struct Head : Sequence {
 #if BIAS
     const bias_t* bias;
 #endif
-#if MASK
-    const bool* mask;
-#endif
 #if SINK
     float sink;
 #endif
 #if DROPOUT
     Dropout dropout;
-#endif
-#if BLOCK_MAP
-    const unsigned* block_map;
-#endif
-#if SCORE_SNIPPET
-    int h;
 #endif
 
     // Of raw scores, for any head: raw * unit = x.
@@ -256,7 +241,7 @@ struct Head : Sequence {
     }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(Sequence(score, b), h) {}
-    __device__ __forceinline__ Head(const Sequence& sequence, int h) : Sequence(sequence), unit(unit_of(score)) {
+    __device__ __forceinline__ Head(const Sequence& sequence, int h) : Sight(sequence, h), unit(unit_of(score)) {
 #if DESCALE % 4
         scale = score.scale;
 #if DESCALE & 1
@@ -277,106 +262,13 @@ struct Head : Sequence {
 #if BIAS
         bias = score.bias.head(b, h);
 #endif
-#if MASK
-        mask = score.mask.head(b, h);
-#endif
 #if SINK
         sink = score.sink[h * score.sink_stride];
 #endif
 #if DROPOUT
         dropout = {score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
 #endif
-#if BLOCK_MAP
-        block_map = score.block_map.head(b, h);
-#endif
-#if SCORE_SNIPPET
-        this->h = h;
-#endif
     }
-
-    // ---- what is seen
-
-    __device__ __forceinline__ int first_key(int query_row) const {
-#if WINDOW & 1
-        return query_row + diagonal - score.left;
-#else
-        return 0;
-#endif
-    }
-    __device__ __forceinline__ int last_key(int query_row) const {
-#if WINDOW & 2
-        return query_row + diagonal + score.right;
-#else
-        return query_row + diagonal;
-#endif
-    }
-
-    // Whether query row i may look at key j, as far as lengths, causality and window go.
-    __device__ __forceinline__ bool reaches(int query_row, int key_col) const {
-        return key_col < Sk && (!LAST || key_col <= last_key(query_row)) && (!FIRST || key_col >= first_key(query_row));
-    }
-
-    // Whether mask and the user's own condition let query row i look at key j; both must exist.
-    __device__ __forceinline__ bool uncovers(int query_row, int key_col) const {
-        bool seen = true;
-#if MASK
-        seen = mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
-#endif
-#if SCORE_SNIPPET
-        if (Snippet::HIDES) seen = seen && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
-#endif
-        return seen;
-    }
-
-    // Whether query row i may look at key j. Of a row from Sq on: as a row that there is, or not at all.
-    __device__ __forceinline__ bool sees(int query_row, int key_col) const {
-        const bool reached = reaches(query_row, key_col);
-        return SCATTERED ? reached && query_row < Sq && uncovers(query_row, key_col) : reached;
-    }
-
-    // As `sees`, of a row in a query tile that may reach beyond the last: for walks over query rows.
-    __device__ __forceinline__ bool counts(int query_row, int key_col) const {
-        return query_row < Sq && sees(query_row, key_col);
-    }
-
-    // `counts` of a row, or a key, and others that follow one another, up to 64: a bit each, where it takes a look into memory.
-    template <int COUNT>
-    __device__ __forceinline__ unsigned long long look_up(int query_row, int key_col, bool along_keys) const {
-        static_assert(!SCATTERED || COUNT <= 64, "a bit for each pair");
-        unsigned long long bits = 0;
-        for (int k = 0; SCATTERED && k < COUNT; ++k)
-            bits |= static_cast<unsigned long long>(counts(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
-        return bits;
-    }
-
-    // ---- which tiles: ranges of what some row or key sees, and of what all of them see. `end` may be less than `begin`.
-    // BY_MAP: of what all of them see where the block map tells nothing else.
-
-    // Of the keys, for query rows m0 .. m1. m1 may exceed Sq.
-    __device__ __forceinline__ Range keys(int m0, int m1) const {
-        return {FIRST ? max(0, first_key(m0)) : 0, LAST ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
-    }
-    template <bool BY_MAP = false>
-    __device__ __forceinline__ Range keys_seen_by_all(int m0, int m1) const {
-        if (SCATTERED && !BY_MAP) return {0, 0};
-        return {FIRST ? max(0, first_key(min(m1, Sq) - 1)) : 0, LAST ? min(Sk, last_key(m0) + 1) : Sk};
-    }
-
-    // Of the query rows, for keys n0 .. n1, of which those from Sk on do not count.
-    __device__ __forceinline__ Range queries(int n0, int n1) const {
-        if (KEY_LENGTHS && n0 >= Sk) return {0, 0};
-        return {LAST ? max(0, n0 - last_key(0)) : 0, FIRST ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
-    }
-    template <bool BY_MAP = false>
-    __device__ __forceinline__ Range queries_that_see_all(int n0, int n1) const {
-        if ((SCATTERED && !BY_MAP) || n1 > Sk) return {Sq, 0};
-        return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
-    }
-
-    // Of the query rows, those that reach key j.
-    __device__ __forceinline__ Range queries_that_see(int j) const { return j < Sk ? queries(j, j + 1) : Range{0, 0}; }
-
-#include "block_map.cuh"  // which tiles mask and condition leave
 
     // ---- what a dot product becomes
 

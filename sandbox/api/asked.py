@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import SpecError
 from ..core.normalise import number
-from ..core.score import BLOCK_MAP, Score
+from ..core.score import Score
 from ..launch.dlpack import library_of
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
@@ -61,8 +61,7 @@ def asked(
     given = zip(ARRAYS, (bias, mask, alibi, sink, key_lengths, seed), strict=True)
     arrays = {name: array for name, array in given if array is not None}
     if score is not None:
-        arrays |= {f"score.{name}": tensor for name, tensor in score.tensors.items()}
-        arrays |= {} if score.blocks is None else {BLOCK_MAP: score.blocks}
+        arrays |= score.arrays
     return Asked(tuple(arrays), window, softcap, score and score.described, dropout), tuple(arrays.values())
 
 

@@ -68,9 +68,10 @@ def attend(
     """(out, lse) of q, k, v and the arrays that `what` names."""
     library = library_of(arrays[0])
     options = causal, scale, kernel, tile, backend, False, what
-    if library.unwatched() and (found := known(options, arrays)):
-        if not library.follows(*arrays):
-            out, lse = found[0](arrays, found[1])
+    if found := known("forward", options, arrays):
+        plan, addresses, leaves = found
+        if not leaves or not library.follows(*arrays):
+            out, lse = plan(arrays, addresses)
             return out, lse
         if not what.descale:
             from . import torch_autograd

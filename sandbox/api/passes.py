@@ -16,7 +16,7 @@ from ..core.errors import SpecError, UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
 from .asked import asked, with_float8
-from .plans import Plans
+from .plans import ALIGNED, Found, Plans
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -86,12 +86,11 @@ def attention_forward(
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     if descale is not None or out_dtype is not None:
         what, arrays = with_float8(what, arrays, descale, out_dtype)
-    library, arrays = library_of(q), (q, k, v, *arrays)
-    options = causal, scale, kernel, tile, backend, False, what
-    if library.unwatched() and (found := known(options, arrays)):
+    arrays, options = (q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what)
+    if found := known("forward", options, arrays):
         out, lse = found[0](arrays, found[1])
         return out, lse
-    if library.intercepts(*arrays):
+    if library_of(q).intercepts(*arrays):
         from . import torch_autograd, torch_float8
 
         if what.descale:
@@ -162,7 +161,7 @@ def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
 
 def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...], tuple[int, ...]]:
     """The plan of `run_forward`, and what to call it with."""
-    if found := known(options, arrays):
+    if found := known("forward", options, arrays):
         return found[0], arrays, found[1]
     return _planned("forward_plan", 3, arrays, options)
 
@@ -170,22 +169,29 @@ def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Pla
 def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """`attention_backward`, as `run_forward`, of dout, q, k, v, out, lse and so on; dq, dk, dv, and what else is asked
     for as a result."""
-    if found := known(options, arrays, "backward"):
+    if found := known("backward", options, arrays):
         return found[0](arrays, found[1])
     plan, arrays, addresses = _planned("backward_plan", 5, arrays, options)  # lse and so on is read number by number
     return plan(arrays, addresses)
 
 
-def known(options: tuple[Any, ...], arrays: tuple[Any, ...], which: str = "forward") -> tuple[Plan, Any] | None:
-    """The plan that a route leads to, and the arrays' addresses. Where it is found nobody watches the arrays, if
-    nobody watches the thread."""
+def known(which: str, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Found | None:
+    """The plan that a route leads to. Where it is found nobody watches the arrays or the thread."""
     scale = options[1]
-    if scale is not None and type(scale) is not float:
+    if not library_of(arrays[0]).unwatched() or (scale is not None and type(scale) is not float):
         return None
     try:
-        return _plans.find((which, *options), arrays)
+        routes = _plans.routes.get((which, *options), ())
     except TypeError:  # a tile given as a dict
         return None
+    for alike, pointer, plan, leaves in routes:
+        if alike(*arrays):
+            addresses = (*map(pointer, arrays),)
+            for address in addresses:
+                if address % ALIGNED or not address:
+                    return None
+            return plan, addresses, leaves
+    return None
 
 
 def _planned(

@@ -160,12 +160,12 @@ def _plan(
 
     def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
         made = tuple([new() for new in news])
+        addresses = *addresses, *map(pointer, made)
         if offsets:
             memory = new_scratch()  # whose memory goes back in the order of the stream
             start = pointer(memory)
-            launch(taken((*addresses, *map(pointer, made), *[start + offset for offset in offsets])), stream())
-        else:
-            launch(taken((*addresses, *map(pointer, made))), stream())
+            addresses = *addresses, *[start + offset for offset in offsets]
+        launch(taken(addresses), stream())
         return made
 
     return _handing_plan(plan, handed) if handed else plan

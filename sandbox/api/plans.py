@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _MOST_PLANS, _MOST_ROUTES = 4096, 8
-_ALIGNED = 16  # bytes: what a route asks of every address, as allocators give them
+ALIGNED = 16  # bytes: what a route asks of every address, as allocators give them
 
 
 class Route(NamedTuple):
@@ -20,6 +20,10 @@ class Route(NamedTuple):
     alike: Callable[..., bool]  # whether it takes arrays, and those who watch them, as those the route was made for
     pointer: Callable[[Any], int]
     plan: Plan
+    leaves: bool  # whether the library may want a gradient of what is computed of such arrays
+
+
+Found = tuple["Plan", tuple[int, ...], bool]  # where a route led: its plan, the arrays' addresses, its `leaves`
 
 
 class Plans(dict[tuple, "Plan"]):
@@ -31,32 +35,23 @@ class Plans(dict[tuple, "Plan"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._routes: dict[tuple, tuple[Route, ...]] = {}
+        self.routes: dict[tuple, tuple[Route, ...]] = {}  # by options
 
     def keep(self, key: tuple, plan: Plan) -> None:
         """`plan` under `key`, in place of all if they are too many."""
         if len(self) >= _MOST_PLANS:
             self.clear()
-            self._routes = {}
+            self.routes = {}
         self[key] = plan
-
-    def find(self, options: tuple, arrays: tuple[Any, ...]) -> tuple[Plan, tuple[int, ...]] | None:
-        """The plan that a route leads to, and the arrays' addresses."""
-        for alike, pointer, plan in self._routes.get(options, ()):
-            if alike(*arrays):
-                addresses, bits = tuple(map(pointer, arrays)), 0
-                for address in addresses:
-                    bits |= address
-                return (plan, addresses) if not bits % _ALIGNED and 0 not in addresses else None
-        return None
 
     def learn(self, options: tuple, arrays: tuple[Any, ...], addresses: tuple[int, ...], plan: Plan) -> None:
         """A route to `plan`, where the library can be asked and addresses are as most are."""
-        if 0 in addresses or any(address % _ALIGNED for address in addresses):
+        if 0 in addresses or any(address % ALIGNED for address in addresses):
             return
         library: Library = library_of(arrays[0])
         if alike := library.alike(*arrays):
-            if len(self._routes) >= _MOST_PLANS:
-                self._routes = {}
-            others = self._routes.get(options, ())[: _MOST_ROUTES - 1]
-            self._routes[options] = (Route(alike, library.pointer, plan), *others)
+            leaves = any(getattr(array, "requires_grad", False) for array in arrays)
+            if len(self.routes) >= _MOST_PLANS:
+                self.routes = {}
+            others = self.routes.get(options, ())[: _MOST_ROUTES - 1]
+            self.routes[options] = (Route(alike, library.pointer, plan, leaves), *others)

@@ -80,10 +80,10 @@ class _Attention(torch.autograd.Function):
         asks, others = asked.backward(what, more, dlse, wanted)
         every = *arrays, *others
         options = causal, scale, None, None, backend, torch.are_deterministic_algorithms_enabled(), asks
-        watched = torch.is_grad_enabled() or not _PYTORCH.unwatched()
-        if not watched and (plan := known(options, every, "backward")):
-            found = plan[0](every, plan[1])
-        elif watched or _looked_at(dout) or _looked_at(dlse):
+        twice = torch.is_grad_enabled()
+        if not twice and (way := known("backward", options, every)):
+            found = way[0](every, way[1])
+        elif twice or _PYTORCH.intercepts(*every) or _batched(dout) or _batched(dlse):
             how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]
             found = backward_seen(arrays, dlse, what, more, how, wanted)
         else:
@@ -104,8 +104,6 @@ def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
 
 
-def _looked_at(gradient: Tensor | None) -> bool:
-    """Whether PyTorch has to see what is computed of it: by torch.autograd.grad(is_grads_batched=True) too."""
-    if gradient is None:
-        return False
-    return torch._C._functorch.is_legacy_batchedtensor(gradient) or library_of(gradient).intercepts(gradient)
+def _batched(gradient: Tensor | None) -> bool:
+    """Whether it is many, of torch.autograd.grad(is_grads_batched=True)."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)

@@ -13,12 +13,20 @@ from .report import ratios, times
 
 Row = Mapping[str, Any]
 _PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # as PyTorch has them
+_PACKAGES = {"fa2": "FlashAttention-2, its package", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+
+
+def newest_run(rows: Sequence[Row]) -> list[Row]:
+    """Of a file's rows those that may be compared: of the commit, device and CUDA version of its last row."""
+    of = {name: rows[-1].get(name) for name in ("commit", "device", "cuda")} if rows else {}
+    return [row for row in rows if all(row.get(name) == value for name, value in of.items())]
 
 
 def ladder_markdown(rows: Sequence[Row], against: str) -> str:
-    """A line a contender: geometric means of TFLOP/s over the rows for each head width, and the ratio to `against`."""
+    """A line for each contender that has a time: geometric means of TFLOP/s over the rows for each head width, and the
+    ratio to `against`."""
     speed = {(r["contender"], r["D"], r["Sq"], r["causal"]): r["tflops"] for r in rows if r["ok"]}
-    kernels, every = registry.kernels(), dict.fromkeys(r["contender"] for r in rows)
+    kernels, every = registry.kernels(), dict.fromkeys(name for name, *_ in speed)
     contenders = sorted(every, key=lambda name: kernels[name].rung if name in kernels else len(kernels))
     relative, problems = ratios(rows, against), len({key[1:] for key in speed})
     widths = sorted({r["D"] for r in rows})
@@ -31,8 +39,9 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
         means = [f"{geometric_mean(points[D].values()):.3g}" if points[D] else "–" for D in widths]
         beside = [times(relative[name][D][0]) if D in relative.get(name, ()) else "–" for D in widths]
         kernel, timed = kernels.get(name), sum(map(len, points.values()))
-        rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", "PyTorch's own")
-        label = f"`{name}`" if kernel else _PEERS.get(name, name)
+        whose = "its authors' own" if name in _PACKAGES else "PyTorch's own"
+        rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", whose)
+        label = f"`{name}`" if kernel else {**_PEERS, **_PACKAGES}.get(name, name)
         label += f" (the {timed} shortest)" if timed < problems else ""
         lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
     r = rows[-1]

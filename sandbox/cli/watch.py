@@ -93,6 +93,8 @@ def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
                     status.update(f"examining {kernel.name}")
                     status.start()
                 continue
+            if now.found.counting and (as_json or once or not console.is_terminal):
+                continue  # what is read later is read once, and whole
             status.stop()
             ok = now.found.ok
             if as_json:

@@ -7,6 +7,7 @@ import re
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -52,6 +53,8 @@ class Score:
     # All that two equal ones share; and the same without the tensors' numbers, which keeps no array alive.
     structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
     described: Score = field(init=False, repr=False)
+    arrays: Mapping[str, Any] = field(init=False, repr=False)  # its tensors and blocks, by the names that plans have
+    _hash: int = field(init=False, repr=False)  # of its structure, which every call of an attention asks for
     on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
 
     def __post_init__(self) -> None:
@@ -72,8 +75,11 @@ class Score:
         likes = {name: like_of(tensor) for name, tensor in tensors.items()}
         object.__setattr__(self, "tensors", MappingProxyType(tensors))
         object.__setattr__(self, "structure", (self.score, self.mask, tuple(likes.items())))
+        object.__setattr__(self, "_hash", hash(self.structure))
+        named = {f"score.{name}": tensor for name, tensor in tensors.items()}
+        object.__setattr__(self, "arrays", named if self.blocks is None else named | {BLOCK_MAP: self.blocks})
         bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
-        object.__setattr__(self, "described", self if bare else dataclasses.replace(self, tensors=likes, blocks=None))
+        object.__setattr__(self, "described", self if bare else _described(self.score, self.mask, self.file, **likes))
 
     @property
     def changes(self) -> bool:
@@ -94,7 +100,7 @@ class Score:
         return isinstance(other, Score) and self.structure == other.structure
 
     def __hash__(self) -> int:
-        return hash(self.structure)
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
         return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks)
@@ -139,6 +145,12 @@ class Score:
         if not isinstance(found, cls):
             raise SpecError(f"score {path}: it must define score, a sandbox.Score or a function of the problem to one")
         return dataclasses.replace(found, file=str(path.resolve()))
+
+
+@lru_cache(maxsize=256)
+def _described(score: str, mask: str, file: str, /, **likes: TensorLike) -> Score:
+    """One object for all scores of a structure: those that are made anew at each call make no other."""
+    return Score(score, mask, likes, file)
 
 
 _SUCH_AS = {"score": "x - 0.1f * abs(i - j)", "mask": "j <= i"}

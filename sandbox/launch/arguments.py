@@ -1,7 +1,7 @@
 """Kernel arguments: what each name in a spec's `args` is in C, and where its value comes from.
 
 One row of `ARGUMENTS` is one kind of argument. Values are packed by their declared C type, once, into memory whose
-addresses form the `void**` table that both cuLaunchKernel and the CPU backend take; a launch refills pointers only.
+addresses form the `void**` table that both cuLaunchKernelEx and the CPU backend take; a launch refills pointers only.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -110,8 +110,9 @@ class _CuPy(Library):
 class _PyTorch(Library):
     name = "PyTorch"
 
-    # Without Python frames: both are asked at each launch.
-    pointer = staticmethod(methodcaller("data_ptr"))  # type: ignore[assignment]
+    @cached_property
+    def pointer(self) -> Callable[[Any], int]:  # without a Python frame: half the time
+        return sys.modules["torch"].Tensor.data_ptr
 
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
         return *map(_TORCH_KIND, arrays), *map(_TORCH_STRIDE, arrays)
@@ -129,9 +130,14 @@ class _PyTorch(Library):
         return ArrayView(array.data_ptr(), tuple(array.shape), array.stride(), dtype, device, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """What PyTorch's compiler makes arrays with, past the dispatcher, where it is there: half the time."""
         torch = sys.modules["torch"]
-        nothing = torch.empty(0, dtype=getattr(torch, dtype), device=like.device)
-        return partial(nothing.new_empty_strided, shape, strides)  # half the time of torch.empty_strided
+        kind, device = getattr(torch, dtype), like.device
+        if device.type == "cpu" or torch.cuda.device_count() == 1:  # it asks for no device
+            empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+            if empty is not None:
+                return partial(empty, shape, strides, kind)
+        return partial(torch.empty(0, dtype=kind, device=device).new_empty_strided, shape, strides)
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
@@ -155,7 +161,7 @@ class _PyTorch(Library):
 
     def alike(self, *arrays: Any) -> Callable[..., bool] | None:
         """By what PyTorch's compiler guards its code with: type, dtype, device, sizes, strides, requires_grad, and the
-        dispatch keys, those of the thread among them: modes, torch.func, autocast."""
+        dispatch keys, those of the thread among them: torch.func, torch.jit.trace, autocast, most modes."""
         torch = sys.modules["torch"]
         try:
             guards = torch._C._dynamo.guards.TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -178,22 +184,25 @@ class _PyTorch(Library):
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not whole else x for x in arrays)
 
     def unwatched(self) -> bool:
-        """No compiler, dispatch mode, torch.func, dual level or torch.jit.trace, by what their own Python asks."""
+        """No compiler, dispatch mode or dual level, by what their own Python asks."""
         torch = sys.modules["torch"]
         return not (
-            torch.compiler.is_compiling()
+            torch.compiler.is_compiling()  # first: it does not follow the other questions
             or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
-            or torch._C._functorch.peek_interpreter_stack() is not None
             or torch.autograd.forward_ad._current_level >= 0
-            or torch._C._get_tracing_state() is not None
         )
 
     def intercepts(self, *arrays: Any) -> bool:
-        """Somebody watches the thread, or an array is of a subclass (a fake or distributed tensor, …)."""
-        if not self.unwatched():
-            return True
+        """Somebody watches the thread, torch.func and torch.jit.trace among them, or an array is of a subclass (a fake
+        or distributed tensor, …)."""
         torch = sys.modules["torch"]
+        if (
+            not self.unwatched()
+            or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_tracing_state() is not None
+        ):
+            return True
         for array in arrays:
             kind = type(array)
             if kind is not torch.Tensor and kind is not torch.nn.Parameter and isinstance(array, torch.Tensor):
@@ -265,7 +274,8 @@ class _Capsule(Library):
 
 
 _TORCH_KIND, _TORCH_STRIDE = attrgetter("shape", "dtype", "device"), methodcaller("stride")
-_KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _PyTorch()}
+_TORCH = _PyTorch()
+_KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _TORCH}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
 _DTYPES = {  # (DLDataTypeCode, bits)
@@ -278,11 +288,11 @@ _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDL
 def library_of(array: Any) -> Library:
     """The adapter for `array`. Raises UnsupportedProblem when it is no array at all."""
     kind = type(array)
+    torch = sys.modules.get("torch")
+    if torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter):
+        return _TORCH  # without a look at its bases, which PyTorch's compiler could not follow before 2.13
     library = _by_type.get(kind)
     if library is None:
-        torch = sys.modules.get("torch")
-        if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
-            return _KNOWN["torch"]  # without a look at its bases, which PyTorch's compiler could not follow before 2.13
         # A subclass, such as torch.nn.Parameter, is of its base's library.
         modules = [base.__module__.partition(".")[0] for base in kind.__mro__]
         library = next((_KNOWN[module] for module in modules if module in _KNOWN), None)

@@ -1,4 +1,4 @@
-"""What cuLaunchKernelEx is told of a launch that may begin early, as the driver's C structures lie in memory."""
+"""What cuLaunchKernelEx is told of a launch, as the driver's C structures lie in memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     )
 
 
-def early(grid: Dim3, block: Dim3, smem_bytes: int) -> tuple[ctypes.Structure, ctypes.c_void_p]:
-    """A CUlaunchConfig, and the stream in it, to be set before a launch."""
+def launch_config(grid: Dim3, block: Dim3, smem_bytes: int, early: bool) -> tuple[ctypes.Structure, ctypes.c_void_p]:
+    """A CUlaunchConfig, and the stream in it, to be set before a launch. `early`: it may begin while the one before it
+    ends."""
     attribute = _Attribute(_WHILE_THE_ONE_BEFORE_ENDS, 1)
-    config = _Config(grid, block, smem_bytes, None, ctypes.pointer(attribute), 1)
+    config = _Config(grid, block, smem_bytes, None, ctypes.pointer(attribute), int(early))
     return config, ctypes.c_void_p.from_buffer(config, _Config.stream.offset)

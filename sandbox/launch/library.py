@@ -28,14 +28,14 @@ class Library:
         """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
         return False
 
-    def unwatched(self) -> bool:
-        """Whether nobody watches what the caller's thread does; then `alike` says all that there is to ask."""
-        return False
-
     def alike(self, *arrays: Any) -> Callable[..., bool] | None:
         """What says of other arrays, in no time, that they are as these in all but address, and that the library would
         do with them as it does with these just now; None where it cannot be asked."""
         return None
+
+    def unwatched(self) -> bool:
+        """Whether nobody watches what the caller's thread does whom `alike` does not see."""
+        return False
 
     def signature(self, array: Any) -> Hashable:
         """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""

@@ -22,10 +22,9 @@ from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..verify import trial
 from ..verify.cases import Case, inputs_of
-from .tapes import CLOCKS_A_MARK, DONE, LENGTH, MACRO, MOST_BLOCKS, Tape, Tapes, steps_of
+from .tapes import CLOCKS_A_MARK, DONE, MOST_BLOCKS, Tape, Tapes, macros, steps_of
 
 WAIT = "wait"  # how the name of a step that waits begins
-_SHOWN = 4  # blocks, unless somebody names them
 _REPEATS = 10  # launches, of which the median counts
 
 
@@ -100,8 +99,8 @@ def record(
     Raises what `prepare` raises; UnsupportedProblem for a kernel without marks, or a block that there is not.
     """
     names, first = steps_of(kernel.source), _alone(kernel)
-    marked = with_marks(first, device)
     grid, block = kernel.grid(problem, tile), kernel.block(tile)
+    marked = dataclasses.replace(first, macros={**kernel.macros, **macros(names, grid, block, device)})
     chosen = _blocks(math.prod(grid), blocks)
     inputs = _inputs(kernel.computes, problem, device)
     repeats = _REPEATS if device != HOST else 1
@@ -145,14 +144,9 @@ def _alone(kernel: Kernel) -> Kernel:
     return dataclasses.replace(kernel, then=tuple(dataclasses.replace(e, grid=_no_blocks) for e in kernel.then))
 
 
-def with_marks(kernel: Kernel, device: Device) -> Kernel:
-    """The kernel with its marks compiled in."""
-    return dataclasses.replace(kernel, macros={**kernel.macros, MACRO: LENGTH[device[0]]})
-
-
 def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:
     if wanted is None:
-        return sorted({i * count // _SHOWN for i in range(_SHOWN)}) if count else []
+        return sorted({i * count // MOST_BLOCKS for i in range(MOST_BLOCKS)}) if count else []
     for number in wanted:
         if not 0 <= number < count:
             raise UnsupportedProblem(f"block {number}: the grid has blocks 0 to {count - 1}")
@@ -166,7 +160,7 @@ def _since(clock: int, earlier: int) -> int:
     return (clock - earlier + 2**31) % 2**32 - 2**31
 
 
-def _lanes(tapes: Sequence[Tape], names: dict[int, str], rate: int | None) -> Iterator[Lane]:
+def _lanes(tapes: Sequence[Tape], names: Sequence[str], rate: int | None) -> Iterator[Lane]:
     """Clocks differ between SMs: a block's marks are placed by its own, and blocks by the clock that SMs share, where a
     warp of theirs was done; others as if all had begun at once."""
     blocks: dict[int, list[Tape]] = defaultdict(list)
@@ -183,7 +177,7 @@ def _lanes(tapes: Sequence[Tape], names: dict[int, str], rate: int | None) -> It
         last = max(times[-1] for times in ticks)
         for tape, times in zip(own, ticks, strict=True):
             begun = zip(tape.marks["step"], times, [*times[1:], last], strict=True)
-            named = [Step(names.get(int(number), f"step_{number:x}"), begin, end) for number, begin, end in begun]
+            named = [Step(names[number], begin, end) for number, begin, end in begun]
             steps = tuple(step for step in named if step.name != DONE)
             if steps:
                 found.append(Lane(block, tape.warp, tape.anchor[0] if tape.anchor else None, "", steps, tape.lost))

@@ -1,4 +1,4 @@
-"""The tapes that marks write to (include/timeline.cuh), and how it is read."""
+"""The tapes that marks write to (include/timeline.cuh), and how they are read."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..toolchain import sources
 
-MACRO = "TIMELINE_MARKS"
-DONE = "done"  # the mark that ends a warp's last step, and begins none
-MOST_BLOCKS = 4
-CLOCKS_A_MARK = 8  # on the CPU backend, whose clock is the order of a block's marks
-LENGTH = {"cuda": 2**22, "cpu": 2**18}  # bytes of a tape: 2 ms; on the CPU backend 32K marks of a block
+DONE = "done"  # the mark that ends a warp's last step, and begins none; its number is 0
+MOST_BLOCKS, MOST_STEPS = 4, 16
+CLOCKS_A_MARK = 4 * MOST_STEPS  # on the CPU backend, whose clock is the order of a block's marks
+LENGTH = {"cuda": 2**22, "cpu": 2**20}  # bytes of a tape: 2 ms; on the CPU backend 16K marks of a block
+_CLOCK = np.dtype("u4")
 _MARK = np.dtype([("step", "u4"), ("clock", "u4")])
+_NO_BLOCK = 2**32 - 1
 _ANCHOR = np.dtype([("sm", "u4"), ("clock", "u4"), ("nanoseconds", "u8")])
 _SYMBOL = "sandbox_timeline"
 _CALL = re.compile(r"\bTIMELINE\((\w+)\)")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
-def steps_of(source: Path) -> dict[int, str]:
-    """{number: name} of the steps that marks in a `.cu` and its headers begin. Raises UnsupportedProblem when there are
-    none, or when two names have one number."""
+def steps_of(source: Path) -> tuple[str, ...]:
+    """The steps that marks in a `.cu` and its headers begin, DONE first: a step's number is its place.
+
+    Raises UnsupportedProblem when there are none, or more than MOST_STEPS.
+    """
     files, _ = sources.included_files(source, build.include_dirs(source))
     texts = (_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files if file.name != "timeline.cuh")
     names = {name for text in texts for name in _CALL.findall(text)}
@@ -42,25 +45,25 @@ def steps_of(source: Path) -> dict[int, str]:
         raise UnsupportedProblem(
             f"{source.name} has no marks: write TIMELINE(name); where a step begins, and a line of it has a timeline"
         )
-    found: dict[int, str] = {}
-    for name in sorted(names):
-        if found.setdefault(number_of(name), name) != name:
-            raise UnsupportedProblem(f"{source.name}: steps {name} and {found[number_of(name)]} need other names")
+    found = (DONE, *sorted(names - {DONE}))
+    if len(found) > MOST_STEPS:
+        raise UnsupportedProblem(f"{source.name} has {len(found)} steps, {DONE} among them: {MOST_STEPS} at most")
     return found
 
 
-def number_of(name: str) -> int:
-    """What stands for a step in memory: FNV-1a of its name, as in timeline.cuh."""
-    number = 2166136261
-    for byte in name.encode():
-        number = (number ^ byte) * 16777619 % 2**32
-    return number
+def macros(steps: Sequence[str], grid: Dim3, block: Dim3, device: Device) -> dict[str, int]:
+    """What compiles marks into a kernel: the length of a tape, the numbers of steps, how many blocks and threads."""
+    extents = {f"TIMELINE_{what}_{axis}": n for what, dim in (("GRID", grid), ("BLOCK", block))
+               for axis, n in zip("XYZ", dim, strict=True)}  # fmt: skip
+    numbers = {f"TIMELINE_STEP_{name}": number for number, name in enumerate(steps)}
+    most = {"TIMELINE_BLOCKS": MOST_BLOCKS, "TIMELINE_STEPS": MOST_STEPS}
+    return {"TIMELINE_MARKS": LENGTH[device[0]], **most, **extents, **numbers}
 
 
 class _Told(ctypes.Structure):  # `Tapes` of timeline.cuh
     _fields_ = (
         ("anchors", ctypes.c_uint64), ("high", ctypes.c_uint32), ("low", ctypes.c_uint32),
-        ("warps_per_block", ctypes.c_uint32), ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
+        ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
     )  # fmt: skip
 
 
@@ -120,12 +123,12 @@ class Tapes:
         self.blocks, self._warps, self._length = [*blocks], -(-math.prod(block) // 32), LENGTH[device[0]]
         self._gpu = driver.device(device[1]) if device != HOST else None
         count = (MOST_BLOCKS + 1) * self._warps
-        self._marks = _Shared(count * self._length // _MARK.itemsize, _MARK, self._length, self._gpu)
+        self._clocks = _Shared(count * self._length // _CLOCK.itemsize, _CLOCK, self._length, self._gpu)
         self._anchors = _Shared(count, _ANCHOR, _ANCHOR.itemsize, self._gpu)
         self.clear()
-        high, low = divmod(self._marks.address, 2**32)
-        listened = (ctypes.c_uint32 * MOST_BLOCKS)(*(number + 1 for number in blocks))
-        told = _Told(self._anchors.address, high, low, self._warps, listened)
+        high, low = divmod(self._clocks.address, 2**32)
+        listened = [*blocks, *[_NO_BLOCK] * (MOST_BLOCKS - len(blocks))]
+        told = _Told(self._anchors.address, high, low, (ctypes.c_uint32 * MOST_BLOCKS)(*listened))
         if self._gpu:
             driver.write(function.constant(_SYMBOL), ctypes.addressof(told), ctypes.sizeof(told), self._gpu)
         else:
@@ -133,16 +136,16 @@ class Tapes:
 
     def clear(self) -> None:
         """Forget what was written."""
-        self._marks.clear()
+        self._clocks.clear()
         self._anchors.clear()
 
     def read(self) -> Iterator[Tape]:
         """The tape of each warp that came to a mark. Where a block ran for longer than tapes are, its end."""
         count = len(self.blocks) * self._warps
         anchors = self._anchors.fetch(count).reshape(-1, self._warps)
-        every = self._marks.fetch(count * self._length // _MARK.itemsize).reshape(*anchors.shape, -1)
+        every = self._clocks.fetch(count * self._length // _CLOCK.itemsize).reshape(*anchors.shape, -1)
         for block, tapes, ends in zip(self.blocks, every, anchors, strict=True):
-            written = [tape[tape["step"] != 0] for tape in tapes]
+            written = [_marks_on(tape) for tape in tapes]
             latest = _latest(np.concatenate([marks["clock"] for marks in written]))
             for warp, marks in enumerate(written):
                 age = latest - marks["clock"]  # modulo 2^32
@@ -150,9 +153,17 @@ class Tapes:
                 kept = marks[order[age[order] < self._length]]
                 if len(kept):
                     sm, clock, nanoseconds = map(int, ends[warp])
-                    done = kept["step"][-1] == number_of(DONE)
+                    done = kept["step"][-1] == 0
                     anchor = (sm, clock, nanoseconds) if done else None
                     yield Tape(block, warp, kept, len(marks) - len(kept), anchor)
+
+
+def _marks_on(tape: NDArray) -> NDArray:
+    """A clock that is not zero is a mark, and its place among MOST_STEPS the step's number."""
+    places = np.flatnonzero(tape)
+    found = np.empty(len(places), _MARK)
+    found["step"], found["clock"] = places % MOST_STEPS, tape[places]
+    return found
 
 
 def _latest(clocks: NDArray) -> NDArray:

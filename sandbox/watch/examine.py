@@ -43,6 +43,7 @@ from .figures import Cost, Examination
 from .job import Job, quick_cases
 
 T = TypeVar("T")
+Opcodes = dict[str, int]
 COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limit
 REPEATS = 20  # launches that are timed on a GPU
 _PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
@@ -65,8 +66,17 @@ def _cases(kernel: Kernel, job: Job) -> list[Case]:
     return [Case("--shape", job.problem)] if job.problem else quick_cases(kernel, job.device)
 
 
-def examine(job: Job, at: At) -> tuple[Examination, bool]:
-    """(the examination, whether this process is fit for another job: after some errors a CUDA context is not)."""
+# nvdisasm takes half a second, whatever it reads: longer than everything after the compiler, and no verdict needs it.
+_disassembler = ThreadPoolExecutor(1)
+_counts: Future[Opcodes] | None = None  # of the version examined last
+
+
+def examine(job: Job | None, at: At) -> tuple[Examination | Opcodes, bool]:
+    """(the examination, whether this process is fit for another job: after some errors a CUDA context is not). Of None,
+    the instructions of the version before, once they are counted."""
+    if job is None:
+        at("counting instructions", COMPILE_SECONDS)
+        return _counted(), True
     started = time.perf_counter()
     try:
         found = _examine(job, at)
@@ -91,7 +101,7 @@ def _examine(job: Job, at: At) -> Examination:
     cases = _cases(kernel, job)
     setting = f"{_device_name(job.device)}: {cases[0].problem}"
     at("compiling", COMPILE_SECONDS)
-    with ThreadPoolExecutor() as pool:  # compilers run side by side, and the disassembler beside the kernel
+    with ThreadPoolExecutor() as pool:  # compilers run side by side
         started = time.perf_counter()
         cost, notes = _compile(kernel, cases, job, pool)
         compiling = time.perf_counter() - started
@@ -110,8 +120,12 @@ def _examine(job: Job, at: At) -> Examination:
         at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
         findings += _found(shipped)[0]
         stage, message = _verdict(findings, results)
-        held = cost.result() if cost else None
-        return Examination(stage, message, results, findings, held, setting, tuple(notes), compiling=compiling)
+        counting = _counts is not None and not _counts.done()
+        if cost and not counting:
+            cost = replace(cost, opcodes=_counted())
+        return Examination(
+            stage, message, results, findings, cost, setting, tuple(notes), compiling=compiling, counting=counting
+        )
 
 
 def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tuple[str, str]:
@@ -126,11 +140,14 @@ def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tupl
 
 def _compile(
     kernel: Kernel, cases: Sequence[Case], job: Job, pool: ThreadPoolExecutor
-) -> tuple[Future[Cost] | None, list[str]]:
-    """Every binary that will be needed. NVRTC's word comes first, also on the CPU backend, since it is the GPU's.
+) -> tuple[Cost | None, list[str]]:
+    """Every binary that will be needed. NVRTC's word comes first, also on the CPU backend, since it is the GPU's. The
+    first one's instructions are counted meanwhile.
 
     Raises CompileError.
     """
+    global _counts  # noqa: PLW0603
+    _counts = None
     arch, notes = pipeline.arch_of(job.device), []
     variants: dict[tuple, tuple[Problem, Tile]] = {}
     for p in (case.problem for case in cases):
@@ -145,11 +162,22 @@ def _compile(
         for_gpu, notes = [], [str(missing).splitlines()[0]]
     cubins = [pool.submit(pipeline.compile_problem, kernel, p, t, target) for p, t in for_gpu]
     on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants.values()]
+    if for_gpu:
+        _counts = _disassembler.submit(_opcodes, cubins[0])
     compiled = _all(cubins)
     _all(on_host)
-    if not compiled:
-        return None, notes
-    return pool.submit(_cost, kernel, *for_gpu[0], compiled[0]), notes
+    return (_cost(kernel, *for_gpu[0], compiled[0]) if compiled else None), notes
+
+
+def _opcodes(compiled: Future[tuple[Compiled, ...]]) -> Opcodes:
+    """Of all entries: they are one module. {} when nothing can disassemble, as one that is older than the cubin."""
+    with suppress(ToolchainMissing, CompileError):
+        return disassembly.opcode_counts(compiled.result()[0].cubin)
+    return {}
+
+
+def _counted() -> Opcodes:
+    return _counts.result() if _counts else {}
 
 
 def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled, ...]) -> Cost:
@@ -157,10 +185,7 @@ def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled
     arch = architectures.parse(compiled[0].arch)
     least = min((pipeline.occupancy(entry, problem, tile, r, arch) for entry, r in entries), key=lambda o: o.fraction)
     smem = max(entry.smem_bytes(problem, tile) + r.smem_static for entry, r in entries)
-    opcodes: dict[str, int] = {}
-    with suppress(ToolchainMissing):  # a disassembler that is older than the cubin
-        opcodes = disassembly.opcode_counts(compiled[0].cubin)  # of all entries: they are one module
-    return Cost(compiled[0].arch, tile, Resources.worst(r for _, r in entries), smem, least, opcodes)
+    return Cost(compiled[0].arch, tile, Resources.worst(r for _, r in entries), smem, least, {})
 
 
 _Looking = list[list[Future[Inspection]]]  # by the tools, at each problem

@@ -18,7 +18,7 @@ _OPCODES = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "LDG", "STG", "BAR", "
 @dataclass(frozen=True)
 class Cost:
     """What the compiler made of the first problem's kernel for `arch`: of several entries, the largest figures and the
-    lowest occupancy. `opcodes`: all their instructions by class; {} when nothing can disassemble."""
+    lowest occupancy. `opcodes`: all their instructions by class; {} when nothing can disassemble, or until it has."""
 
     arch: str
     tile: Tile
@@ -44,6 +44,7 @@ class Examination:
     output: str = ""  # what the kernel printed
     seconds: float = 0.0
     compiling: float = 0.0  # seconds of them
+    counting: bool = False  # True: the instructions are not counted yet (`examine` with None for a job has them)
 
     @property
     def ok(self) -> bool:

@@ -64,6 +64,7 @@ def screen(now: Iteration) -> RenderableType:
         last = now.found.output.strip().splitlines()[-10:]
         parts += [Text("the kernel printed", "bold"), Text("\n".join(last)), ""]
     parts += [Text(f"note: {note}", "yellow") for note in now.found.notes]
+    parts += [Text("counting its instructions", "dim")] if now.found.counting else []
     return Group(*parts)
 
 
@@ -71,7 +72,8 @@ def _headline(now: Iteration) -> Text:
     word, style = _TITLES[now.found.stage]
     about = f"\n{now.found.setting}" if now.found.setting else ""
     compiling = f", {si_time(now.found.compiling)} of it compiling" if now.found.compiling else ""
-    return Text.assemble((f"{now.kernel} #{now.number}", "bold"), "  ", (word, style),
+    name = f"{now.kernel} #{now.number}" if now.number else now.kernel
+    return Text.assemble((name, "bold"), "  ", (word, style),
                          f"  {si_time(now.latency)}{compiling}", (about, "dim"))  # fmt: skip
 
 

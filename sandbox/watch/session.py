@@ -25,7 +25,9 @@ _START_MS = 200  # how long the library is given to begin
 @dataclass(frozen=True)
 class Iteration:
     """A version and what came of it. `latency`: seconds from the save (or the start) to this verdict. `previous` is the
-    latest good version before it, `best` the best before it, of the same device and problem."""
+    latest good version before it, `best` the best before it, of the same device and problem.
+
+    `number` is 0 of a verdict that is given before the version is recorded: while its instructions are counted."""
 
     number: int
     kernel: str
@@ -39,8 +41,8 @@ class Iteration:
 def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteration | None, None, None]:
     """Examine the kernel now, and again after every save of its `.cu`, its spec or a header, until closed.
 
-    None is yielded when a save has been seen, before its verdict. Raises ToolchainMissing without the watchfiles
-    package, unless `once`.
+    None is yielded when a save has been seen, before its verdict; and a verdict twice where the instructions are not
+    counted yet: at once, and when they are. Raises ToolchainMissing without the watchfiles package, unless `once`.
     """
     history = History(kernel)
     with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
@@ -53,8 +55,12 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
                 seen = texts
                 yield None
                 found = _examined(worker, job)
+                latency = time.time() - saved
                 if read_texts(kernel) == texts:  # else nobody knows which text it was about, and a save is waiting
-                    yield _recorded(history, texts, found, time.time() - saved)
+                    if found.counting:
+                        yield _compared(history, 0, found, latency)
+                        found = _with_counts(worker, found)
+                    yield _recorded(history, texts, found, latency)
             if once:
                 return
             next(saved_again)
@@ -86,16 +92,30 @@ def _examined(worker: Worker, job: Job) -> Examination:
         return Examination(stage, message, seconds=time.perf_counter() - started)
 
 
+def _with_counts(worker: Worker, found: Examination) -> Examination:
+    """The same with the instructions, unless the worker has died of something meanwhile."""
+    try:
+        opcodes, _ = worker.do(None)
+    except WorkerDied:
+        opcodes = {}
+    cost = replace(found.cost, opcodes=opcodes) if found.cost else None
+    return replace(found, cost=cost, counting=False)
+
+
 def _recorded(history: History, texts: Texts, found: Examination, latency: float) -> Iteration:
-    numbers = figures(found)
-    comparable = [v for v in history.versions() if v.ok and v.setting == found.setting]
     version = history.append(
-        texts, ok=found.ok, stage=found.stage, message=found.message, setting=found.setting, figures=numbers
+        texts, ok=found.ok, stage=found.stage, message=found.message, setting=found.setting, figures=figures(found)
     )
-    earlier = [v for v in comparable if v.number < version.number]
+    return _compared(history, version.number, found, latency)
+
+
+def _compared(history: History, number: int, found: Examination, latency: float) -> Iteration:
+    """What was found of a version beside those before it: all of them if it has no number yet."""
+    comparable = [v for v in history.versions() if v.ok and v.setting == found.setting]
+    earlier = [v for v in comparable if not number or v.number < number]
     best = min(earlier, key=_rank, default=None)
     previous = earlier[-1] if earlier else None
-    return Iteration(version.number, history.kernel.name, found, numbers, latency, previous, best)
+    return Iteration(number, history.kernel.name, found, figures(found), latency, previous, best)
 
 
 def _rank(version: Version) -> tuple[float, ...]:

@@ -71,6 +71,20 @@ def test_a_number_is_not_another_number() -> None:
     assert torch.equal(second, 2 * first)
 
 
+@pytest.mark.parametrize("name", ["fwd_mma_fp8", "fwd_wgmma_fp8"])
+def test_maxima_that_rise(name) -> None:
+    """Keys that outdo all before them by far, tiles later: what was summed up until then has to shrink."""
+    rng = np.random.default_rng(0)
+    q, k, v = (torch.from_numpy(rng.standard_normal((1, 1, 400, 32), np.float32)) for _ in range(3))
+    k[..., 200:, :] *= 4
+    k[..., 390:, :] *= 4
+    q, k, v = (x.to(E4M3) for x in (q, k, v))
+    out, lse = sandbox.attention_forward(q, k, v, descale=(1.0, 1.0, 1.0), kernel=name)
+    check(out, q, k, v)
+    exact = attention(*(x.float().numpy() for x in (q, k, v)))[1]
+    assert (abs(lse.numpy() - exact) <= lse_bound(exact, "float8_e4m3")).all()
+
+
 def test_numpy() -> None:
     q, k, v = (x.float().numpy().astype(ml_dtypes.float8_e4m3fn) for x in tensors(E4M3, E4M3, E4M3))
     out = sandbox.attention(q, k, v, descale=(1, 1, 1))

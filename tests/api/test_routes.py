@@ -31,7 +31,7 @@ def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: object) -> li
 
 
 def routes() -> int:
-    return sum(map(len, passes._plans._routes.values()))
+    return sum(map(len, passes._plans.routes.values()))
 
 
 def test_a_route_is_made_when_a_key_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,3 +155,81 @@ def test_a_few_routes_of_one_kind() -> None:
             sandbox.attention_forward(*tensors(S=S)[:3], **KERNELS)
     assert routes() == 8
     assert torch.equal(*(sandbox.attention_forward(*tensors(S=1)[:3], **KERNELS)[0] for _ in range(2)))
+
+
+class Seeing(torch.utils._python_dispatch.TorchDispatchMode):
+    """Writes down which operators of ours it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        self.seen += [str(f)] if "sandbox" in str(f) else []
+        return f(*args, **(kwargs or {}))
+
+
+def seen_by_a_mode(call) -> bool:
+    with Seeing() as mode:
+        call()
+    return bool(mode.seen)
+
+
+def dual(call) -> bool:
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="forward-mode"):
+        call(lambda x: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+    return True
+
+
+def mapped(call) -> bool:
+    return torch.equal(torch.func.vmap(lambda x: call(lambda q: x))(tensors()[0][None])[0], call())
+
+
+def traced(call) -> bool:
+    graph = torch.jit.trace(lambda x: call(lambda q: x), tensors()[0], check_trace=False).graph
+    return "sandbox::attention" in str(graph)
+
+
+def recorded(call) -> bool:
+    make_fx = torch.fx.experimental.proxy_tensor.make_fx
+    return all("sandbox.attention" in make_fx(lambda x: call(lambda q: x), pre_dispatch=early)(tensors()[0]).code
+               for early in (False, True))  # fmt: skip
+
+
+def compiled(call) -> bool:
+    whole = torch.compile(call, backend="aot_eager", fullgraph=True)
+    return torch.equal(whole(), call())
+
+
+WATCHERS = seen_by_a_mode, dual, mapped, traced, recorded, compiled
+
+
+@pytest.mark.parametrize("watcher", WATCHERS, ids=lambda watcher: watcher.__name__)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_who_watches_after_routes_were_made(watcher) -> None:
+    """Those whom PyTorch's guards do not see among them: nobody is passed by."""
+    q, k, v, _ = tensors()
+
+    def call(change=lambda x: x):
+        return sandbox.attention_forward(change(q), k, v, **KERNELS)[0]
+
+    for _ in range(3):
+        call()
+    assert routes() == 1
+    assert watcher(call)
+
+
+def test_arrays_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's own empty_strided makes them, with and without what its compiler calls; inference tensors too."""
+    guards = torch._C._dynamo.guards
+    library = dlpack.library_of(torch.empty(0))
+    kinds = []
+    for name in ("_empty_strided_cpu", None):
+        if name is None:
+            monkeypatch.delattr(guards, "_empty_strided_cpu")
+        new = library.allocator(torch.empty(0), (2, 3, 4), (12, 1, 3), "bfloat16")
+        with torch.inference_mode():
+            inferred = new()
+        made = new()
+        kinds.append((made.shape, made.stride(), made.dtype, made.device, made.is_inference(), inferred.is_inference()))
+    assert kinds[0] == kinds[1] == ((2, 3, 4), (12, 1, 3), torch.bfloat16, torch.device("cpu"), False, True)

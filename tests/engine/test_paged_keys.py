@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,33 +62,55 @@ def test_splits(blocks: int, splits: int, device: Device) -> None:
         right(Case("splits", hidden, "hidden"), device, tile)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": (60, 0)}], ids=["lengths", "window"])
-def test_blocks_are_dealt_by_lengths(options: dict) -> None:
-    """More entries than a warp has lanes, some of no keys, one of all; more blocks than rounds of keys, and fewer."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((40, heads, S, 64)).astype(np.float16) for heads, S in ((4, 3), (2, 300), (2, 300)))
-    lengths = rng.integers(0, 301, 40).astype(np.int32)
-    lengths[[0, 33, 39]] = 0, 0, 300
-    v[39, :, 299, 0] = np.inf  # a value of the last split, which no other has
-    expected, expected_lse = sandbox.reference.attention(q, k, v, key_lengths=lengths, **options)
-    for blocks in (1, 7, 264):
-        tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks)
-        out, lse = sandbox.attention_forward(q, k, v, key_lengths=lengths, kernel="fwd_decode", tile=tile, **options)
-        assert np.allclose(out, expected, atol=2e-3)
-        assert np.allclose(lse, expected_lse, atol=1e-3)
+def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, **options: Any) -> tuple[Any, ...]:
+    """What a line of these lengths comes to in so many blocks, and the truth. The last key counts for one alone."""
+    rng, most = np.random.default_rng(0), int(lengths.max(initial=1))
+    shapes = ((4, Sq), (2, most), (2, most))
+    q, k, v = (rng.standard_normal((len(lengths), *shape, 64)).astype(np.float16) for shape in shapes)
+    longest = int(lengths.argmax())
+    v[:, :, most - 1 :, 0] = np.nan  # beyond what the others have
+    v[longest, :, most - 1, 0] = np.inf
+    options = {"key_lengths": lengths.astype(np.int32), **options}
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks)
+    found = sandbox.attention_forward(q, k, v, kernel="fwd_decode", tile=tile, **options)
+    return *found, *sandbox.reference.attention(q, k, v, **options)
 
 
-def test_dealt_blocks_are_enough() -> None:
-    """What is dealt on the device never exceeds the grid: a part of every entry's last block may be empty."""
-    rng = random.Random(LOT)
+LENGTHS = {
+    "any": np.random.default_rng(0).integers(0, 300, 40),  # more entries than a warp has lanes
+    "one": np.array([3, 1, 0, 1, 2300, 2, 1, 0]),
+    "none": np.array([0, 0, 0]),
+    "last": np.array([*[0] * 33, 700]),
+    "alone": np.array([1000]),
+}
+LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 264])
+@pytest.mark.parametrize("of", LENGTHS)
+def test_blocks_are_dealt_by_lengths(of: str, blocks: int) -> None:
+    """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer."""
+    out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks)
+    assert np.allclose(out, expected, atol=2e-3)
+    assert np.allclose(lse, expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"window": (60, 0)}, {"causal": True}], ids=["window", "causal"])
+def test_tiles_of_rows_are_dealt(options: dict) -> None:
+    """Several of a key/value head, none of which sees all of the keys."""
+    out, lse, expected, expected_lse = by_lengths(np.array([150, 0, 331, 7]), 21, 7, **options)
+    assert np.allclose(out, expected, atol=2e-3)
+    assert np.allclose(lse, expected_lse, atol=1e-3)
+
+
+def test_blocks_that_are_dealt() -> None:
+    """As many as there are at once, of one entry as of thousands; of few keys no more than have some."""
     (tile, *_) = KERNEL.tiles
-    for _ in range(200):
-        B, Sk = rng.randint(1, 200), rng.randint(0, 9000)
-        problem = Problem(B, 8, 1, Sk, 64, Hk=2, dtype="float16", key_lengths=True)
-        splits, (_, _, blocks) = KERNEL.numbers["splits"](problem, tile), KERNEL.grid(problem, tile)
-        rounds = [-(-rng.randint(0, Sk) // (tile.BLOCK_N * tile.WARPS)) for _ in range(B)]
-        most = max(1, -(-sum(rounds) // splits))
-        assert sum(max(1, -(-n // most)) for n in rounds) <= blocks, f"SANDBOX_LOT={LOT}: {problem}, {rounds}"
+    problems = [Problem(B, 8, 1, 8192, 64, Hk=2, dtype="float16", key_lengths=True) for B in (1, 32, 60_000)]
+    few, none = (dataclasses.replace(problems[0], B=B, Sk=64) for B in (1, 0))
+    assert [KERNEL.grid(p, tile)[0] for p in problems] == [128, 528, 528]
+    assert [KERNEL.grid(p, tile)[0] for p in (few, none)] == [2, 0]
+    assert "31 bits" in str(KERNEL.refuses(dataclasses.replace(problems[2], Sk=2**20), (9, 0)))
 
 
 def test_splits_fill_the_multiprocessors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -52,13 +53,24 @@ def test_marks_are_nothing_unless_asked_for(tmp_path: Path) -> None:
     assert cubins[0] == cubins[1]
 
 
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+def test_marks_leave_the_hopper_backward_its_registers(causal: str | None) -> None:
+    """Its warps have all there are: a mark too many, or in a wrong place, spills."""
+    kernel, problem = registry.get("bwd_wgmma"), Problem(4, 16, 4096, 4096, 128, dtype="float16", causal=causal)
+    tile = choose_tile(kernel, problem, (9, 0))
+    macros = tapes.macros(tapes.steps_of(kernel.source), kernel.grid(problem, tile), kernel.block(tile), ("cuda", 0))
+    defines = {**kernel.defines(problem, tile), **macros}
+    used = nvrtc.compile(kernel.source, kernel.name, "sm_90a", defines).resources
+    assert (used.spill_stores, used.spill_loads) == (0, 0)
+
+
 def test_marks_are_compiled_in_on_request(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     copy = tmp_path / kernel.source.name
     copy.write_text(_marked(kernel.source.read_text()))
     tile = kernel.tiles[0]
     defines = kernel.defines(PROBLEM, tile)
-    marks = {tapes.MACRO: tapes.LENGTH["cuda"]}
+    marks = tapes.macros(tapes.steps_of(copy), (2, 3, 4), kernel.block(tile), ("cuda", 0))
     ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, marks)]
     assert ["%clock" in text for text in ptx] == [False, True]
     assert "sandbox_timeline" in ptx[1]
@@ -81,6 +93,24 @@ def test_a_kernel_of_ones_own_gets_a_timeline_by_one_line(tmp_path: Path) -> Non
     assert len(found.lanes) == tile.BLOCK_M // 32
     with pytest.raises(UnsupportedProblem, match="has no marks"):
         recorded(kernel)
+
+
+def test_a_block_of_a_grid_of_three_dimensions_has_a_number(tmp_path: Path) -> None:
+    kernel = registry.get("fwd_minimal")
+    own = dataclasses.replace(kernel, source=tmp_path / kernel.source.name)
+    own.source.write_text(_marked(kernel.source.read_text()))
+    problem = Problem(2, 2, 64, 64, 16, dtype="float16")
+    last = math.prod(own.grid(problem, choose_tile(own, problem, None))) - 1
+    assert {lane.block for lane in recorded(own, problem, blocks=[last]).lanes} == {last}
+
+
+def test_more_steps_than_a_tape_tells_apart_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "many.cu"
+    source.write_text("\n".join(f"TIMELINE(step_{n});" for n in range(tapes.MOST_STEPS)))
+    with pytest.raises(UnsupportedProblem, match="has 17 steps, done among them: 16 at most"):
+        tapes.steps_of(source)
+    source.write_text(source.read_text().replace("step_7", "done"))
+    assert tapes.steps_of(source)[0] == "done"
 
 
 def test_each_warp_s_steps_are_in_the_order_of_the_kernel(mma: record.Timeline) -> None:
@@ -125,7 +155,7 @@ def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
 
 def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 16  # marks of a block
-    monkeypatch.setitem(tapes.LENGTH, "cpu", 8 * room)
+    monkeypatch.setitem(tapes.LENGTH, "cpu", tapes.CLOCKS_A_MARK * room)
     found = recorded(registry.get("fwd_mma"))
     whole = {(lane.block, lane.warp): [step.name for step in lane.steps] for lane in mma.lanes}
     for block in (0, 1):
@@ -142,12 +172,11 @@ def test_clocks_are_read_modulo_their_32_bits() -> None:
     """Two blocks, each with a clock of its own; of one of them it comes round, and warp 1 began before warp 0."""
 
     def tape(block: int, warp: int, clocks: list[int], nanoseconds: int) -> tapes.Tape:
-        steps = [tapes.number_of(name) for name in ("load", "multiply", "done")]
-        marks = np.array([(step, clock % 2**32) for step, clock in zip(steps, clocks, strict=True)], tapes._MARK)
+        marks = np.array([(step, clock % 2**32) for step, clock in zip((1, 2, 0), clocks, strict=True)], tapes._MARK)
         return tapes.Tape(block, warp, marks, 0, (7 + block, clocks[-1] % 2**32, nanoseconds))
 
     written = [tape(0, 0, [50, 60, 90], 1040), tape(0, 1, [-50, 20, 150], 1100), tape(3, 0, [5000, 5010, 5030], 1000)]
-    found = [*record._lanes(written, {tapes.number_of(name): name for name in ("load", "multiply", "done")}, 10**9)]
+    found = [*record._lanes(written, ("done", "load", "multiply"), 10**9)]
     assert [(lane.block, lane.sm) for lane in found] == [(0, 7), (0, 7), (3, 10)]
     # block 0 began at 1040 ns - (90 + 50) cycles of 1 ns, block 3 at 1000 ns - 30 cycles
     assert [[step.begin for step in lane.steps] for lane in found] == [[100, 110], [0, 70], [70, 80]]

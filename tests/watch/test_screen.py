@@ -122,3 +122,15 @@ def test_the_history_names_the_first_error() -> None:
     assert lines[1].strip() == GOOD.setting
     assert lines[2].startswith("#2    2026-01-02 03:04:05  DOES NOT COMPILE")
     assert lines[3].strip() == "kernels_cu/mine.cu(3): error: no"
+
+
+def test_a_verdict_without_its_number() -> None:
+    """While instructions are counted: nothing else is missing."""
+    console = Console(width=80, force_terminal=True)
+    found = dataclasses.replace(GOOD, cost=dataclasses.replace(COST, opcodes={}), counting=True)
+    with console.capture() as capture:
+        console.print(watch_report.screen(Iteration(0, "fwd_mma", found, figures(found), 0.9)))
+    shown = plain(capture.get())
+    assert shown[0].startswith("fwd_mma  ok  900 ms")
+    assert "counting its instructions" in [each.strip() for each in shown]
+    assert not any("HMMA" in each for each in shown)

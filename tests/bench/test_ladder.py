@@ -1,0 +1,50 @@
+"""The ladders' tables: which rows of a file they take, and which contenders have a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandbox.bench import ladder
+from sandbox.bench.rows import Row
+from sandbox.bench.timing import Timing
+from sandbox.core.errors import SpecError
+from sandbox.spec import Problem
+
+
+def row(contender: str, seconds: float | None, D: int = 64, **setting: object) -> dict[str, object]:
+    """As `bench` stores it; without seconds, of a contender that does not take the problem."""
+    where = {"device": "a GPU", "cuda": "13.0", "commit": "one", "mode": "events", "ceiling_tflops": 700.0} | setting
+    timing = Timing(seconds, seconds, seconds, 10, 0.0) if seconds else None
+    kernel = contender if contender.startswith("fwd") else ""
+    problem = Problem(1, 2, 512, 512, D, dtype="float16")
+    return Row(contender, kernel, problem, bool(seconds) or None, timing=timing, setting=where).as_json()
+
+
+def test_a_table_is_of_one_run() -> None:
+    """Rows of an earlier commit, of another GPU or CUDA stay in the file and out of the table."""
+    others: tuple[dict[str, object], ...] = ({"commit": "zero"}, {"device": "another"}, {"cuda": "12"})
+    earlier = [row("fwd_mma", 1.0, **setting) for setting in others]
+    newest = [row("fwd_mma", 0.5), row("sdpa-flash", 1.0), row("fwd_mma", 0.5, D=128)]
+    assert ladder.newest_run([newest[0], *earlier, *newest[1:]]) == newest
+    assert ladder.newest_run([]) == []
+
+
+def test_who_has_no_time_has_no_line() -> None:
+    rows = [row("fwd_mma", 0.5), row("sdpa-flash", 1.0), row("fa3", None), row("fa4", 0.25), row("fwd_mma_fp8", None)]
+    lines = ladder.ladder_markdown(rows, "sdpa-flash").splitlines()[2:-2]
+    assert [line.split("|")[2].strip() for line in lines] == ["`fwd_mma`", "FlashAttention-2", "FlashAttention-4"]
+    assert [line.split("|")[-2].strip() for line in lines] == ["2.00", "1.00", "4.00"]
+    assert "PyTorch's own" in lines[1]
+    assert "its authors' own" in lines[2]
+
+
+def test_a_table_goes_between_its_markers(tmp_path: Path) -> None:
+    page, script = tmp_path / "page.md", Path("experiments/003_forward_paper/run.py")
+    begin, end = "<!-- ladder: written by experiments/003_forward_paper/run.py table -->", "<!-- end of ladder -->"
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    ladder.write_table(page, "ladder", script, "new\n")
+    assert page.read_text() == f"before\n{begin}\nnew\n{end}\nafter\n"
+    with pytest.raises(SpecError, match="no place for the table"):
+        ladder.write_table(page, "another ladder", script, "new\n")
