@@ -136,6 +136,22 @@ def test_narrow_windows_are_taken_in_order() -> None:
     assert chosen == ["bwd_ordered"] + ["bwd_wgmma"] * len(others)
 
 
+def test_short_rows_of_many_narrow_heads_are_taken_by_heads() -> None:
+    """Where they were measured; of fewer heads, of groups, of other rows nothing is known."""
+    short = Problem(32, 32, 512, 512, 64, dtype="float16", causal="bottom-right")
+    differ = (
+        {"B": 4},
+        {"Hk": 8},
+        {"Sq": 1024, "Sk": 1024},
+        {"D": 56, "Dv": 56},
+        {"softcap": 9.0},
+        {"dtype": "bfloat16"},
+    )
+    others = [dataclasses.replace(short, **fields) for fields in differ]
+    chosen = [choose.choose_kernel(p, "backward", (9, 0)).name for p in (short, *others)]
+    assert chosen == ["bwd_heads"] + ["bwd_wgmma"] * len(others)
+
+
 def test_the_ordered_backward_in_sections_of_any_size(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many heads' pieces are claimed together changes no bit, nor how many run at a time."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
