@@ -194,6 +194,9 @@ class PackedArguments:
         self.table.values = values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
 
 
+Arguments = ArgumentBlock | PackedArguments
+
+
 def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
     """`Score` of include/score.cuh, and where in it the addresses of tensors lie, by their names."""
     value = score_structure(problem)()
