@@ -213,10 +213,11 @@ def compete(
     calls = {i: entry.timed for i, entry in right.items() if entry.timed}
     nbytes = decode.bytes_of_keys(problem, pairs) if decode.is_reading(problem, computes) else 0
     if calls and nbytes:
-        calls[_READING] = stopwatch.ready(reading.reader(reading.bytes_to_read(nbytes)))
+        data = reading.bytes_to_read(nbytes)
+        calls[_READING] = stopwatch.ready(reading.reader(data))
     timings = {i: Timing.of(values) for i, values in measure(calls, stopwatch, limits).items()}
     if alone := timings.pop(_READING, None):
-        setting = {**setting, "ceiling_keys_gbps": nbytes / alone.median * 1e-9}
+        setting = {**setting, "ceiling_keys_gbps": data.nbytes / alone.median * 1e-9}
     fastest = min(timings, key=lambda i: timings[i].median, default=None)
     clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
     shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}

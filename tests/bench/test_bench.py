@@ -354,7 +354,7 @@ def test_a_wrong_contender_gets_no_time() -> None:
 def test_reading_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as there are of keys and values, as often as whoever reads them; only where that is the matter."""
     asked: list[int] = []
-    monkeypatch.setattr(contest.reading, "bytes_to_read", asked.append)
+    monkeypatch.setattr(contest.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))
     monkeypatch.setattr(contest.reading, "reader", lambda data: lambda: "read")
     (row,), stopwatch = compete(contender("k", kernel="k"), problem=Problem(1, 4, 1, 64, 16, Hk=2, dtype="float16"))
     assert asked == [2 * 64 * 2 * 16 * 2]
