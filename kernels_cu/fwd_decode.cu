@@ -24,6 +24,7 @@
 // A user alone waits for latencies, not for memory: B1 H32/8 Sk2048 is 8 MiB, read in 2 of its 11 us (H200). What made it of 17: the
 // second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9). What did not: a merge by the last block to
 // arrive (0.5 us more), more blocks than one a multiprocessor (0.3), eight warps a block or four stages (1).
+// Many users: nor did one line of all keys cut into equal stretches (0 … 5% more), nor copies with L2's evict_first (4 … 5% more).
 #include "mma_tiles.cuh"
 #include "splits.cuh"
 #if FLOAT8
@@ -268,199 +269,153 @@ __device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const 
 constexpr bool WIDE_O = sizeof(dtype_o) == 4;  // of float8 O may be fp32
 __device__ __forceinline__ float4 scaled(float4 o, float by) { return make_float4(o.x * by, o.y * by, o.z * by, o.w * by); }
 
-// What a block does: one part of one tile of rows; if dealt, one after the other.
-template <bool DEALT_>
-struct Errand {
-    Split own;
-    RowTile rows;
-    __device__ __forceinline__ Errand(const Score& score, int, int group, int splits) {
-        const int z = blockIdx.z;
-        own = {z / splits, z % splits, splits, z / splits * splits, {}};
-        rows = query_tile<BLOCK_M>(score, blockIdx.x, own.b, group);
-    }
-    __device__ __forceinline__ bool there() const { return true; }
-    __device__ __forceinline__ bool next() { return false; }
-    __device__ __forceinline__ const Split& split() const { return own; }
-    __device__ __forceinline__ int kv_head() const { return blockIdx.y; }
-    __device__ __forceinline__ const RowTile& tile() const { return rows; }
-};
-template <>
-struct Errand<true> {
-    int tiles;  // of rows, of a key/value head
-    Stretch stretch;
-    __device__ __forceinline__ Errand(const Score& score, int H, int group, int entries)
-        : tiles((score.Sq * group + BLOCK_M - 1) / BLOCK_M), stretch(Deal(score, entries, H / group * tiles, gridDim.x), blockIdx.x) {}
-    __device__ __forceinline__ bool there() const { return stretch.more(); }
-    __device__ __forceinline__ bool next() { return stretch.advance(), stretch.more(); }
-    __device__ __forceinline__ Split split() const { return stretch.split(); }
-    __device__ __forceinline__ int kv_head() const { return stretch.unit / tiles; }
-    __device__ __forceinline__ RowTile tile() const { return {stretch.b, stretch.unit % tiles * BLOCK_M}; }
-};
-
-// A window with a left bound, a line of units and float8 may have more registers than those at which ptxas stops by itself: 4 … 12 bytes spilled.
-extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || DEALT || FLOAT8 ? 1 : 0) void fwd_decode(
-    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
+// A window with a left bound and float8 may have more registers than those at which ptxas stops by itself: 4 bytes spilled.
+extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) void fwd_decode(
+    const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
     const __grid_constant__ View<const dtype_v> V,  // likewise, HEAD_DIM_V wide
     const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,                                   // (B, H, Sq), contiguous
-    float* partials,                              // as `Partials` has them; not used where there is one split
+    float* LSE,                                     // (B, H, Sq), contiguous
+    float* partials,                                // as `Partials` has them; not used where there is one split
     int H,
-    int group,                                    // H / Hk
-    int splits_or_entries,                        // blocks that share the keys of a tile of rows; if dealt, batch entries
+    int group,                                      // H / Hk
+    int splits,                                     // blocks that share the keys of a tile of rows; if dealt, of all batch entries
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     let_next_entry_begin();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    Errand<DEALT> errand(score, H, group, splits_or_entries);
-    if (DEALT && !errand.there()) return;
-#pragma unroll 1
-    do {
-        const Split own = errand.split();
-        const int kv_head = errand.kv_head();
-        const RowTile tile = errand.tile();
-        if (RAGGED && tile.surplus()) return;
-        const Sequence sequence(score, tile.b);
-        const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
-        const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                     // their queries
+    const int kv_head = blockIdx.y, z = blockIdx.z;
+    const Split own = DEALT ? Deal(score, gridDim.z - splits, splits).block(z) : Split{z / splits, z % splits, splits, z / splits * splits};
+    if (DEALT && own.surplus()) return;
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, own.b, group);
+    if (RAGGED && tile.surplus()) return;
+    const Sequence sequence(score, tile.b);
+    const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
+    const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                     // their queries
 
-        // Which key tiles: those that some row sees, an equal part of them for each split, in turns of the warps.
-        const Head any(sequence, kv_head * group);
-        const Range keys = any.keys(i0, i1), seen_by_all = any.keys_seen_by_all(i0, i1);
-        const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-        const int part = (all + own.splits - 1) / own.splits, begin_of_split = min(own.split * part, all);
-        const int end = DEALT ? min(begin + all, own.tiles.end) : begin + min(begin_of_split + part, all);
-        const int first = (DEALT ? max(begin, own.tiles.begin) : begin + begin_of_split) + warp;
+    // Which key tiles: those that some row sees, an equal part of them for each split, in turns of the warps.
+    const Head any(sequence, kv_head * group);
+    const Range keys = any.keys(i0, i1), seen_by_all = any.keys_seen_by_all(i0, i1);
+    const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
+    const int part = (all + own.splits - 1) / own.splits, begin_of_split = min(own.split * part, all);
+    const int end = begin + min(begin_of_split + part, all), first = begin + begin_of_split + warp;
 
-        const SmemAddress Q_smem = smem_address(smem);
-        char* const ring = smem + RINGS_AT + warp * RING;
-        const SmemAddress stages = smem_address(ring), stages_end = stages + STAGES * STAGE;
-        const auto after = [&](SmemAddress stage) { return stage + STAGE == stages_end ? stages : stage + STAGE; };
-        KeyPlace next = {};  // of the tile that is requested next
-        const auto look_up = [&](int j) {
-            if (j < end) next = sequence.key_place(j * BLOCK_N);
-        };
-        SmemAddress filled = stages, read = stages;  // the stages that are requested, and read, next
-        const auto request = [&](int j) {
-            if (j < end) {
-                const int left = sequence.Sk - j * BLOCK_N;
-                request_rows<Tile, HEAD_DIM>(filled, K.row(next.entry, kv_head, next.row), K.stride_s, left, lane);
-                request_rows<VTile, HEAD_DIM_V>(filled + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s, left, lane);
-            }
-            cp_async_commit();
-            filled = after(filled);
-            look_up(j + WARPS);
-        };
-
-        // Q, by all threads: 16 bytes of a row each.
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(Tile::CHUNKS); i += THREADS) {
-            const int r = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-            const bool there = row0 + r < rows_end && chunk * CHUNK < HEAD_DIM;
-            const PackedRow row(there ? row0 + r : row0, kv_head, group);
-            cp_async_16(Q_smem + Tile::at(r, chunk), sequence.query(Q, row.h, row.i) + (there ? chunk * CHUNK : 0), there);
+    const SmemAddress Q_smem = smem_address(smem);
+    char* const ring = smem + RINGS_AT + warp * RING;
+    const SmemAddress stages = smem_address(ring), stages_end = stages + STAGES * STAGE;
+    const auto after = [&](SmemAddress stage) { return stage + STAGE == stages_end ? stages : stage + STAGE; };
+    KeyPlace next = {};  // of the tile that is requested next
+    const auto look_up = [&](int j) {
+        if (j < end) next = sequence.key_place(j * BLOCK_N);
+    };
+    SmemAddress filled = stages, read = stages;  // the stages that are requested, and read, next
+    const auto request = [&](int j) {
+        if (j < end) {
+            const int left = sequence.Sk - j * BLOCK_N;
+            request_rows<Tile, HEAD_DIM>(filled, K.row(next.entry, kv_head, next.row), K.stride_s, left, lane);
+            request_rows<VTile, HEAD_DIM_V>(filled + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s, left, lane);
         }
         cp_async_commit();
-        look_up(first);
+        filled = after(filled);
+        look_up(j + WARPS);
+    };
+
+    // Q, by all threads: 16 bytes of a row each.
 #pragma unroll 1
-        for (int turn = 0; turn < STAGES - 1; ++turn) request(first + turn * WARPS);
+    for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(Tile::CHUNKS); i += THREADS) {
+        const int r = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
+        const bool there = row0 + r < rows_end && chunk * CHUNK < HEAD_DIM;
+        const PackedRow row(there ? row0 + r : row0, kv_head, group);
+        cp_async_16(Q_smem + Tile::at(r, chunk), sequence.query(Q, row.h, row.i) + (there ? chunk * CHUNK : 0), there);
+    }
+    cp_async_commit();
+    look_up(first);
+#pragma unroll 1
+    for (int turn = 0; turn < STAGES - 1; ++turn) request(first + turn * WARPS);
+    cp_async_wait<STAGES - 1>();
+    __syncthreads();  // every thread's part of Q is there
+
+    const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);  // as in fwd_mma
+    const VPlace value_place(lane % 16, lane / 16);
+    Rows rows;
+#pragma unroll 1
+    for (int j = first; j < end; j += WARPS, read = after(read)) {
+        request(j + (STAGES - 1) * WARPS);
         cp_async_wait<STAGES - 1>();
-        __syncthreads();  // every thread's part of Q is there
+        __syncwarp();  // tile j is there for every lane
+        const bool masked = j * BLOCK_N < seen_by_all.begin || (j + 1) * BLOCK_N > seen_by_all.end;
+        attend(rows, sequence, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, read, place, key_place, value_place);
+        __syncwarp();  // every lane has read it before its stage is filled again
+    }
+    cp_async_wait<0>();
 
-        const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);  // as in fwd_mma
-        const VPlace value_place(lane % 16, lane / 16);
-        Rows rows;
+    float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
+    float* const O_warp = reinterpret_cast<float*>(ring);
+    if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite()))
+        leave_row_by_row(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp, sums + warp * BLOCK_M);
+    else leave(rows, O_warp, sums + warp * BLOCK_M);
+    __syncthreads();  // what every warp has summed up is there
+
+    const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
+    constexpr int CHUNKS = HEAD_DIM_V / 8;
 #pragma unroll 1
-        for (int j = first; j < end; j += WARPS, read = after(read)) {
-            request(j + (STAGES - 1) * WARPS);
-            cp_async_wait<STAGES - 1>();
-            __syncwarp();  // tile j is there for every lane
-            const bool masked = j * BLOCK_N < seen_by_all.begin || (j + 1) * BLOCK_N > seen_by_all.end;
-            attend(rows, sequence, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, read, place, key_place, value_place);
-            __syncwarp();  // every lane has read it before its stage is filled again
+    for (int i = threadIdx.x; i < (rows_end - row0) * CHUNKS; i += THREADS) {
+        const int r = i / CHUNKS, chunk = i % CHUNKS;
+        const PackedRow row(row0 + r, kv_head, group);
+        const Head head(sequence, row.h);
+        const float exponent = head.unit * Head::LOG2E;
+        float m = -INF, l = 0.0f, o[8] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) m = fmaxf(m, sums[w * BLOCK_M + r].x);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float2 own = sums[w * BLOCK_M + r];
+            const float weight = share(own.x, m, exponent);
+            const float4* const from = reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 8 * chunk) * 4);
+            const float4 left = from[0], right = from[1];
+            const float eight[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
+            l += weight * own.y;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) o[e] += weight * eight[e];
         }
-        cp_async_wait<0>();
-
-        float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
-        float* const O_warp = reinterpret_cast<float*>(ring);
-        if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite()))
-            leave_row_by_row(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp, sums + warp * BLOCK_M);
-        else leave(rows, O_warp, sums + warp * BLOCK_M);
-        __syncthreads();  // what every warp has summed up is there
-
-        const Partials parts(partials, DEALT ? gridDim.x : gridDim.z,
-                             DEALT ? BLOCK_M : static_cast<long long>(H) * query_rows(score), own);
-        constexpr int CHUNKS = HEAD_DIM_V / 8;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < (rows_end - row0) * CHUNKS; i += THREADS) {
-            const int r = i / CHUNKS, chunk = i % CHUNKS;
-            const PackedRow row(row0 + r, kv_head, group);
-            const Head head(sequence, row.h);
-            const float exponent = head.unit * Head::LOG2E;
-            float m = -INF, l = 0.0f, o[8] = {};
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) m = fmaxf(m, sums[w * BLOCK_M + r].x);
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                const float2 own = sums[w * BLOCK_M + r];
-                const float weight = share(own.x, m, exponent);
-                const float4* const from = reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 8 * chunk) * 4);
-                const float4 left = from[0], right = from[1];
-                const float eight[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
-                l += weight * own.y;
-#pragma unroll
-                for (int e = 0; e < 8; ++e) o[e] += weight * eight[e];
-            }
-            const long long number = head.first_row(H, row.h) + row.i;
-            if (own.splits == 1) {
-                const Total total = head.total(m, l);
-                const float4 left = scaled(make_float4(o[0], o[1], o[2], o[3]), total.inverse);
-                const float4 right = scaled(make_float4(o[4], o[5], o[6], o[7]), total.inverse);
-                dtype_o* const to = head.query(O, row.h, row.i) + 8 * chunk;
-                if (WIDE_O) reinterpret_cast<float4*>(to)[0] = left, reinterpret_cast<float4*>(to)[1] = right;
-                else *reinterpret_cast<uint4*>(to) = make_uint4(pack(left.x, left.y), pack(left.z, left.w), pack(right.x, right.y), pack(right.z, right.w));
-                if (chunk == 0) LSE[number] = total.lse;
-            } else {
-                float4* const to = reinterpret_cast<float4*>(parts.O(DEALT ? r : number, own.split)) + 2 * chunk;
-                to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);
-                if (chunk == 0) *parts.sums(DEALT ? r : number, own.split) = make_float2(m, l);
-            }
+        const long long number = head.first_row(H, row.h) + row.i;
+        if (own.splits == 1) {
+            const Total total = head.total(m, l);
+            const float4 left = scaled(make_float4(o[0], o[1], o[2], o[3]), total.inverse);
+            const float4 right = scaled(make_float4(o[4], o[5], o[6], o[7]), total.inverse);
+            dtype_o* const to = head.query(O, row.h, row.i) + 8 * chunk;
+            if (WIDE_O) reinterpret_cast<float4*>(to)[0] = left, reinterpret_cast<float4*>(to)[1] = right;
+            else *reinterpret_cast<uint4*>(to) = make_uint4(pack(left.x, left.y), pack(left.z, left.w), pack(right.x, right.y), pack(right.z, right.w));
+            if (chunk == 0) LSE[number] = total.lse;
+        } else {
+            float4* const to = reinterpret_cast<float4*>(parts.O(number, own.split)) + 2 * chunk;
+            to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);
+            if (chunk == 0) *parts.sums(number, own.split) = make_float2(m, l);
         }
-        if (DEALT) __syncthreads();  // everybody has read what the warps left, whose place is filled next
-    } while (DEALT && errand.next());
+    }
 }
 
 // Merges what the splits left, a block a row: PARTS parties of COLUMNS / 4 threads take every PARTS-th split each, many on their way
 // at once, since all of it is a matter of latencies. The order of sums is fixed.
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
     const __grid_constant__ View<dtype_o> O,  // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,                             // (B, H, Sq), contiguous
-    float* partials,                        // as `Partials` has them
+    float* LSE,                               // (B, H, Sq), contiguous
+    float* partials,                          // as `Partials` has them
     int H,
-    int splits,                             // of a row; if dealt, blocks that share the line
+    int splits,
     const __grid_constant__ Score score) {
     constexpr int QUADS = HEAD_DIM_V / 4, PARTS = THREADS / QUADS, AHEAD = 8;
     static_assert(PARTS >= 1, "a thread for every four columns");
     __shared__ float4 O_smem[AHEAD][THREADS];  // a thread's own, until all have merged theirs
     __shared__ float2 sums_smem[PARTS];
-    const int entry = blockIdx.z, entries = gridDim.z, part = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
-    RowTile tile = {entry, 0};
-    int h = blockIdx.y, row = 0;  // if dealt, packed rows by key/value heads are the grid
-    Split of = {entry, 0, splits, entry * splits, {}};
-    if (DEALT) {
-        const int group = H / gridDim.y, tiles = (gridDim.x + BLOCK_M - 1) / BLOCK_M, unit = blockIdx.y * tiles + blockIdx.x / BLOCK_M;
-        const Deal deal(score, entries, gridDim.y * tiles, splits);
-        const int begin = deal.begin_of(entry) + unit * deal.cost(entry);
-        of = deal.split_of(entry, begin, (begin + Deal::BESIDES) / deal.each);
-        const PackedRow packed(blockIdx.x, blockIdx.y, group);
-        tile.row0 = packed.i, h = packed.h, row = blockIdx.x % BLOCK_M;
-    } else tile = query_tile<1>(score, blockIdx.x, entry);
+    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, part = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
+    const Split of = DEALT ? Deal(score, entries, splits).first_of(entry) : Split{entry, 0, splits, entry * splits};
+    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
     await_previous_entry();
     if ((RAGGED && tile.surplus()) || (DEALT && of.splits == 1)) return;
     const Head head(score, tile.b, h);
-    const long long number = head.first_row(H, h) + tile.row0, from = DEALT ? row : number;
-    const Partials parts(partials, DEALT ? splits : entries * splits,
-                         DEALT ? BLOCK_M : static_cast<long long>(H) * query_rows(score), of);
+    const long long number = head.first_row(H, h) + tile.row0;
+    const Partials parts(partials, DEALT ? splits + entries : entries * splits, static_cast<long long>(H) * query_rows(score), of);
     const float exponent = head.unit * Head::LOG2E;
 
     Merged own;
@@ -472,8 +427,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const int split = min(first + i * PARTS, of.splits - 1);
-            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(from, split) + 4 * quad, first + i * PARTS < of.splits);
-            sums[i] = *parts.sums(from, split);
+            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(number, split) + 4 * quad, first + i * PARTS < of.splits);
+            sums[i] = *parts.sums(number, split);
             if (first + i * PARTS >= of.splits) sums[i] = make_float2(-INF, 0.0f);
         }
         cp_async_commit();

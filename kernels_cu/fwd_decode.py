@@ -6,6 +6,7 @@ SM_SMEM = 233472  # bytes of shared memory of a multiprocessor, a block's own Ki
 SM_ASKS = 131072  # bytes on their way to a multiprocessor that keep its share of memory busy while blocks come and go
 MOST_SPLITS = 256
 MOST_BLOCKS = 65535  # along the grid's last axis
+DEALT_WAVES = 4  # of blocks that are dealt
 MOST_ACCUMULATORS = 32 * 160  # of S and O in a warp
 
 
@@ -46,23 +47,19 @@ def at_once(p: Problem, t: Tile) -> int:
     return t.BLOCKS * min(room, cdiv(SM_ASKS, asked))
 
 
-def units(p: Problem, t: Tile) -> int:
-    """Tiles of rows, of all key/value heads, of a batch entry, or of a ragged batch."""
-    return row_tiles(p, t) * p.Hk
-
-
 def splits(p: Problem, t: Tile) -> int:
-    """How many blocks share the keys of a tile of rows; if dealt, those of all of them.
+    """How many blocks share the keys of a tile of rows; if dealt, of all batch entries.
 
     As many as finish first, counted in rounds of a block's warps, if all take equally long; two rounds more for what
-    a block does besides, one more to merge. Each has as many rounds as it asks for at once, or more. If dealt, what
-    there is to do is cut into equal stretches for as many blocks as there are at once.
+    a block does besides, one more to merge. Each has as many rounds as it asks for at once, or more. Where they take
+    differently long, of several entries, so many that the last ones are short.
     """
-    rounds = cdiv(p.Sk, t.BLOCK_N * t.WARPS)
+    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS)
     most = max(1, rounds // (t.STAGES - 1))  # of an entry
     if dealt(p):
-        return max(1, min(at_once(p, t), p.B * units(p, t) * most))
-    shared = units(p, t) * p.batches
+        wanted = at_once(p, t) * (DEALT_WAVES if p.B > 1 else 1) // max(tiles, 1)
+        return max(1, min(p.B * most, wanted, MOST_BLOCKS - p.B))
+    shared = tiles * p.batches
 
     def takes(n: int) -> int:
         return cdiv(shared * n, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1)
@@ -71,11 +68,9 @@ def splits(p: Problem, t: Tile) -> int:
     return min(range(1, most + 1), key=takes)
 
 
-def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Blocks: of each tile of rows, or those that share all of them."""
-    if dealt(p):
-        return splits(p, t) if p.B * units(p, t) else 0, 1, 1
-    return row_tiles(p, t), p.Hk, splits(p, t) * p.batches
+def blocks(p: Problem, t: Tile) -> int:
+    """Blocks that share keys of a tile of rows, of all batch entries; if dealt, at most."""
+    return splits(p, t) + p.B if dealt(p) else splits(p, t) * p.batches
 
 
 def merges(p: Problem, t: Tile) -> bool:
@@ -83,17 +78,9 @@ def merges(p: Problem, t: Tile) -> bool:
     return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS
 
 
-def merge_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Blocks: rows; if dealt, packed."""
-    if dealt(p):
-        return (p.Sq * group(p) if merges(p, t) else 0), p.Hk, p.B
-    return (p.query_tiles(1) if merges(p, t) else 0), p.H, p.batches
-
-
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
-    """Numbers: O, m and l of every row and split, or of two tiles of rows of a block; none of them has to be zero."""
-    rows = 2 * splits(p, t) * t.BLOCK_M if dealt(p) else splits(p, t) * p.batches * p.H * p.rows[0]
-    return (rows * (p.Dv + 2) if merges(p, t) else 0), 0
+    """Numbers: O, m and l of every row and split; none of them has to be zero."""
+    return (blocks(p, t) * p.H * p.rows[0] * (p.Dv + 2) if merges(p, t) else 0), 0
 
 
 def first_for(p: Problem) -> bool:
@@ -110,8 +97,6 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return reason
     if p.rows[0] * group(p) >= 2**31:
         return f"{p.rows[0]} queries of {group(p)} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
-    if dealt(p) and p.B * p.Hk * (p.Sq * group(p) // 16 + 1) * (p.Sk // 32 + 3) >= 2**30:
-        return f"key_lengths of {p.B} entries of {p.Hk} heads of {p.Sk} keys come to more than 31 bits tell (fwd_mma)"
     return None
 
 
@@ -167,7 +152,7 @@ kernel = Kernel(
         "STAGES": (2, 3, 4, 5, 6),
         "BLOCKS": (132,),
     },
-    grid=grid,
+    grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
@@ -175,13 +160,13 @@ kernel = Kernel(
     rank=rank,
     first_for=first_for,
     scratch={"partials": partials},
-    numbers={"splits": splits, "splits_or_entries": lambda p, t: p.B if dealt(p) else splits(p, t)},
-    args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits_or_entries", "score"),
+    numbers={"splits": splits},
+    args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "score"),
     then=(
         Entry(
             name="fwd_decode_merge",
             early=True,
-            grid=merge_grid,
+            grid=lambda p, t: (p.query_tiles(1) if merges(p, t) else 0, p.H, p.batches),
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,
             numbers={"splits": splits},

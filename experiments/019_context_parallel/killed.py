@@ -16,11 +16,12 @@ from pathlib import Path
 # Seconds until a process is killed at the latest, after which the process group gives a collective up, and that the
 # others then have to end.
 BEFORE, TIMEOUT, AFTER = 45.0, 10.0, 20.0
-HASTE = {  # what PyTorch's watchdog would do before it ends a process; it ends itself if a call of NCCL's holds it
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # the process, without the communicators' leave
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it waits a minute for all processes' traces
-    "TORCH_NCCL_ENABLE_MONITORING": "1",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "15",
+HASTE = {  # unless set otherwise outside: what PyTorch's watchdog does between a timeout and the process's end
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # ends the process, without the communicators' leave
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no traces of all processes
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # else 15 s, of which it sleeps four for the traces, made or not
+    "TORCH_NCCL_ENABLE_MONITORING": "1",  # ends the process when a call of CUDA's or NCCL's holds the watchdog:
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5",  # sees that after up to two of these, and waits for a third
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
     "TORCH_DISABLE_ADDR2LINE": "1",  # symbols of libtorch in an exception's text take minutes
 }
@@ -35,12 +36,14 @@ def kill(command: Sequence[str], count: int) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), **HASTE}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     began, verdict = time.monotonic(), "interrupted"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
         said = [files.enter_context(open(Path(folder) / str(n), "w+")) for n in range(count)]
         started = [
-            subprocess.Popen(command, env={**os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)}, stderr=file)
+            subprocess.Popen(
+                command, env={**HASTE, **os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)}, stderr=file
+            )
             for n, file in enumerate(said)
         ]
         try:
@@ -53,7 +56,7 @@ def kill(command: Sequence[str], count: int) -> int:
                 ended(process, last - time.monotonic())  # one that the driver holds is left to it
             for number, file in enumerate(said):
                 file.seek(0)
-                errors = [text for text in file.read().splitlines() if re.search("[Ee]rror|imeout", text)]
+                errors = [text for text in file.read().splitlines() if re.search("[Ee]rror|imeout|erminat", text)]
                 print(f"process {number} said: {errors[-1] if errors else 'no error'}")
             print(f"verdict after {time.monotonic() - began:.0f} s: {verdict or 'right'}", flush=True)
     return int(verdict != "")

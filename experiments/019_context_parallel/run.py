@@ -216,9 +216,9 @@ def draw(out: Path) -> None:
 
     rows = [r for r in jsonl.read(out / "results.jsonl") if r["whose"] == "ours" and r["causal"] and "both_ms" in r]
     numbers = [1 << n for n in range(11)]
-    with picture.figure(10, 4) as figure:
-        for place, S in enumerate((128, 512, 8192)):
-            axis = figure.add_subplot(1, 3, place + 1)
+    with picture.figure(13, 4) as figure:
+        for place, S in enumerate((128, 512, 1024, 8192)):
+            axis = figure.add_subplot(1, 4, place + 1)
             for method, style in (("ring", "-"), ("heads", "--"), ("both", ":")):
                 gpus = [n for n in numbers if method != "heads" or n <= model.H]
                 axis.plot(
