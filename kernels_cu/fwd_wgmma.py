@@ -115,7 +115,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows, before those with a bias, which have room for two stages
+        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows; a bias has room for two
         Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),
