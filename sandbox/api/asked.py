@@ -20,8 +20,10 @@ ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # options tha
 class Asked(NamedTuple):
     """Options without their arrays: hashable, and part of a plan's key. `names` are the arrays', as they follow q, k, v
     or dout, q, k, v, out, lse; `results` what a backward gives besides dq, dk and dv. `descale`: of q, k, v, a number
-    each, or None where it is an array. `longest`: of a ragged batch, the
-    most queries and keys of a sequence, (None, None) where nobody has said."""
+    each, or None where it is an array. `longest`: of a ragged batch, the most queries and keys of a sequence,
+    (None, None) where nobody has said.
+
+    One is made of another by the class: `_replace` takes twice as long, and PyTorch 2.11's compiler makes it empty."""
 
     names: tuple[str, ...] = ()
     window: Any = None
@@ -68,14 +70,14 @@ def asked(
 def with_float8(of: Asked, arrays: tuple[Any, ...], descale: Any, out_dtype: Any) -> tuple[Asked, tuple[Any, ...]]:
     """The same with what float8 q, k and v are to be multiplied by, and the dtype of out, as people write them."""
     name = "" if out_dtype is None else getattr(out_dtype, "__name__", None) or str(out_dtype)
-    of = of._replace(out_dtype=name.rpartition(".")[2])
+    out_dtype = name.rpartition(".")[2]
     if descale is None:
-        return of, arrays
+        return Asked(*of[:7], out_dtype, of.results), arrays
     if not isinstance(descale, Sequence) or len(descale) != 3:
         raise SpecError(f"descale={descale!r} must be three: what q, k and v are to be multiplied by")
     given = {name: x for name, x in zip(DESCALE, descale, strict=True) if hasattr(x, "__dlpack__")}
     numbers = tuple(None if name in given else number(name, x) for name, x in zip(DESCALE, descale, strict=True))
-    return of._replace(names=(*of.names, *given), descale=numbers), (*arrays, *given.values())
+    return Asked((*of.names, *given), *of[1:6], numbers, out_dtype, of.results), (*arrays, *given.values())
 
 
 def _within_64_bits(seed: Any) -> int:
@@ -94,16 +96,16 @@ def ragged(
     another number would be another plan."""
     if not {"bias", "mask"} & {*of.names}:
         longest = None, None
-    return of._replace(names=(*of.names, *CU_SEQLENS), longest=longest), (*arrays, *cu_seqlens)
+    return Asked((*of.names, *CU_SEQLENS), *of[1:5], longest, *of[6:]), (*arrays, *cu_seqlens)
 
 
 def paged(of: Asked, arrays: tuple[Any, ...], block_table: Any) -> tuple[Asked, tuple[Any, ...]]:
     """The same of keys that lie in pages."""
-    return of._replace(names=(*of.names, PAGES)), (*arrays, block_table)
+    return Asked((*of.names, PAGES), *of[1:]), (*arrays, block_table)
 
 
 def backward(of: Asked, arrays: tuple[Any, ...], dlse: Any, results: tuple[str, ...]) -> tuple[Asked, tuple[Any, ...]]:
     """The same for a backward that is given the gradient of LSE too, unless it is None, and asked for more results."""
     if dlse is not None:
-        of, arrays = of._replace(names=("dlse", *of.names)), (dlse, *arrays)
-    return (of._replace(results=results) if results else of), arrays
+        of, arrays = Asked(("dlse", *of.names), *of[1:]), (dlse, *arrays)
+    return (Asked(*of[:-1], results) if results else of), arrays

@@ -10,6 +10,7 @@ backward's own is a refusal. Two ways lead there, and past them `torch_autograd`
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,11 +69,15 @@ def backward_seen(
 _texts: dict[str, Kernel] = {}
 
 
-@torch.compiler.assume_constant_result
 def _kernel_text(kernel: str | Kernel | None) -> str | None:
     """A kernel's name; of one that is not the registry's, a text that stands for this very object in this process."""
-    if not isinstance(kernel, Kernel):
-        return kernel
+    return _text_of_kernel_at(id(kernel)) if isinstance(kernel, Kernel) else kernel
+
+
+@torch.compiler.assume_constant_result
+def _text_of_kernel_at(address: int) -> str:
+    """Of a kernel by its id, which the compiler guards: an object is no constant to it before PyTorch 2.13."""
+    kernel = ctypes.cast(address, ctypes.py_object).value
     if registry.kernels().get(kernel.name) == kernel:
         return kernel.name
     text = f"{kernel.name} ({kernel.source}, {id(kernel):#x})"
@@ -85,16 +90,11 @@ def chosen_kernel(text: str | None) -> str | Kernel | None:
     return _texts.get(text, text) if text else None
 
 
-@torch.compiler.assume_constant_result
-def _whole_tile_text(tile: Tile) -> str:
-    return str(tile)
-
-
 def _tile_text(tile: Tile | str | Mapping[str, int] | None) -> str:
     """Without making a Tile, which the compiler would have to follow; "" for none."""
     if tile is None or isinstance(tile, str):
         return tile or ""
-    return _whole_tile_text(tile) if isinstance(tile, Tile) else ",".join(f"{n}={int(tile[n])}" for n in tile)
+    return ",".join(f"{n}={int(tile[n])}" for n in tile)
 
 
 # ---- the operators

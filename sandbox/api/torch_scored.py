@@ -53,17 +53,20 @@ def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name not in ARRAYS]
     read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
-    said = _text(what.window, what.softcap, what.dropout, what.score, read, what.longest, PAGES in given)
+    score = None if what.score is None else (what.score.score, what.score.mask)
+    said = _text(what.window, what.softcap, what.dropout, score, read, what.longest, PAGES in given)
     return *(given.get(name) for name in ARRAYS), tensors, said
 
 
 @torch.compiler.assume_constant_result
 def _text(
-    window: Any, softcap: float, dropout: float, score: Score | None, read: list[str], longest: Any, paged: bool
-) -> str:
+    window: Any, softcap: float, dropout: float, score: tuple[str, str] | None, read: list[str], longest: Any,
+    paged: bool,
+) -> str:  # fmt: skip
+    """`score`: its texts, not the object, which PyTorch 2.11 takes for no constant and later ones know by its id."""
     said = {"window": window, "softcap": softcap, "dropout": dropout, "longest": longest, "paged": paged}
     if score is not None:
-        said["score"] = [score.score, score.mask, read]
+        said["score"] = [*score, read]
     return json.dumps(said)
 
 

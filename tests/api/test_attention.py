@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ import pytest
 import sandbox
 from sandbox import reference
 from sandbox.api import passes
-from sandbox.engine import choose
+from sandbox.engine import choose, pipeline
 from sandbox.launch import driver
+from sandbox.launch.arguments import scratch_of
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Problem
 
@@ -294,19 +296,28 @@ def test_the_forward_allocates_out_and_lse_alone() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [name for name, k in sandbox.kernels().items() if k.computes == "forward"])
-def test_the_forward_allocates_out_and_lse_alone_on_a_gpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither through PyTorch's allocator nor around it: the GPU's free memory would count other processes' too."""
-    q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    sandbox.attention_forward(q, k, v, kernel=kernel)
+@pytest.mark.parametrize("name", [name for name, k in sandbox.kernels().items() if k.computes == "forward"])
+def test_the_forward_allocates_out_and_lse_alone_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what blocks that share keys leave for one another. Neither through PyTorch's allocator nor around it: the
+    GPU's free memory would count other processes' too."""
+    kernel = sandbox.kernels()[name]
+    float8 = "float16" not in kernel.dtypes
+    dtype, options = (torch.float8_e4m3fn, {"descale": (1.0, 0.5, 2.0)}) if float8 else (torch.float16, {})
+    q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda").to(dtype) for _ in range(3))
+    sandbox.attention_forward(q, k, v, kernel=kernel, **options)
     torch.cuda.synchronize()
     called, call = [], driver._call
     monkeypatch.setattr(driver, "_call", lambda name, *rest, **about: called.append(name) or call(name, *rest, **about))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out, lse = sandbox.attention_forward(q, k, v, kernel=kernel)
+    out, lse = sandbox.attention_forward(q, k, v, kernel=kernel, **options)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before == out.nbytes + lse.nbytes  # both multiples of 512 bytes
+    problem = Problem(2, 4, 1024, 1024, 64, dtype="float8_e4m3" if float8 else "float16", **options)
+    scratch = scratch_of(kernel, problem, pipeline.tile_on(("cuda", 0), kernel, problem, tuned=True))
+    assert {*scratch} <= {"partials"}
+    left = 4 * sum(math.prod(shape) for shape in scratch.values())
+    # All of them multiples of 512 bytes.
+    assert torch.cuda.max_memory_allocated() - before == out.nbytes + lse.nbytes + left
     assert [name for name in called if "Alloc" in name] == []
 
 

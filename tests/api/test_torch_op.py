@@ -145,8 +145,7 @@ def test_opcheck(lying: str, device: Device) -> None:
     torch.library.opcheck(torch_op._backward, (*inputs, "", None, None, "", None, False))
 
 
-# PyTorch before 2.13 cannot compile a call that is given a Kernel (docs/limits.md); by name it can.
-MINIMAL = registry.get("fwd_minimal") if torch.__version__ >= "2.13" else "fwd_minimal"
+MINIMAL = registry.get("fwd_minimal")
 
 
 class Block(torch.nn.Module):

@@ -441,4 +441,4 @@ def test_tuning_on_a_gpu(own_cache: Path) -> None:
     assert timed
     assert all(c["timing"]["median"] > 0 for c in timed)
     problem = Problem(1, 4, 256, 256, 64, dtype="float16")
-    assert str(tuned.winner(MINIMAL, problem, driver.device().name)) == found["tile"]
+    assert tuned.winner(MINIMAL, problem, driver.device().name) == Tile(**found["tile"])
