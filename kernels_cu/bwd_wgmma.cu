@@ -28,8 +28,8 @@
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
-// order of the keys, so that they do not. Where rows are few (FIRST_STORES) the first to come stores, and nothing but counters has
-// to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
+// order of the keys, so that they do not. Where rows or pieces are few (first_stores) the first to come stores, and nothing but counters
+// has to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
 // lanes hold them; `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
@@ -46,6 +46,7 @@
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
+#include "transposed.cuh"
 
 constexpr unsigned THREADS = 384;
 
@@ -118,39 +119,12 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     fence_proxy_async();
 }
 
-// The lane's elements of S^T of a query tile: element k belongs to a query and a key.
-struct Place {
-    int row, key;  // of element 0
-    __device__ __forceinline__ Place(int first_query, int first_key) {
-        const unsigned thread = thread_index_x() % 128;
-        row = first_query + thread % 4 * 2, key = first_key + thread / 32 * 16 + thread / 4 % 8;
-    }
-    __device__ __forceinline__ At at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
-};
-
 template <bool B>
 struct Constant {
     static constexpr bool value = B;
 };
 
-__device__ __forceinline__ bool finite(const float (&sums)[COLS / 2]) {
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = 0; i < COLS / 2; ++i) zero = fmaf(sums[i], 0.0f, zero);
-    return zero == 0.0f;
-}
-
-// P^T or dS^T of a warp (16 keys, from chunk `chunk` on, times QUERIES queries) to rows of queries in shared memory.
-__device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, const unsigned (&pairs)[QUERIES / 16][4]) {
-    const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
-#pragma unroll
-    for (int step = 0; step < QUERIES / 16; ++step) {
-        const unsigned (&x)[4] = pairs[step];
-        const SmemAddress to = rows + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
-        stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
-    }
-}
-// The same of the bias, from shared memory.
+// A bias of a warp's 16 keys as P^T lies, from rows of queries in shared memory: store_pairs the other way.
 __device__ __forceinline__ void fetch_pairs(unsigned (&pairs)[QUERIES / 16][4], SmemAddress rows, unsigned chunk) {
     const unsigned lane = thread_index_x() % 32;
 #pragma unroll
@@ -205,7 +179,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && piece.b < 0) return;  // surplus
     const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
     const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
-    const Head head0(score, b, kv_head * group);
+    const Head head0(piece.sequence(score), kv_head * group);
     const Walk walk{head0, map, group, own.row0};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
@@ -513,7 +487,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (SHARED_KEYS) {
                 unsigned left[QUERIES / 16][4];
                 drop(left);
-                store_pairs(pairs_at(base + P_at), warp % 4 * 2, left);
+                store_pairs<Pairs>(pairs_at(base + P_at), warp % 4 * 2, left);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
@@ -545,7 +519,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 drop(P);
                 add_rows(dV_rmem, P, P_at, dO_at, begun);
             }
-            store_pairs(pairs_at(base + dS_at), warp % 4 * 2, dS);
+            store_pairs<Pairs>(pairs_at(base + dS_at), warp % 4 * 2, dS);
             if (!LATE_DQ) {
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // dS is whole before it is multiplied
@@ -658,19 +632,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
         float sums[2][8];
         fetch_rows(sums, from + chunk * 512, g);
         for (int k = 0; k < (untouched ? 16 : 0); ++k) sums[k / 8][k % 8] = 0.0f;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            unsigned packed[4];
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
-                zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
-                packed[pair] = pack(x * score.scale, y * score.scale);
-            }
-            const int row = row0 + 8 * half + g;
-            if (row < sequence.Sq && col < HEAD_DIM)
-                *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        }
+        put_rows(dQ, sequence, h, row0 + g, col, sums, score.scale, zero);
     }
     if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
         query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);

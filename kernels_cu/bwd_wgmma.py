@@ -58,7 +58,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-FIRST_STORES = 2048  # query rows at most, as in include/in_order.cuh
+FIRST_STORES = 2048  # query rows at most
 
 
 def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
@@ -69,10 +69,16 @@ def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
     return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
 
 
+def first_stores(p: Problem) -> bool:
+    """As in include/in_order.cuh."""
+    few_pieces = not p.ragged and (p.bounds[0] is not None or mapped(p))
+    return 64 < p.D <= 128 and (few_pieces or p.Sq <= FIRST_STORES)
+
+
 def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
     """The same where the first is stored, else all zeros."""
     numbers, counters = counted_dQ(p, t)
-    return numbers, counters if 64 < p.D <= 128 and p.Sq <= FIRST_STORES else numbers
+    return numbers, counters if first_stores(p) else numbers
 
 
 in_any_order = Kernel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from project import LOT, SELDOM
 
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
@@ -48,7 +50,9 @@ def fresh_compiler() -> None:
         dynamo.reset()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.keyword:
+        leave_to_a_gpu(config, items)
     try:
         driver.device()
         reason = ""
@@ -57,6 +61,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def leave_to_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Most tests of kernels that are seldom asked for are deselected on the CPU backend."""
+    left = [item for item in items if random.Random(f"{LOT} {item.nodeid}").randrange(emulations(item))]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def emulations(item: pytest.Item) -> int:
+    """Of how many such tests one is run: 1 of those that do not run such a kernel on the CPU backend."""
+    asked = getattr(item, "callspec", None)
+    if not asked or item.path.parent.name not in ("engine", "cpu"):
+        return 1
+    elsewhere = item.get_closest_marker("gpu") or "spill" in item.name  # by a GPU, by NVRTC
+    return 1 if elsewhere else SELDOM.get(getattr(asked.params.get("kernel"), "name", ""), 1)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -23,7 +23,9 @@ constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof
 
 struct QueryTiles {  // of sequence b; of one that there is not, nothing
     static constexpr int ROWS = BLOCK_M, LEVEL = 2 * BLOCK_N;  // keys
+    static constexpr bool KEPT = false;                        // a piece is found while another is worked on: nobody waits
     int tiles = 0, Sk = 0, diagonal = 0;
+    QueryTiles() = default;
     __device__ __forceinline__ QueryTiles(const Score& score, int b) {
         if (b >= score.sequences) return;
         const Sequence own(score, b);
@@ -45,7 +47,9 @@ struct QueryTiles {  // of sequence b; of one that there is not, nothing
 
 struct KeyTiles {  // likewise
     static constexpr int ROWS = BLOCK_N, LEVEL = 2 * BLOCK_M;  // queries
+    static constexpr bool KEPT = true;                         // the block waits for its piece
     int tiles = 0, Sq = 0, Sk = 0, diagonal = 0;
+    KeyTiles() = default;
     __device__ __forceinline__ KeyTiles(const Score& score, int b) {
         if (b >= score.sequences) return;
         const Sequence own(score, b);
@@ -67,17 +71,22 @@ template <class Tiles>
 struct LongestFirst {
     const Score& score;
     int lane, all;  // pieces of a head
+    Tiles own;      // of sequence `lane`, where they are kept: few batches have more than 32 sequences
 
     __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), lane(threadIdx.x % 32) {
+        if (Tiles::KEPT) own = Tiles(score, lane);
         all = count(-1);
     }
 
+    // Of sequence b, which is the lane's or so many times 32 further.
+    __device__ __forceinline__ Tiles of(int b) const { return Tiles::KEPT && b < 32 ? own : Tiles(score, b); }
+
     // How many tiles of all sequences are of level `level` or beyond.
     __device__ __forceinline__ int count(int level) const {
-        int own = 0;
+        int tiles = 0;
 #pragma unroll 1
-        for (int b = lane; b < score.sequences; b += 32) own += Tiles(score, b).beyond(level);
-        return __reduce_add_sync(0xffffffffu, own);
+        for (int b = lane; b < score.sequences; b += 32) tiles += of(b).beyond(level);
+        return __reduce_add_sync(0xffffffffu, tiles);
     }
 
     // The number-th tile of a head.
@@ -92,9 +101,9 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // those of the level, one sequence after the other
-            const Tiles tiles(score, b0 + lane);
-            const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), own = last - beyond;
-            int upto = own;
+            const Tiles tiles = of(b0 + lane);
+            const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), here = last - beyond;
+            int upto = here;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 const int more = __shfl_up_sync(0xffffffffu, upto, step);
@@ -102,7 +111,7 @@ struct LongestFirst {
             }
             const unsigned found = __ballot_sync(0xffffffffu, upto > number);
             if (found) {
-                const int row0 = (tiles.first(beyond, last) + number - (upto - own)) * Tiles::ROWS, who = __ffs(found) - 1;
+                const int row0 = (tiles.first(beyond, last) + number - (upto - here)) * Tiles::ROWS, who = __ffs(found) - 1;
                 return {b0 + who, __shfl_sync(0xffffffffu, row0, who)};
             }
             number -= __shfl_sync(0xffffffffu, upto, 31);

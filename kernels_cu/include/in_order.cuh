@@ -13,11 +13,16 @@ __device__ __forceinline__ long long sums_at(long long query_tiles) {
     return COUNTED ? (ADDED + 2 * query_tiles + 31) / 32 * 32 : 0;
 }
 
-// In any order: the first to come stores too, where there are at most so many query rows, and else adds to zeros. The counters count
-// those who come, and hold STORED more once the first one's numbers are there. Who is first waits for nobody: nobody waits for ever.
+// In any order: the first to come stores too, where few pieces add to a query tile, those of a window or what a block map leaves, or
+// where there are at most so many query rows, and else adds to zeros. (Of a ragged batch few pieces are no reason: 1% slower.) The
+// counters count those who come, and hold STORED more once the first one's numbers are there. Who is first waits for nobody:
+// nobody waits for ever.
 constexpr int FIRST_STORES = COUNTED && !ORDERED ? 2048 : 0;
+constexpr bool FEW_PIECES = !RAGGED && (Head::FIRST || Head::MAPPED);
 constexpr unsigned STORED = 1 << 16;
-__device__ __forceinline__ bool first_stores(const Score& score) { return FIRST_STORES > 0 && score.Sq <= FIRST_STORES; }
+__device__ __forceinline__ bool first_stores(const Score& score) {
+    return FIRST_STORES > 0 && (FEW_PIECES || score.Sq <= FIRST_STORES);
+}
 
 // The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
 // ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
@@ -36,8 +41,13 @@ struct Piece {
         key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
     }
 #if RAGGED
+    Extent extent;
     __device__ __forceinline__ Piece(const volatile Dealt& dealt)
-        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)) {}
+        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)),
+          extent{dealt.extent.first_query, dealt.extent.Sq, dealt.extent.first_key, dealt.extent.all_keys, dealt.extent.Sk} {}
+    __device__ __forceinline__ Sequence sequence(const Score& score) const { return Sequence(score, b, extent); }
+#else
+    __device__ __forceinline__ Sequence sequence(const Score& score) const { return Sequence(score, b); }
 #endif
     // How many pieces of the head add to query tile m0 before this one.
     __device__ __forceinline__ int before(const Head& head, int m0) const {

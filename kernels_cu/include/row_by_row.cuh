@@ -84,15 +84,15 @@ __device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q
     }
 }
 
-// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS, of the block's query tile, of head blockIdx.y, by one warp.
+// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS of head h of H and batch entry b, by one warp.
 template <int ROWS, int COLS>
-__device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
-                                                        const View<const dtype>& V, const View<const dtype>& dO,
-                                                        const float* LSE, const float* delta, const View<dtype>& dQ, int group,
-                                                        const Score& score, int m0, int d0) {
-    const int h = blockIdx.y, b = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z).b, lane = threadIdx.x % 32;
+__device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
+                                                   const View<const dtype>& dO, const float* LSE, const float* delta,
+                                                   const View<dtype>& dQ, int group, const Score& score, int b, int h, unsigned H, int m0,
+                                                   int d0) {
+    const int lane = threadIdx.x % 32;
     const Head head(score, b, h);
-    const long long first = head.first_row(gridDim.y, h);
+    const long long first = head.first_row(H, h);
     for (int i = m0; i < min(m0 + ROWS, head.Sq); ++i) {
         float dq[OWNED_COLS] = {};
         const Range keys = head.keys(i, i + 1);
@@ -106,4 +106,14 @@ __device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>&
         for (int d = lane; d < HEAD_DIM; d += 32)
             if (d0 <= d && d < d0 + COLS) head.query(dQ, h, i)[d] = dtype(dq[d / 32] * score.scale);
     }
+}
+
+// The same of the block's query tile, of head blockIdx.y.
+template <int ROWS, int COLS>
+__device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+                                                        const View<const dtype>& V, const View<const dtype>& dO,
+                                                        const float* LSE, const float* delta, const View<dtype>& dQ, int group,
+                                                        const Score& score, int m0, int d0) {
+    const int h = blockIdx.y, b = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z).b;
+    query_gradients_of<ROWS, COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, gridDim.y, m0, d0);
 }

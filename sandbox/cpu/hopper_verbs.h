@@ -129,20 +129,27 @@ bool Block::nothing_left_behind() {
     return true;
 }
 
-// The last sums first: their order is nobody's to rely on.
-void Block::add_departed() {
-    acquire(&ended);  // whoever sent them
+// Those of a fiber that waits, or all. The last sums first: their order is nobody's to rely on.
+void Block::add_departed(const Fiber* by) {
+    if (!by) acquire(&ended);  // whoever sent them
     List<Departed>& sums = hopper.departed;
     bool stored = false;
-    for (unsigned i = 0; i < sums.count; ++i) stored |= !sums.items[i].add;
+    for (unsigned i = 0; i < sums.count; ++i) stored |= !sums.items[i].add && (!by || sums.items[i].by == by);
     if (stored) stores.wait();
-    for (unsigned i = sums.count; i-- > 0;)
-        for (unsigned n = 0; n < sums.items[i].count; ++n) {
-            const Departed& item = sums.items[i];
+    for (unsigned i = sums.count; i-- > 0;) {
+        const Departed item = sums.items[i];
+        if (by && item.by != by) continue;
+        for (unsigned n = 0; n < item.count; ++n) {
             if (item.add) atomic_add(item.to + n, item.numbers[n]);
             else __atomic_store(item.to + n, item.numbers + n, __ATOMIC_RELAXED);
         }
-    hopper.drop_departed();
+        free(item.numbers);
+        sums.items[i].numbers = nullptr;
+    }
+    unsigned left = 0;
+    for (unsigned i = 0; i < sums.count; ++i)
+        if (sums.items[i].numbers) sums.items[left++] = sums.items[i];
+    sums.count = left;
 }
 
 namespace {
@@ -305,14 +312,14 @@ extern "C" void sandbox_send_wait_read() {
         const Sent item = sent.items[i];
         if (!item.committed) sent.items[left++] = item;
         else if (!item.numbers) store_box(item.from, item.map, item.at);
-        else current->hopper.departed.add() = {item.numbers, copied_floats(item.from, item.bytes), item.bytes / 4, item.add};
+        else current->hopper.departed.add() = {item.numbers, copied_floats(item.from, item.bytes), item.bytes / 4, item.add, &self()};
     }
     sent.count = left;
 }
 
 extern "C" void sandbox_send_wait() {
     sandbox_send_wait_read();
-    current->add_departed();
+    current->add_departed(&self());
 }
 
 // Lets the others go on: of a thread that waits for another block.

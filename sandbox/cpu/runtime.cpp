@@ -83,10 +83,13 @@ struct Sent {  // one box, or numbers, on its way out of shared memory
     Site site;
 };
 
+struct Fiber;
+
 struct Departed {  // numbers that have left shared memory and have not arrived yet
     float *to, *numbers;
     unsigned count;
     bool add;
+    const Fiber* by;
 };
 
 template <class T> struct List {
@@ -248,7 +251,7 @@ struct Block {
     bool any_ready() const;
     bool deliver_boxes();
     bool nothing_left_behind();
-    void add_departed();
+    void add_departed(const Fiber* by = nullptr);
     void become_stuck(bool now);
     void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();

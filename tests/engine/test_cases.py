@@ -46,10 +46,12 @@ def test_pointed(kernel: Kernel, case: Case, device: Device) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_groups(kernel: Kernel, causal, device: Device) -> None:
     """h // group, h % Hk and h are three different things."""
-    right(kernel, Case("groups", Problem(2, 4, 40, 33, 48, Hk=2, dtype=dtype_of(kernel), causal=causal)), device)
+    problems = (Problem(2, 4, 40, 33, D, Hk=2, dtype=dtype_of(kernel), causal=causal) for D in (48, 64))
+    right(kernel, Case("groups", next(p for p in problems if not kernel.refuses(p))), device)
 
 
 LYING = [("bhsd", 64), ("bshd", 128), ("offset", 64), ("offset", 40), ("broadcast", 64), ("unaligned", 40), ("bhsd", 7)]
+LYING += [("bshd", 12)]  # some heads begin at a multiple of 16 bytes, all end beside one
 
 
 @pytest.mark.parametrize(("layout", "D"), LYING)

@@ -1,0 +1,52 @@
+// S^T = K Q^T as wgmma leaves it, 64 keys by queries for a warpgroup, and what a backward makes of it: P^T, dS^T.
+#pragma once
+#include <hopper.cuh>
+#include "score.cuh"
+
+// The lane's elements of S^T of a query tile: element k belongs to a query and a key.
+struct Place {
+    int row, key;  // of element 0
+    __device__ __forceinline__ Place(int first_query, int first_key) {
+        const unsigned thread = thread_index_x() % 128;
+        row = first_query + thread % 4 * 2, key = first_key + thread / 32 * 16 + thread / 4 % 8;
+    }
+    __device__ __forceinline__ At at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
+};
+
+// P^T or dS^T of a warp (16 keys, from chunk `chunk` on, times 16 * STEPS queries) to rows of queries in shared memory.
+template <class Pairs, int STEPS>
+__device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, const unsigned (&pairs)[STEPS][4]) {
+    const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const unsigned (&x)[4] = pairs[step];
+        const SmemAddress to = rows + Pairs::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
+        stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
+    }
+}
+
+template <int N>
+__device__ __forceinline__ bool finite(const float (&sums)[N]) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) zero = fmaf(sums[i], 0.0f, zero);
+    return zero == 0.0f;
+}
+
+// Rows row0 and row0 + 8 of dQ, eight columns from `col` on, as fetch_rows brings their sums; `zero` stays so while all are finite.
+__device__ __forceinline__ void put_rows(const View<dtype>& dQ, const Sequence& sequence, int h, int row0, int col,
+                                         const float (&sums)[2][8], float scale, float& zero) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        unsigned packed[4];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
+            zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
+            packed[pair] = pack(x * scale, y * scale);
+        }
+        const int row = row0 + 8 * half;
+        if (row < sequence.Sq && col < HEAD_DIM)
+            *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    }
+}
