@@ -481,7 +481,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (BIAS_TILES) release_K(j);
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
+            const bool at_begin = Head::FIRST && whole.begin > n0, at_end = n0 + BLOCK_N > whole.end;
+            if (!at_begin && !at_end && tile.whole) return;
             const Range sees[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
             const int end[2] = {sees[0].end - column, sees[1].end - column};
             const int begin[2] = {sees[0].begin - column, sees[1].begin - column};
@@ -497,10 +498,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 for (int i = 0; i < BLOCK_N / 2; ++i)
                     if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
             } else {
+                if (at_end) {
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i) {
-                    if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-                    if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                    for (int i = 0; i < BLOCK_N / 2; ++i)
+                        if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                }
+                if (at_begin) {
+#pragma unroll
+                    for (int i = 0; i < BLOCK_N / 2; ++i)
+                        if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
                 }
             }
         };

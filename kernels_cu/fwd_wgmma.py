@@ -85,7 +85,8 @@ def best(p: Problem) -> tuple[int, int]:
         return (128, 128) if p.ragged else (192, 128)
     if width <= 96 and p.plain and p.Sq >= 2048:
         return 192, 96
-    if short:
+    narrow = p.window[0] is not None and not p.ragged and 4 * p.window[0] <= p.Sq >= 1024
+    if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
 
