@@ -110,9 +110,11 @@ def test_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str) -> None:
     """Three steps: every attention learns the same."""
     run = load("011_train_gpt", "run", monkeypatch)
-    run.main(["--backend", device[0], "--task", task, "--steps", "3", "--out", str(tmp_path)])
-    *rows, verdict = read(tmp_path)
+    run.main(["--backend", device[0], "--task", task, "--steps", "3", "--starts", "1", "--out", str(tmp_path)])
+    errors, *rows, verdict = read(tmp_path)
     assert {"ours", "sdpa-math", "plain"} <= {row["contender"] for row in rows}
+    assert errors["ok"], (errors["rms"], errors["bias"])
+    assert [call["step"] for call in errors["calls"]] == sorted([0, 2] * run.CONFIGS[device[0]].layers)
     assert all(value < 1e-2 for value in verdict["apart"].values())
     assert all(row["losses"][2] < row["losses"][0] < 5 for row in rows)
     name = f"curves_{device[0]}" + (f"_{task}" if task != "causal" else "")
@@ -136,27 +138,48 @@ def test_documents_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_curves_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what PyTorch's own curves differ by: a curve of ours ten times as far away, or NaN, does not coincide."""
+    """By how far PyTorch's own are from one another, over all starts: one on which ours is far off is no verdict, but
+    ten times as far on all of them, or NaN on one, is."""
     judge = load("011_train_gpt", "curves", monkeypatch).judge
     theirs = {"sdpa-flash": [4.0, 3.0], "sdpa-math": [4.0, 3.01]}
-    for ours, ok in (([4.0, 3.005], True), ([4.0, 3.05], False), ([4.0, float("nan")], False)):
-        verdict = judge({"ours": ours, **theirs})
-        assert verdict["ok"] is ok
-    assert verdict["noise"]["ours"] == pytest.approx(0.005)
+    starts = lambda *ours: [{"ours": [4.0, x], **theirs} for x in ours]  # noqa: E731
+    near, far = 3.005, 3.055
+    for ours, ok in (([near] * 3, True), ([near, near, far], True), ([far] * 3, False), ([near, float("nan")], False)):
+        assert judge(starts(*ours))["ok"] is ok
+    verdict = judge(starts(near, far))["standings"]["ours"]
+    assert verdict == pytest.approx({"ratio": (0.5 * 5) ** 0.5, "off": 10**0.5, "noise": 0.005})
     compiled = {**theirs, "sdpa-flash, compiled": [4.0, 3.1]}
-    assert judge({"ours": [4.0, 3.1], "ours, compiled": [4.0, 3.1], **compiled})["ratios"] == pytest.approx(
-        {"ours": 10, "ours, compiled": 1}
-    )
+    found = judge([{"ours": [4.0, 3.1], "ours, compiled": [4.0, 3.1], **compiled}])["standings"]
+    assert found["ours"]["ratio"] == pytest.approx(9.5)
+    assert found["ours, compiled"]["ratio"] == pytest.approx(0.95, rel=1e-4)
+    assert found["sdpa-flash, compiled"] == pytest.approx({"ratio": 9.5, "off": None, "noise": 0.005})
+
+
+def test_errors_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's largest: what a kernel that is right does to 16 bits passes; dS cut off instead of rounded, P of 6
+    bits, a gradient 1% too small do not, though they leave the curves where they are; nor does NaN."""
+    run = load("011_train_gpt", "run", monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randn(2, 2, 64, 32, generator=generator).bfloat16()  # noqa: E731
+    call = run.errors.Call(0, 0, draw(), draw(), draw(), None, 1e-4 * draw())
+    contenders = run.contenders_for("causal", "cpu", False, wrong=True)
+    contenders["ours, NaN"] = lambda q, k, v, ends: (q + k + v) * float("nan")
+    found = run.errors.errors(contenders, call, run.seen)
+    verdicts = {}
+    for name in contenders:
+        others = {x: f for x, f in found.items() if x == name or not x.startswith("ours")}
+        verdicts[name] = run.errors.judge([others])["ok"] if name.startswith("ours") else None
+    assert [name for name, ok in verdicts.items() if ok] == ["ours, right"]
 
 
 def test_models_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """By PyTorch's own errors, tokens and losses; results that are theirs to the last bit are not of our kernels."""
     judged = load("022_models", "run", monkeypatch).judged
     row = lambda name, error, losses, tokens: {"contender": name, "error": error, "losses": losses, "tokens": tokens}  # noqa: E731
-    theirs = [row("eager", 0.1, [4.0, 3.0], 60), row("sdpa-flash", 0.09, [4.0, 3.01], 64)]
-    right = 0.105, [4.0, 3.005], 61
+    theirs = [row("eager", 0.1, [[4.0, 3.0]] * 2, 60), row("sdpa-flash", 0.09, [[4.0, 3.01]] * 2, 64)]
+    right = 0.105, [[4.0, 3.005]] * 2, 61
     assert judged([*theirs, row("slot", *right)])["ok"]
-    for place, wrong in ((0, 0.12), (0, float("nan")), (1, [4.0, 3.05]), (1, [4.0, 3.01]), (2, 59)):
+    for place, wrong in ((0, 0.12), (0, float("nan")), (1, [[4.0, 3.05]] * 2), (1, [[4.0, 3.01]] * 2), (2, 59)):
         values = [*right[:place], wrong, *right[place + 1 :]]
         assert not judged([*theirs, row("registered, compiled", *values)])["ok"]
 

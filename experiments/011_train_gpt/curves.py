@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-FACTOR = 2  # curves coincide when they differ by at most so many times what PyTorch's own differ by
+FACTOR = 2  # curves coincide when ours are at most so many times as far from PyTorch's as these are from one another
 COLOURS = {
     "ours": "#d62728", "sdpa-flash": "#4d4d4d", "sdpa-math": "#c49c3f", "sdpa-efficient": "#7b8fb2",
     "sdpa-cudnn": "#a06aa0",
@@ -16,28 +16,47 @@ COLOURS = {
 }  # fmt: skip
 
 
-def judge(curves: dict[str, list[float]]) -> dict[str, Any]:
-    """How far two curves are apart: the mean over all steps of |difference of losses|.
+def distance(a: list[float], b: list[float]) -> float:
+    """The mean over all steps of |difference of losses|; a float32 loss resolves no less than its last bit."""
+    return float(np.maximum(np.abs(np.subtract(a, b)).mean(), np.spacing(np.float32(np.max(a)))))
 
-    The two of PyTorch's own that are farthest apart are the noise (the compiled one is noise to our compiled one only);
-    `ratios` has the PyTorch curve that ours is farthest from, in units of it; `ok` says that none is over FACTOR.
+
+def standing(starts: list[dict[str, list[float]]], name: str, theirs: list[str]) -> dict[str, float | None]:
+    """How far the curves of `name` are from those of `theirs`, in units of how far these are from one another.
+
+    Of each start the mean distance to them by the mean of their own; `ratio` is the geometric mean over the starts, and
+    `off` by what factor it may be off (one standard error; None of one start), and `noise` the mean of their distances.
     """
-    losses = {name: np.array(curve) for name, curve in curves.items()}
-    apart = {(a, b): float(abs(losses[a] - losses[b]).mean()) for a, b in itertools.combinations(losses, 2)}
-    finest = float(np.spacing(np.float32(losses["sdpa-math"].max())))  # a float32 loss resolves no less
-    noises, ratios = {}, {}
-    for mine in (name for name in losses if name.startswith("ours")):
+    pairs = list(itertools.combinations(theirs, 2))
+    own = np.array([np.mean([distance(curves[a], curves[b]) for a, b in pairs]) for curves in starts])
+    far = np.array([np.mean([distance(curves[name], curves[x]) for x in theirs]) for curves in starts])
+    logs = np.log(far / own)
+    off = float(np.exp(logs.std(ddof=1) / len(logs) ** 0.5)) if len(logs) > 1 else None
+    return {"ratio": float(np.exp(logs.mean())), "off": off, "noise": float(own.mean())}
+
+
+def judge(starts: list[dict[str, list[float]]]) -> dict[str, Any]:
+    """The standing of each of ours among PyTorch's curves, and of each of PyTorch's among the others, where two are
+    left; the compiled one of theirs is there for our compiled one only. `ok` says that none of ours is over FACTOR."""
+    names = list(starts[0])
+    found = {}
+    for name in names:
         theirs = [
-            name for name in losses if not name.startswith("ours") and ("compiled" in mine or "compiled" not in name)
+            x for x in names if x != name and not x.startswith("ours") and ("compiled" in name or "compiled" not in x)
         ]
-        noises[mine] = max(finest, *(apart[pair] for pair in itertools.combinations(theirs, 2)))
-        ratios[mine] = float(np.max([apart[mine, name] for name in theirs])) / noises[mine]  # NaN if one is
-    ok = all(ratio <= FACTOR for ratio in ratios.values())
-    return {"apart": {" | ".join(pair): x for pair, x in apart.items()}, "noise": noises, "ratios": ratios, "ok": ok}
+        if len(theirs) > 1:
+            found[name] = standing(starts, name, theirs)
+    apart = {
+        f"{a} | {b}": float(np.mean([distance(curves[a], curves[b]) for curves in starts]))
+        for a, b in itertools.combinations(names, 2)
+        if not b.startswith("ours")  # which come first
+    }
+    ok = all(found[name]["ratio"] <= FACTOR for name in names if name.startswith("ours"))
+    return {"apart": apart, "standings": found, "ok": ok}
 
 
 def draw(rows: list[dict[str, Any]], prefix: Path) -> None:
-    """The rows of one run -> PREFIX.png and .svg: losses above, differences to the first of PyTorch's below."""
+    """The rows of one start -> PREFIX.png and .svg: losses above, differences to the first of PyTorch's below."""
     import matplotlib
     from matplotlib.figure import Figure
 

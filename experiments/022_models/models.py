@@ -122,9 +122,9 @@ def attention_of(contender: str, device: str) -> Iterator[None]:
         yield
 
 
-def made(model: str, contender: str, size: Size, device: str) -> nn.Module:
-    """The same weights for every contender."""
-    torch.manual_seed(0)
+def made(model: str, contender: str, size: Size, device: str, start: int = 0) -> nn.Module:
+    """The same weights for every contender; others from another start."""
+    torch.manual_seed(start)
     how = CONTENDERS[contender][0]
     if how == "sandbox":
         from sandbox.integrations import transformers

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import statistics
 import sys
 import time
@@ -24,8 +23,10 @@ from sandbox.bench import environment
 from sandbox.core import jsonl
 
 HERE = Path(__file__).resolve().parent
-STEPS, WARM, TOKENS = 50, 10, 32
-FACTOR = 2  # curves of losses coincide when they differ by at most so many times what PyTorch's own differ by
+sys.path.append(str(HERE.parent / "011_train_gpt"))
+from curves import FACTOR, standing  # noqa: E402  # how curves are judged is said there
+
+STEPS, STARTS, WARM, TOKENS = 50, 8, 10, 32
 WITHIN = 1.1  # of the error that PyTorch's and eager attention have, root mean square
 
 
@@ -63,17 +64,20 @@ def agreement(a: Tensor, b: Tensor) -> int:
     return int((a == b).long().cumprod(1).sum())
 
 
-def train(model: str, contender: str, device: str, compiler: str | None, steps: int) -> tuple[list[float], float]:
-    """The loss of each step, and milliseconds a step once warm; float32 weights, layers in bfloat16 by autocast."""
+def train(
+    model: str, contender: str, device: str, compiler: str | None, steps: int, start: int
+) -> tuple[list[float], float]:
+    """The loss of each step, and milliseconds a step once warm; float32 weights, layers in bfloat16 by autocast. Each
+    start has weights and batches of its own."""
     size, wait = SIZES[device], torch.cuda.synchronize if device == "cuda" else lambda: None
-    module, losses, times = made(model, contender, size, device).train(), [], []
+    module, losses, times = made(model, contender, size, device, start).train(), [], []
     run = torch.compile(module, backend=compiler) if compiler else module
     optimizer = torch.optim.AdamW(module.parameters(), 3e-4)
-    batches = [batch(model, size, device, step) for step in range(5)]
+    batches = [batch(model, size, device, 5 * start + step) for step in range(5)]
     with attention_of(contender, device):
         for step in range(steps):
             wait()
-            start = time.perf_counter()
+            began = time.perf_counter()
             with torch.autocast(device, torch.bfloat16):
                 loss = loss_of(run, *batches[step % 5])
             optimizer.zero_grad()
@@ -81,36 +85,38 @@ def train(model: str, contender: str, device: str, compiler: str | None, steps: 
             optimizer.step()
             losses.append(loss.detach())
             wait()
-            times.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - began)
     return [float(x) for x in losses], 1e3 * statistics.median(times[min(WARM, steps - 1) :])
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ours beside PyTorch's own: errors of the logits, tokens that agree, distances of their curves, each beside
-    what PyTorch's own and eager attention leave open."""
+    """Ours beside PyTorch's own: errors of the logits, tokens that agree, distances of their curves from all starts,
+    each beside what PyTorch's own and eager attention leave open."""
     mine = [row for row in rows if row["contender"].partition(",")[0] in OURS]
     theirs = [row for row in rows if row not in mine]
-    apart = lambda a, b: statistics.fmean(abs(x - y) for x, y in zip(a["losses"], b["losses"], strict=True))  # noqa: E731
-    noise = max(apart(a, b) for a, b in itertools.combinations(theirs, 2))
+    starts = [
+        {row["contender"]: losses for row, losses in zip(rows, curves, strict=True)}
+        for curves in zip(*(row["losses"] for row in rows), strict=True)
+    ]
     most = max(row["error"] for row in theirs)
-    found: dict[str, Any] = {"noise": noise, "errors": {}, "losses": {}, "tokens": {}}
+    found: dict[str, Any] = {"errors": {}, "losses": {}, "tokens": {}}
     for row in mine:
         name = row["contender"]
         found["errors"][name] = row["error"] / most
-        found["losses"][name] = max(apart(row, other) for other in theirs) / noise
+        found["losses"][name] = standing(starts, name, [other["contender"] for other in theirs])
         if "tokens" in row:
             found["tokens"][name] = row["tokens"] - next(r["tokens"] for r in theirs if r["contender"] == "eager")
     found["own"] = all(row["losses"] != other["losses"] for row in mine for other in theirs)  # not the same kernels
     found["ok"] = (
         found["own"]
         and all(x <= WITHIN for x in found["errors"].values())
-        and all(x <= FACTOR for x in found["losses"].values())
+        and all(its["ratio"] <= FACTOR for its in found["losses"].values())
         and all(x >= 0 for x in found["tokens"].values())
     )
     return found
 
 
-def measure(model: str, device: str, compiled: bool, steps: int, out: Path, about: dict[str, Any]) -> bool:
+def measure(model: str, device: str, compiled: bool, steps: int, starts: int, out: Path, about: dict[str, Any]) -> bool:
     """All contenders on one model; whether ours are as right as PyTorch's own."""
     expected, flash, rows = truth(model, device), None, []
     names = [(name, None) for name in contenders_of(model, device)]
@@ -124,16 +130,21 @@ def measure(model: str, device: str, compiled: bool, steps: int, out: Path, abou
             tokens = decoded(model, name, device)
             flash = tokens if name == "sdpa-flash" else flash
             row["tokens"] = agreement(tokens, flash)
-        row["losses"], row["ms_per_step"] = train(model, name, device, compiler, steps)
+        trained = [train(model, name, device, compiler, steps, start) for start in range(starts)]
+        row["losses"], times = map(list, zip(*trained, strict=True))
+        row["ms_per_step"] = statistics.median(times)
         rows.append(row)
         jsonl.append(out / "results.jsonl", {**row, **about})
-        ends = f"loss {row['losses'][0]:.4f} … {row['losses'][-1]:.4f}"
+        ends = f"loss {row['losses'][0][0]:.4f} … {row['losses'][0][-1]:.4f}"
         agreed = f"{row['tokens']} tokens as sdpa-flash's" if "tokens" in row else ""
         figures = f"error {row['error']:.3e}  {ends}  {row['ms_per_step']:6.2f} ms  {agreed}"
         print(f"{model:9} {row['contender']:20} {figures}", flush=True)
     verdict = judged(rows)
     jsonl.append(out / "results.jsonl", {"model": model, "contender": "verdict", **verdict, **about})
-    for what in ("errors", "losses", "tokens"):
+    for name, its in verdict["losses"].items():
+        off = f", give or take a factor of {its['off']:.2f}" if its["off"] else ""
+        print(f"{model:9} losses  {name} {its['ratio']:.2f} of the noise, {its['noise']:.2e}{off}")
+    for what in ("errors", "tokens"):
         said = ", ".join(f"{name} {x:.2f}" for name, x in verdict[what].items())
         print(f"{model:9} {what:7} {said}")
     print(f"{model:9} {'as right as theirs' if verdict['ok'] else 'NOT as right as theirs'}", flush=True)
@@ -147,12 +158,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="by default all whose library is there")
     parser.add_argument("--compile", action="store_true", help="also inside torch.compile")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--starts", type=int, default=STARTS, help="of one alone the losses say little")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for rows")
     options = parser.parse_args(argv)
     there = [name for name in MODELS if importlib.util.find_spec("timm" if "timm" in name else "transformers")]
     about = {"backend": options.backend, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment.describe()}
     verdicts = [
-        measure(model, options.backend, options.compile, options.steps, options.out, about)
+        measure(model, options.backend, options.compile, options.steps, options.starts, options.out, about)
         for model in options.models or there
     ]
     return 0 if verdicts and all(verdicts) else 1

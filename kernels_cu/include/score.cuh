@@ -209,6 +209,7 @@ struct Head : Sight {
     static constexpr bool STEEP = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
     static constexpr bool LOOKS_UP = BIAS || SCATTERED || Snippet::SCORES;  // in memory: more registers
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
+    static constexpr float LEAST = 1e-20f;  // of |scale|: the descale of a head of zeros may be 0, and 0 * -inf is NaN
 
     float unit, per_unit;  // of raw scores: raw * unit = x
 #if DESCALE % 4
@@ -250,6 +251,7 @@ struct Head : Sight {
 #if DESCALE & 2
         scale *= score.descale_k(b, h / score.group);
 #endif
+        if (fabsf(scale) < LEAST) scale = LEAST;
         if (!SOFTCAP && !Snippet::SCORES) unit = scale;
 #endif
 #if DESCALE & 4

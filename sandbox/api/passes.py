@@ -69,8 +69,8 @@ def attention_forward(
     array of one element, read when the kernel runs; None draws one from the library's own generator.
 
     descale: of float8, what q, k and v are to be multiplied by: three numbers, or float32 arrays that broadcast to
-    (B, heads). P is rounded to v's dtype, its row's largest to the largest number there is. out_dtype: of float8,
-    bfloat16 (by default), float16 or float32.
+    (B, heads); positive, in arrays also 0. P is rounded to v's dtype, its row's largest to the largest number there
+    is. out_dtype: of float8, bfloat16 (by default), float16 or float32.
 
     kernel: a name, by default the highest rung that takes the problem. tile: a Tile, {"BLOCK_M": 64, ...} or
     "BLOCK_M=64,...". backend: "cuda" or "cpu", by default where the arrays are.

@@ -44,9 +44,10 @@ def test_dtypes(of_q, of_v, out_dtype) -> None:
 
 
 def test_descale_of_every_head() -> None:
-    """Tensors for some, numbers for others; broadcast; with steps of the score after it."""
+    """Tensors for some, numbers for others; broadcast; with steps of the score after it; 0, as of a head of zeros."""
     q, k, v = tensors(E4M3, E4M3, E4M3)
     of_q, of_v = torch.rand(2, 4) + 0.5, torch.rand(1, 2) + 0.5
+    of_q[1, 2] = 0
     slopes = torch.rand(4)
     for options in ({}, {"softcap": 2.0}, {"alibi": slopes}):
         out, lse = sandbox.attention(q, k, v, descale=(of_q, 0.5, of_v), return_lse=True, **options)
@@ -55,6 +56,18 @@ def test_descale_of_every_head() -> None:
         check(out, q, k, v, **told)
         exact = attention(*(x.float().numpy() for x in (q, k, v)), **told)[1]
         assert (abs(lse.numpy() - exact) <= lse_bound(exact, "float8_e4m3")).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["fwd_minimal", "fwd_block2d", "fwd_decode", "fwd_mma_fp8", "fwd_wgmma_fp8"])
+def test_descale_of_a_head_of_zeros(name: str, causal: bool) -> None:
+    """All its keys weigh alike; what is masked weighs nothing."""
+    q, k, v = tensors(E4M3, E4M3, E4M3, device="cuda")
+    descale = torch.tensor([[1.0, 0.0, 2.0, 0.0]], device="cuda"), torch.tensor([[0.5, 0.0]], device="cuda"), 1.0
+    out = sandbox.attention(q, k, v, descale=descale, causal=causal, kernel=name)
+    told = *(x.cpu().numpy() for x in descale[:2]), 1.0
+    check(out.cpu(), q.cpu(), k.cpu(), v.cpu(), descale=told, causal=causal)
 
 
 def test_a_tensor_is_read_at_each_call() -> None:

@@ -32,11 +32,11 @@ def load(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_tokens_and_losses(name: str, load, tmp_path: Path, capsys) -> None:
-    """What experiment 022 says of 50 steps."""
+    """What experiment 022 says of 50 steps, from half of its starts."""
     if "timm" in name:
         pytest.importorskip("timm")
     run = load("run")
-    ok = run.main(["--backend", "cuda", "--models", name, "--out", str(tmp_path)]) == 0
+    ok = run.main(["--backend", "cuda", "--models", name, "--starts", "4", "--out", str(tmp_path)]) == 0
     assert ok, capsys.readouterr().out
 
 

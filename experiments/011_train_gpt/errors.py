@@ -1,0 +1,92 @@
+"""O, dQ, dK and dV of a model's own attention calls, beside float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpt import Attend
+from torch import Tensor
+
+NAMES = ("O", "dQ", "dK", "dV")
+WITHIN = 1.1  # of the largest error that one of PyTorch's own has, root mean square
+BIASED = 0.3  # of an error at most may be along the value itself: too large or too small everywhere
+
+
+@dataclass
+class Call:
+    """Of attention, in a layer in a step of training: (B, H, S, D) each."""
+
+    step: int
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ends: Tensor | None
+    dO: Tensor | None = None  # when the backward has come by
+
+
+def watched(attend: Attend, layers: int, steps: Iterable[int]) -> tuple[Attend, list[Call]]:
+    """`attend`, and a list that its calls in these steps will come to lie in."""
+    calls, count, wanted = [], 0, set(steps)
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+        nonlocal count
+        (step, layer), count = divmod(count, layers), count + 1
+        out = attend(q, k, v, ends)
+        if step in wanted:
+            call = Call(step, layer, q.detach(), k.detach(), v.detach(), ends)
+            out.register_hook(lambda dO: setattr(call, "dO", dO.detach()))
+            calls.append(call)
+        return out
+
+    return watching, calls
+
+
+def truth(call: Call, seen: Tensor) -> list[Tensor]:
+    """O, dQ, dK, dV in float64."""
+    q, k, v, dO = (x.double() for x in (call.q, call.k, call.v, call.dO))
+    unit = q.shape[3] ** -0.5
+    P = (q @ k.mT * unit).masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    O = P @ v
+    dS = P * (dO @ v.mT - (dO * O).sum(-1, keepdim=True))
+    return [O, dS @ k * unit, dS.mT @ q * unit, P.mT @ dO]
+
+
+def errors(contenders: Mapping[str, Attend], call: Call, seen: Callable[..., Tensor]) -> dict[str, dict[str, Any]]:
+    """Of each contender that takes the call and each of NAMES: the error's root mean square as a part of the value's,
+    and the error's part along the value, signed: -0.003 of a value that is 0.3% too small everywhere."""
+    expected, found = truth(call, seen(call.q, call.ends)), {}
+    for name, attend in contenders.items():
+        q, k, v = (x.clone().requires_grad_() for x in (call.q, call.k, call.v))
+        try:
+            O = attend(q, k, v, call.ends)
+        except RuntimeError:
+            continue  # told where it trains
+        values = (O.detach(), *torch.autograd.grad(O, (q, k, v), call.dO))
+        off = [x.double() - y for x, y in zip(values, expected, strict=True)]
+        found[name] = {
+            "rms": {n: float(e.norm() / y.norm()) for n, e, y in zip(NAMES, off, expected, strict=True)},
+            "bias": {n: float((e * y).sum() / y.square().sum()) for n, e, y in zip(NAMES, off, expected, strict=True)},
+        }
+    return found
+
+
+def judge(calls: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The worst of ours over all calls and tensors: its error in units of PyTorch's largest there, and how much of it
+    is bias; `ok` says that none is beyond WITHIN or BIASED."""
+    mine = [name for name in calls[0] if name.startswith("ours")]
+    worst: dict[str, Any] = {"rms": {}, "bias": {}}
+    for name in mine:
+        rms, bias = [], []
+        for call in calls:
+            for n in NAMES:
+                most = max(found["rms"][n] for other, found in call.items() if other not in mine)
+                rms.append(call[name]["rms"][n] / most)
+                bias.append(abs(call[name]["bias"][n]) / call[name]["rms"][n])
+        worst["rms"][name] = float(torch.tensor(rms).max())  # NaN if one is
+        worst["bias"][name] = float(torch.tensor(bias).max())
+    kept = ((worst["rms"], WITHIN), (worst["bias"], BIASED))
+    return {**worst, "ok": all(x <= limit for values, limit in kept for x in values.values())}
