@@ -84,11 +84,11 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def first_for(p: Problem) -> bool:
-    """Where it is measured to be faster than fwd_mma and fwd_wgmma (experiment 020; of float8 nothing is): few rows
-    share many keys, or more rows of so few heads that tiles of 128 queries leave half of the multiprocessors idle."""
-    rows = p.Sq * group(p)
-    few, alone = p.Sq <= 32 and rows <= 64, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
-    return 0 < 16 * p.Sq <= p.Sk and (few or alone) and not (p.ragged or p.float8 or p.block_map[3])
+    """Where it is measured to be faster than fwd_mma and fwd_wgmma, of float8 than fwd_wgmma_fp8 (experiment 020): few
+    rows share many keys, or more of so few heads that tiles of 128 queries leave half of the multiprocessors idle."""
+    rows, most = p.Sq * group(p), 128 if max(p.D, p.Dv) <= 64 and not p.float8 else 64
+    few, alone = p.Sq <= 32 and rows <= most, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
+    return 0 < 16 * p.Sq <= p.Sk and (few or alone) and not (p.ragged or p.block_map[3])
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
 from sandbox.engine.staging import Staged
 from sandbox.launch import dlpack, driver
+from sandbox.launch.arguments import PackedArguments
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.toolchain import nvrtc
 
@@ -85,15 +85,6 @@ def device(request: pytest.FixtureRequest) -> Device:
     return HOST if request.param == "cpu" else ("cuda", 0)
 
 
-class RawArguments:
-    """Arguments of a kernel without a spec: arrays, and ctypes values."""
-
-    def __init__(self, values: Sequence[Any]):
-        self.values = values
-        self.table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        self.slots: list = []
-
-
 @pytest.fixture
 def run_cuda(tmp_path: Path, device: Device):
     """Compile CUDA source text and launch one of its kernels on `device`, in place, on NumPy arrays and ctypes values.
@@ -123,7 +114,7 @@ def run_cuda(tmp_path: Path, device: Device):
                 staged.send()
             arch = f"sm_{gpu.arch[0]}{gpu.arch[1]}" + ("a" if gpu.arch == (9, 0) else "")
             function = driver.CudaFunction(nvrtc.compile(source, entry, arch, defines).cubin, entry, gpu)
-        function.launcher(grid, block, smem, RawArguments(values))(())
+        function.launcher(grid, block, smem, PackedArguments(values))(())
         if device != HOST:
             gpu.synchronize(after=entry)
             for staged in arrays.values():

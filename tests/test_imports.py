@@ -163,6 +163,7 @@ def test_one_seam_to_array_libraries() -> None:
             "bench.given",
             "bench.peers",
             "bench.ragged",
+            "bench.reading",
             "bench.timing",
             "api.torch_autograd",
             "api.torch_op",

@@ -24,7 +24,7 @@ FEWER = (4, 8, 16, 32, 64)  # likewise, where the width is another
 WIDTHS = (64, 256)
 SPLIT = ("1,32/8,1,2048,128", "4,16,1,8192,128", "1,64/8,1,131072,128", "8,32/8,1,32768,128")
 BLOCKS = (66, 132, 264, 528)  # what the spec takes for the number of multiprocessors, and others
-DEALT = (66, 132, 264)  # likewise, where each takes an equal stretch of all keys
+DEALT = (33, 66, 132, 264)  # likewise, where blocks are dealt to entries of different numbers of keys
 FLOAT8 = (
     "BLOCK_N=32,WARPS=4,STAGES=3",
     "BLOCK_N=16,WARPS=4,STAGES=5",

@@ -24,7 +24,7 @@ from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
 from ..verify.scores import seen_pairs
-from . import decode, environment
+from . import decode, environment, reading
 from .given import Given, forward_of, given_to, torch_dtype
 from .grids import GRIDS as GRIDS  # for those who name a problem
 from .peers import Contender, Ready, backward
@@ -33,6 +33,7 @@ from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, m
 
 Right = Expected | ExpectedGradients | ExpectedSequences
 MODES = {"events": Events, "graph": Graphs}
+_READING = -1  # among the numbers of contenders
 
 
 def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
@@ -191,7 +192,8 @@ def compete(
     setting: Mapping[str, Any],
     computes: str = "forward",
 ) -> list[Row]:
-    """Everybody on one problem: checked, those that are right timed in turns, checked again.
+    """Everybody on one problem: checked, those that are right timed in turns, checked again. Of a problem that is a
+    matter of reading keys, reading as many bytes has its turns too.
 
     A peer's dropout drops elements of its own choice: what is checked of it is the same call without.
     """
@@ -208,8 +210,14 @@ def compete(
     expected, of_peers = _expectations(problem, contenders, inputs, computes, given)
     entries = [_enter(c, problem, inputs, given, expected if c.kernel else of_peers, stopwatch) for c in contenders]
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
-    samples = measure({i: entry.timed for i, entry in right.items() if entry.timed}, stopwatch, limits)
-    timings = {i: Timing.of(values) for i, values in samples.items()}
+    calls = {i: entry.timed for i, entry in right.items() if entry.timed}
+    nbytes = decode.bytes_of_keys(problem, pairs) if decode.is_reading(problem, computes) else 0
+    if calls and nbytes:
+        data = reading.bytes_to_read(nbytes)
+        calls[_READING] = stopwatch.ready(reading.reader(data))
+    timings = {i: Timing.of(values) for i, values in measure(calls, stopwatch, limits).items()}
+    if alone := timings.pop(_READING, None):
+        setting = {**setting, "ceiling_keys_gbps": data.nbytes / alone.median * 1e-9}
     fastest = min(timings, key=lambda i: timings[i].median, default=None)
     clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
     shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}

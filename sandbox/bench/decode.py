@@ -27,10 +27,10 @@ def problems(dtype: str) -> list[Problem]:
     return [*found, *(replace(shortened, page_size=size) for size in PAGE_SIZES)]
 
 
-def reads_keys(problem: Problem) -> bool:
-    """Whether a forward is a matter of reading keys: so few rows share them, of so many."""
+def is_reading(problem: Problem, computes: str) -> bool:
+    """Whether it is a matter of reading keys: a forward in which so few rows share them, of so many."""
     group = problem.H // problem.Hk if problem.Hk else 1
-    return not problem.ragged and 0 < 32 * problem.Sq * group <= problem.Sk
+    return computes == "forward" and not problem.ragged and 0 < 32 * problem.Sq * group <= problem.Sk
 
 
 def bytes_of_keys(problem: Problem, pairs: int | None) -> int:

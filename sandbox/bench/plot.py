@@ -32,9 +32,9 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
     """Writes PREFIX.png, 1000 pixels wide, and PREFIX.svg; returns their paths. The same rows give the same files.
 
     The latest row of each contender and problem counts; the band about a line is from quartile to quartile, the dashed
-    line the matrix product measured in the same run, or of problems that are a matter of reading keys, a point for
-    each, what was read in the same run. Raises UnsupportedProblem when no row has a time,
-    ToolchainMissing without matplotlib.
+    line the matrix product measured in the same run. Problems that are a matter of reading keys have a point each,
+    beside reading as many bytes in turns with them; the dashed line is reading 1 GiB. Raises UnsupportedProblem when no
+    row has a time, ToolchainMissing without matplotlib.
     """
     latest = {(row["contender"], problem_of(row)): row for row in rows}
     timed = [row for row in latest.values() if row.get("ms")]
@@ -72,7 +72,11 @@ def _draw_reading(rows: Sequence[Row], prefix: Path | str) -> list[Path]:
             axis.plot([n for n, _ in points], [row["gbps"] for _, row in points], label=label, **styles[label])
         if tops:
             top = statistics.median(tops)
-            axis.axhline(top, color="#999999", linestyle=(0, (5, 3)), linewidth=1, label=f"reading, {top:.0f}")
+            axis.axhline(top, color="#999999", linestyle=(0, (5, 3)), linewidth=1, label=f"reading 1 GiB, {top:.0f}")
+        alone = {problem_of(row): row["ceiling_keys_gbps"] for row in rows if row.get("ceiling_keys_gbps")}
+        if at := [n for n, problem in enumerate(problems) if problem in alone]:
+            reading = [alone[problems[n]] for n in at]
+            axis.plot(at, reading, color="#999999", linewidth=1, marker="_", label="reading as many bytes")
         shown = [str(p).replace(f" D{p.D} {p.dtype}", "").replace(" ", "\n") for p in problems]
         axis.set_xticks(range(len(problems)), shown, fontsize=7)
         axis.set_ylabel("GB/s of keys and values")

@@ -35,7 +35,7 @@ def _ratio(kernel: Row | None, peer: Row | None) -> float | None:
 
 def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
     """One line a problem: TFLOP/s of each contender, % of the measured matrix product, each kernel's ratio to a peer.
-    Of problems that are a matter of reading keys: GB/s, and % of what was read in the same run.
+    Of problems that are a matter of reading keys: GB/s, and % of reading as many bytes, which has a column of its own.
 
     Where the screen is narrow, the speed alone. Quartiles, errors and the rest are in the rows themselves.
     """
@@ -47,12 +47,14 @@ def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
     only = f" {next(iter(dtypes))}" if len(dtypes) == 1 else ""  # said once, in the head
     table = Table(caption=_caption(rows), caption_justify="left", box=None, pad_edge=False, header_style="bold")
     unit = unit_of(rows)
+    alone = ["reading\nalone"] if unit == GBPS and any(row.get("ceiling_keys_gbps") for row in rows) else []
     table.add_column(f"{unit}{only}", overflow="fold")
-    for name in (*names, *(f"{name} : {against}" for name in kernels if wide)):
+    for name in (*names, *alone, *(f"{name} : {against}" for name in kernels if wide)):
         table.add_column(_broken(name), justify="right", no_wrap=" : " not in name and "," not in name)
     for problem, there in by_problem(rows).items():
         ratios = [_ratio(there.get(name), there.get(against or "")) for name in kernels if wide]
         cells = [_speed(there.get(name), wide, unit) for name in names]
+        cells += [_reading(there) for _ in alone]
         said = str(problem).replace(only, "") if only else str(problem)
         table.add_row(said, *cells, *("-" if ratio is None else times(ratio) for ratio in ratios))
     return table
@@ -87,6 +89,12 @@ def _speed(row: Row | None, share: bool, unit: str) -> Text:
     return Text.assemble(f"{speed:.1f}" if speed < 100 else f"{speed:.0f}", (percent, "dim"))
 
 
+def _reading(there: Mapping[str, Row]) -> Text:
+    """What reading as many bytes reached in the run of the last of a problem's rows."""
+    found = [row["ceiling_keys_gbps"] for row in there.values() if row.get("ceiling_keys_gbps")]
+    return Text(f"{found[-1]:.0f}" if found else "-", "dim")
+
+
 def _caption(rows: Sequence[Row]) -> str:
     """Where and how, from the last row."""
     last, reads = rows[-1], unit_of(rows) == GBPS
@@ -97,7 +105,8 @@ def _caption(rows: Sequence[Row]) -> str:
         clocks.get("clocks.sm", ""),
         clocks.get("power.draw", ""),
         {"events": "single launches, L2 flushed", "graph": "CUDA graphs, L2 not flushed"}.get(last.get("mode", ""), ""),
-        f"% of reading {last['ceiling_read_gbps']:.0f} GB/s" if reads and last.get("ceiling_read_gbps") else "",
+        "% of reading alone, as many bytes" if reads and last.get("ceiling_keys_gbps") else "",
+        f"1 GiB is read at {last['ceiling_read_gbps']:.0f} GB/s" if reads and last.get("ceiling_read_gbps") else "",
         f"% of a matrix product of {last['ceiling_tflops']:.0f} TFLOP/s"
         if last.get("ceiling_tflops") and not reads
         else "",

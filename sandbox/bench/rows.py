@@ -12,7 +12,7 @@ from typing import Any
 from ..core import jsonl
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
-from .decode import bytes_of_keys, reads_keys
+from .decode import bytes_of_keys, is_reading
 from .timing import Timing
 
 _FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
@@ -23,8 +23,9 @@ class Row:
     """One contender on one problem; `kernel` names a kernel of ours, "" for a peer. Errors are absolute.
 
     `ok` is None where it does not take the problem, False where its result is wrong before or after timing, or where it
-    failed; neither has a time, and `message` says why. `setting` is what the rows of a run share: mode, seed, ceilings,
-    clocks, device, driver, versions, commit, time.
+    failed; neither has a time, and `message` says why. `setting` is what the rows of a run share: mode, seed, ceilings
+    (of a matter of reading keys, `ceiling_keys_gbps`: reading as many bytes), clocks, device, driver, versions, commit,
+    time.
     """
 
     contender: str
@@ -50,14 +51,14 @@ class Row:
     @property
     def gbps(self) -> float | None:
         """GB/s of keys and values, of a forward that is a matter of reading them."""
-        if not self.timing or self.computes != "forward" or not reads_keys(self.problem):
+        if not self.timing or not is_reading(self.problem, self.computes):
             return None
         return bytes_of_keys(self.problem, self.pairs) / self.timing.median * 1e-9
 
     def as_json(self) -> dict[str, Any]:
         """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""
         t, tflops, gbps = self.timing, self.tflops, self.gbps
-        reached, ceiling = (gbps, "ceiling_read_gbps") if gbps else (tflops, "ceiling_tflops")
+        reached, ceiling = (gbps, "ceiling_keys_gbps") if gbps else (tflops, "ceiling_tflops")
         top = self.setting.get(ceiling)
         row = {
             "contender": self.contender,

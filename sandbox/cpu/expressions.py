@@ -14,6 +14,7 @@ from ..core.errors import SpecError
 from ..core.options import macros
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
+from ..launch.arguments import PackedArguments
 from ..launch.host import host_array
 from ..toolchain import snippets
 from . import build
@@ -22,15 +23,6 @@ from .launch import CpuFunction
 Array = NDArray[Any]
 _SOURCE = Path(__file__).resolve().parent / "expressions.cu"
 _ENTRY = "expressions"
-
-
-class _Arguments:
-    """What a launch takes, of values packed already."""
-
-    def __init__(self, values: list[Any]):
-        self.slots: list[Any] = []
-        self.values = values  # whose addresses the table holds
-        self.table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
 
 
 def evaluate(
@@ -50,7 +42,7 @@ def evaluate(
     tensors = {name: _numbers(name, tensor) for name, tensor in score.tensors.items()}
     arrays = [ctypes.c_void_p(array.ctypes.data) for array in (value, derivative, seen, rows, keys)]
     numbers = [ctypes.c_int32(n) for n in (value.shape[1], b, h, Sq, Sk)]
-    arguments: Any = _Arguments([_snippet(tensors), *arrays, *numbers])
+    arguments = PackedArguments([_snippet(tensors), *arrays, *numbers])
     _function(score.described).launcher((len(value), 1, 1), (1, 1, 1), 0, arguments)(())
     return value, derivative, seen
 

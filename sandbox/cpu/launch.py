@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.errors import LaunchError, SpecError
 from ..core.kernel import Dim3
-from ..launch.arguments import ArgumentBlock, Launch
+from ..launch.arguments import Arguments, Launch
 from ..toolchain.nvrtc import Parameter
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
@@ -56,7 +56,7 @@ class CpuFunction:
         """The address of a global or constant variable of the library: one for all of its entry points."""
         return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, name))
 
-    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock, early: bool = False) -> Launch:
+    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Launch:
         """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
 
         It raises LaunchError with what a barrier, a warp collective or a trap had to say.

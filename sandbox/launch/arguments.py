@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -183,6 +183,18 @@ class ArgumentBlock:
         self.slots = [slot for _, slot in slots]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
+
+
+class PackedArguments:
+    """The arguments of a kernel that has no spec: values of ctypes, each tensor an address that stays."""
+
+    def __init__(self, values: Sequence[Any]):
+        self.slots: list[Any] = []
+        self.table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self.table.values = values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
+
+
+Arguments = ArgumentBlock | PackedArguments
 
 
 def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..core.errors import DriverError, GpuUnavailable
 from ..core.kernel import Arch, Dim3
-from .arguments import ArgumentBlock, Launch
+from .arguments import Arguments, Launch
 from .launch_config import EARLY_ARCH, launch_config
 from .tensor_maps import Box
 
@@ -220,7 +220,7 @@ class CudaFunction:
         with self.device.current():
             return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
-    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock, early: bool = False) -> Launch:
+    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Launch:
         """A call that launches on tensors at the given addresses, on a stream (its handle).
 
         Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.

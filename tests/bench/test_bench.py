@@ -351,6 +351,21 @@ def test_a_wrong_contender_gets_no_time() -> None:
     assert stopwatch.calls == Limits().warmup + Limits().enough  # of the right one alone
 
 
+def test_reading_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as there are of keys and values, as often as whoever reads them; only where that is the matter."""
+    asked: list[int] = []
+    monkeypatch.setattr(contest.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))
+    monkeypatch.setattr(contest.reading, "reader", lambda data: lambda: "read")
+    (row,), stopwatch = compete(contender("k", kernel="k"), problem=Problem(1, 4, 1, 64, 16, Hk=2, dtype="float16"))
+    assert asked == [2 * 64 * 2 * 16 * 2]
+    assert row.setting["ceiling_keys_gbps"] == pytest.approx(asked[0] / 1e-3 * 1e-9)
+    assert row.as_json()["percent_of_ceiling"] == pytest.approx(100)
+    assert stopwatch.calls == 2 * (Limits().warmup + Limits().enough)
+    (row,), _ = compete(contender("k", kernel="k"))
+    assert asked[1:] == []
+    assert "ceiling_keys_gbps" not in row.setting
+
+
 def test_a_contender_that_breaks_while_it_is_timed_loses_its_time() -> None:
     (row,), _ = compete(contender("breaks", break_after=5))
     assert row.ok is False

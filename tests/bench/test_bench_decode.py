@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sandbox.bench import contest, decode, plot, report
+from sandbox.bench import contest, decode, plot, reading, report
 from sandbox.bench.rows import Row
-from sandbox.bench.timing import Timing
+from sandbox.bench.timing import Events, Limits, Timed, Timing, measure
 from sandbox.core import registry
 from sandbox.reference import gather_pages
 from sandbox.spec import Problem
 
 FEW = Problem(2, 8, 1, 4096, 128, Hk=2, dtype="bfloat16")
 BYTES = 2 * 2 * 4096 * 256 * 2
-SETTING = {"ceiling_tflops": 700.0, "ceiling_read_gbps": 4000.0, "device": "GPU", "commit": "abc", "mode": "events"}
+CEILINGS = {"ceiling_tflops": 700.0, "ceiling_read_gbps": 4100.0, "ceiling_keys_gbps": 4000.0}
+SETTING = {**CEILINGS, "device": "GPU", "commit": "abc", "mode": "events"}
 
 
 def row(name: str, problem: Problem, seconds: float, **more: Any) -> Row:
@@ -40,8 +42,31 @@ def test_bytes_a_second_of_what_counts() -> None:
 def test_the_grid_is_a_matter_of_reading() -> None:
     grid = contest.GRIDS["decode"]("bfloat16")
     kernel = registry.get("fwd_decode")
-    assert all(decode.reads_keys(p) and kernel.refuses(p, (9, 0)) is None for p in grid)
+    assert all(decode.is_reading(p, "forward") and kernel.refuses(p, (9, 0)) is None for p in grid)
     assert {p.page_size for p in grid} == {*decode.PAGE_SIZES}
+
+
+def test_reading(run_cuda) -> None:
+    """Every word once."""
+    data = np.random.default_rng(0).integers(0, 2**32, 3 * reading.BLOCK_BYTES // 4, np.uint32)
+    sums = np.zeros(3 * reading.THREADS // 32, np.uint32)
+    text = reading.SOURCE.read_text()
+    run_cuda(text, "read_all", data, sums, grid=3, block=reading.THREADS, defines=reading.DEFINES)
+    assert sums.sum(dtype=np.uint32) == data.sum(dtype=np.uint32)
+
+
+@pytest.mark.gpu
+def test_nothing_reads_faster_than_reading() -> None:
+    """A ceiling that a sum of PyTorch's exceeds would be none; and it has its turns with the contenders."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    data = reading.bytes_to_read(256 << 20)
+    calls = {"own": Timed(reading.reader(data)), "sum": Timed(partial(torch.sum, data.view(torch.float32)))}
+    own, theirs = (Timing.of(x).median for x in measure(calls, Events(), Limits()).values())
+    assert own <= 1.02 * theirs
+    (found,) = contest.run([registry.get("fwd_decode")], [FEW], limits=Limits(rounds=20))
+    assert 0 < found.as_json()["percent_of_ceiling"] < 102
 
 
 def test_table_and_plot(tmp_path: Path) -> None:
@@ -51,10 +76,12 @@ def test_table_and_plot(tmp_path: Path) -> None:
     table = report.bench_table(rows, "sdpa", 200)
     assert table.columns[0].header.startswith(report.GBPS)
     assert "2048  51%" in str(next(iter(table.columns[1].cells)))
-    assert "reading 4000 GB/s" in str(table.caption)
+    assert "1 GiB is read at 4100 GB/s" in str(table.caption)
+    assert [str(cell) for cell in table.columns[3].cells] == ["4000", "4000"]
     svg = plot.draw(rows, tmp_path / "decode")[1].read_text()
     assert "GB/s of keys and values" in svg
-    assert "reading, 4000" in svg
+    assert "reading 1 GiB, 4100" in svg
+    assert "reading as many bytes" in svg
     dense = row("fwd_x", Problem(1, 8, 4096, 4096, 128, dtype="bfloat16"), 1e-3).as_json()
     assert report.unit_of([*rows, dense]) == "TFLOP/s"
 

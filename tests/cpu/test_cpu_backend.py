@@ -915,13 +915,13 @@ def test_other_python_threads_go_on(run_cuda: Run, monkeypatch: pytest.MonkeyPat
 
 def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
     """One library, launched by name."""
-    from conftest import RawArguments
+    from sandbox.launch.arguments import PackedArguments
 
     source, out = tmp_path / "k.cu", np.zeros(1, np.float32)
     text = 'extern "C" __global__ void {0}(float* out) {{ extern __shared__ float {0}_smem[]; *out += {1}; }}\n'
     source.write_text(text.format("first", 1) + text.format("second", 10))
     built = build.library(source, ["first", "second"], {})
-    arguments = RawArguments([ctypes.c_void_p(out.ctypes.data)])
+    arguments = PackedArguments([ctypes.c_void_p(out.ctypes.data)])
     for entry in ("first", "second", "second"):
         CpuFunction(built.path, entry).launcher((1, 1, 1), (1, 1, 1), 0, arguments)(())
     assert out == 21
@@ -961,13 +961,13 @@ def test_launches_from_several_threads(tmp_path: Path) -> None:
     ):
         (tmp_path / f"{name}.cu").write_text(text)
         libraries.append(CpuFunction(build.library(tmp_path / f"{name}.cu", [name], {}).path, name))
-    from conftest import RawArguments
+    from sandbox.launch.arguments import PackedArguments
 
     wrong: list[object] = []
 
     def count(rounds: int) -> None:
         out = np.zeros((13, 64), np.uint32)
-        arguments = RawArguments([ctypes.c_void_p(out.ctypes.data), ctypes.c_int(rounds)])
+        arguments = PackedArguments([ctypes.c_void_p(out.ctypes.data), ctypes.c_int(rounds)])
         launch = libraries[0].launcher((13, 1, 1), (64, 1, 1), 0, arguments)
         for _ in range(5):
             out[...] = 0
@@ -976,7 +976,7 @@ def test_launches_from_several_threads(tmp_path: Path) -> None:
                 wrong.append(rounds)
 
     def stuck(_: int) -> None:
-        launch = libraries[1].launcher((3, 1, 1), (33, 1, 1), 0, RawArguments([]))
+        launch = libraries[1].launcher((3, 1, 1), (33, 1, 1), 0, PackedArguments([]))
         for _ in range(20):
             try:
                 launch(())

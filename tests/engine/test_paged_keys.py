@@ -119,13 +119,21 @@ def test_float8(of: str, device: Device) -> None:
 
 
 def test_what_float8_is_read_by() -> None:
-    """As many bytes on their way as of 16 bits; chosen for pages, and else only where it is asked for."""
+    """As many bytes on their way as of 16 bits; chosen for few queries, as of 16 bits."""
     problem = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="float8_e4m3", descale=(1.0, 1.0, 1.0))
     paged, wide = dataclasses.replace(problem, page_size=16), dataclasses.replace(problem, D=256, Dv=256)
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in (problem, paged, wide)]
     assert [(t.BLOCK_N, t.STAGES) for t in tiles] == [(32, 3), (16, 5), (16, 5)]
-    chosen = [choose.choose_kernel(p, "forward", arch).name for arch in ((8, 9), (9, 0)) for p in (problem, paged)]
-    assert chosen == ["fwd_mma_fp8", "fwd_decode", "fwd_wgmma_fp8", "fwd_decode"]
+    many = dataclasses.replace(problem, Sq=512, causal="bottom-right")
+    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (problem, paged, many)]
+    assert chosen == ["fwd_decode", "fwd_decode", "fwd_wgmma_fp8"]
+
+
+def test_twice_as_many_rows_where_they_are_narrow() -> None:
+    """Up to D = 64 of 16 bits, where many heads keep every multiprocessor busy."""
+    of = lambda D, dtype="bfloat16": Problem(16, 32, 32, 8192, D, Hk=8, dtype=dtype, causal="bottom-right")  # noqa: E731
+    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (of(64), of(72), of(64, "float8_e4m3"))]
+    assert chosen == ["fwd_decode", "fwd_wgmma", "fwd_wgmma_fp8"]
 
 
 def test_dealt_blocks_are_enough() -> None:

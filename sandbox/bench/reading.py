@@ -1,0 +1,47 @@
+"""Reading as a contender: what a matter of reading memory would take if it did nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..core.integers import cdiv
+from ..launch import driver
+from ..launch.arguments import PackedArguments
+from ..launch.dlpack import library_of
+from ..toolchain import nvrtc
+
+SOURCE = Path(__file__).with_suffix(".cu")
+THREADS, LOADS = 512, 8  # of a block; of 16 bytes, of a thread
+DEFINES = {"THREADS": THREADS, "LOADS": LOADS}
+BLOCK_BYTES = 16 * THREADS * LOADS
+MOST = 4 << 30  # bytes: of more a GPU reads no more a second
+
+
+def bytes_to_read(nbytes: int, device: str = "cuda:0") -> Any:
+    """So many bytes at random, or `MOST`, a tensor of PyTorch's; rounded up to what a block reads, 64 KiB."""
+    import torch
+
+    size = cdiv(min(nbytes, MOST), BLOCK_BYTES) * BLOCK_BYTES
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+
+
+def reader(data: Any) -> Callable[[], None]:
+    """A launch that reads all of what `bytes_to_read` gave."""
+    import torch
+
+    gpu, blocks = driver.device(data.device.index), data.nbytes // BLOCK_BYTES
+    arch = f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+    sums = torch.empty(blocks * THREADS // 32, dtype=torch.int32, device=data.device)
+    arguments = PackedArguments([ctypes.c_void_p(x.data_ptr()) for x in (data, sums)])
+    function = driver.CudaFunction(nvrtc.compile(SOURCE, "read_all", arch, DEFINES).cubin, "read_all", gpu)
+    launch = function.launcher((blocks, 1, 1), (THREADS, 1, 1), 0, arguments)
+    stream, held = library_of(data).stream(gpu.ordinal), (data, sums)
+
+    def read() -> None:
+        assert held, "what is read lives as long as whoever reads it"
+        launch((), stream())
+
+    return read
