@@ -14,8 +14,9 @@
 //                  LSE, delta | mbarriers
 // clang-format on
 //
-// It pays while the heads that run at one time lie in L2 with Q, dO and dQ: 132 of 512 rows are 34 MB. Measured on an H200 at B32 H32
-// S512 D64: 350 TFLOP/s, causal 215, where bwd_wgmma has 316 and 197; at S1024 344 for 433. Experiments/013_hopper_backward has more.
+// It pays while the heads that run at one time lie in L2 with Q, dO and dQ, and fill the SMs: 132 of 512 rows are 34 MB. On an H200, float16,
+// B32 H32 S512 D64: 351 TFLOP/s, causal 216, where bwd_wgmma has 317 and 199; 160 heads 212 for 258; S1024 344 for 433. More of it:
+// experiments/013_hopper_backward.
 #define TIMELINE_BRANCH 1
 #include "query_walk.cuh"
 #include "ring.cuh"

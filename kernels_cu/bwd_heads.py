@@ -25,9 +25,9 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def short(p: Problem) -> bool:
-    """Where it is faster: 1.07 … 1.22 of `bwd_wgmma`. Of the places in waves of blocks at most a tenth stays empty."""
+    """Where it is faster: 1.04 … 1.22 of `bwd_wgmma`. Of the places in waves of blocks at most a tenth stays empty."""
     heads = p.B * p.H
-    rows = p.D == 64 and p.Hk == p.H and 256 <= p.Sq == p.Sk <= 512
+    rows = p.D == 64 and p.Hk == p.H and 200 <= p.Sq == p.Sk <= 512
     return rows and 10 * heads >= 9 * WAVE * cdiv(heads, WAVE)
 
 
