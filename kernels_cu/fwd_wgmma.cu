@@ -164,10 +164,26 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
     return Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
-// For how many of a piece's tiles consumers take turns: four, whose pieces are short, as long as all of them have any. Of a
-// causal problem the first one is done before the others, and would wait for turns that it does not need instead of beginning
-// its next piece: +4% at S = 512. (Two or three consumers of longer pieces: -2 ... +1%.)
-__device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece) {
+// In a window consumers see tiles of their own, up to APART after another's. Where the ring has stages to spare for that, each
+// takes turns from its own first tile on, and passes what only others see when its O has gone: so all begin together, instead
+// of one after the other, and who ends first begins the next piece. (A window of 1024: 553 for 537; with two stages: 464.)
+constexpr unsigned APART = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
+constexpr bool SKEWED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + APART;
+
+// Before which of a piece's tiles a consumer takes turns. Skewed: for as many of its own, from `lead` on, as each consumer has.
+// Four, whose pieces are short, as long as all of them have any. Of a causal problem the first one is done before the others,
+// and would wait for turns that it does not need instead of beginning its next piece: +4% at S = 512. (Two or three consumers
+// of longer pieces: -2 ... +1%.)
+__device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece, int lead) {
+    if (SKEWED) {
+        int fewest = 0x7fffffff;
+#pragma unroll
+        for (int m0 = piece.m0; m0 < piece.m0 + BLOCK_M; m0 += 64) {
+            const Range own = tiles_of(bound, m0, m0 + 64);
+            fewest = min(fewest, m0 < bound.Sq ? own.end - own.begin : 0);
+        }
+        return lead + fewest;
+    }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
     if (piece.m0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
     const Range first = tiles_of(bound, piece.m0, piece.m0 + 64);
@@ -220,8 +236,9 @@ __device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int H
 // Calls f with each of the block's pieces.
 template <class F>
 __device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
-    for_each_query_tile(query_tiles<BLOCK_M>(score), heads,
-                        [&](unsigned tile, unsigned head) { f(Piece(tile, head, score, H)); });
+    const auto take = [&](unsigned tile, unsigned head) { f(Piece(tile, head, score, H)); };
+    if constexpr (SKEWED && CAUSAL) for_each_window_tile(score, query_tiles<BLOCK_M>(score), heads, take);
+    else for_each_query_tile(query_tiles<BLOCK_M>(score), heads, take);
 }
 #endif
 
@@ -389,6 +406,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
+    int behind = 0;  // of the piece before, tiles that only others see and that are not passed yet
     if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
     for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
@@ -398,7 +416,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
         const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
-        const int turns = turns_of(bound, piece);
+        const int turns = turns_of(bound, piece, lead);
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
@@ -463,7 +481,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (BIAS_TILES) release_K(j);
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end && tile.whole) return;
+            const bool at_begin = Head::FIRST && whole.begin > n0, at_end = n0 + BLOCK_N > whole.end;
+            if (!at_begin && !at_end && tile.whole) return;
             const Range sees[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
             const int end[2] = {sees[0].end - column, sees[1].end - column};
             const int begin[2] = {sees[0].begin - column, sees[1].begin - column};
@@ -479,10 +498,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 for (int i = 0; i < BLOCK_N / 2; ++i)
                     if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
             } else {
+                if (at_end) {
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i) {
-                    if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-                    if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                    for (int i = 0; i < BLOCK_N / 2; ++i)
+                        if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                }
+                if (at_begin) {
+#pragma unroll
+                    for (int i = 0; i < BLOCK_N / 2; ++i)
+                        if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
                 }
             }
         };
@@ -493,7 +517,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
         };
         const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
-            if (j > 0 && j < turns) {
+            if (!SKEWED && j > 0 && j < turns) {
                 named_barrier_sync(turn, 256);
                 named_barrier_arrive(next_turn, 256);
             }
@@ -503,6 +527,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_V(j);
         };
 
+        if (SKEWED) {
+#pragma unroll 1
+            for (int j = -behind; j < 0; ++j) pass_on(j);
+        }
         TIMELINE(wait_Q);
         mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
 #pragma unroll 1
@@ -510,9 +538,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (tiles > 0) {
             TIMELINE(wait_K);
             await_K(lead);
-            if (lead > 0 && lead < turns) named_barrier_sync(turn, 256);
+            if (!SKEWED && lead > 0 && lead < turns) named_barrier_sync(turn, 256);
             multiply_QK(lead);
-            if (lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
+            if (!SKEWED && lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
             wgmma_wait<0>();
             wgmma_settled(S);
             const Told first = told(lead);
@@ -554,8 +582,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_V(last);
         }
         if (last <= lead) release_Q();
+        // Of a block's last piece nobody passes them; nor does the producer wait for so many.
+        behind = SKEWED ? min(walked - last - 1, static_cast<int>(STAGES)) : 0;
 #pragma unroll 1
-        for (int j = last + 1; j < walked; ++j) pass_on(j);
+        for (int j = last + 1; j < walked - behind; ++j) pass_on(j);
         used += walked;
         ++pieces;
 

@@ -85,7 +85,8 @@ def best(p: Problem) -> tuple[int, int]:
         return (128, 128) if p.ragged else (192, 128)
     if width <= 96 and p.plain and p.Sq >= 2048:
         return 192, 96
-    if short:
+    narrow = p.window[0] is not None and not p.ragged and 4 * p.window[0] <= p.Sq >= 1024
+    if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
 
@@ -115,6 +116,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows; a bias has room for two
         Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),

@@ -22,13 +22,13 @@ from typing import Any
 import curves
 import errors
 import torch
+from contenders import contenders_for, emulated, sdpa, seen
 from gpt import GPT, Attend, Config
-from rounded import Attention, Roundings
+from rounded import Roundings
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-import sandbox
 from sandbox.bench import environment
 from sandbox.core import jsonl
 
@@ -40,76 +40,7 @@ CONFIGS = {
 STARTS = 8  # other weights and other batches
 WARM = 10  # steps before the clock starts
 TASKS = ("causal", "dropout", "packed")
-DROPOUT = 0.1
 CUTS = 3  # of each window: into four documents
-
-
-# ---- attention: (B, H, S, D) each, causal; in documents, where their ends are given
-
-
-def ours(dropout: float) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
-        if ends is None:
-            return sandbox.attention(q, k, v, causal=True, dropout=dropout)
-        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        out = sandbox.attention_varlen(*rows, ends, causal=True, dropout=dropout)
-        return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-
-    return attend
-
-
-def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
-    """PyTorch's FlashAttention on ragged batches."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = varlen_attn(*rows, ends, ends, q.shape[2], q.shape[2], window_size=(-1, 0))
-    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
-
-
-def sdpa(backend: SDPBackend, dropout: float) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
-        mask = None if ends is None else seen(q, ends)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
-
-    return attend
-
-
-def plain(dropout: float) -> Attend:
-    """As textbooks write it: scores and probabilities are rounded to the dtype too."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
-        scores = (q @ k.mT) * q.shape[3] ** -0.5
-        P = scores.masked_fill(~seen(q, ends), float("-inf")).softmax(dim=-1).to(v.dtype)
-        return F.dropout(P, dropout) @ v
-
-    return attend
-
-
-def emulated(how: Roundings) -> Attend:
-    return lambda q, k, v, ends: Attention.apply(q, k, v, seen(q, ends), how)
-
-
-WRONG = {
-    "right": Roundings(P_once=True),
-    "dS cut off": Roundings(P_once=True, truncated=True),
-    "6 bits": Roundings(bits=6, P_once=True),
-    "5 bits": Roundings(bits=5, P_once=True),
-    "scores 1% too large": Roundings(P_once=True, scale=1.01),
-    "scores 5% too large": Roundings(P_once=True, scale=1.05),
-    "dK 1% too small": Roundings(P_once=True, dK=0.99),
-}
-
-
-def seen(q: Tensor, ends: Tensor | None) -> Tensor:
-    """Which keys a query sees, (1, 1, S, S), or (B, 1, S, S) of documents."""
-    B, _, S, _ = q.shape
-    causal = torch.ones(1, 1, S, S, dtype=torch.bool, device=q.device).tril()
-    if ends is None:
-        return causal
-    document = torch.searchsorted(ends, torch.arange(B * S, device=q.device), right=True).view(B, 1, S)
-    return causal & (document[..., :, None] == document[..., None, :])
 
 
 # ---- training
@@ -186,29 +117,6 @@ def wait(device: str) -> None:
 
 
 # ---- the verb
-
-
-def contenders_for(task: str, device: str, compiled: bool, wrong: bool = False) -> dict[str, Attend]:
-    """Ours, or what is wrong on purpose, and those of PyTorch's that take the task there."""
-    dropout = DROPOUT * (task == "dropout")
-    found = {f"ours, {name}": emulated(how) for name, how in WRONG.items()} if wrong else {"ours": ours(dropout)}
-    if compiled:
-        found["ours, compiled"] = ours(dropout)
-    if task == "packed" and device == "cuda":
-        found["varlen"] = varlen
-    elif task == "causal" or device == "cuda":
-        found["sdpa-flash"] = sdpa(SDPBackend.FLASH_ATTENTION, dropout)
-        if device == "cuda":
-            found["sdpa-cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION, dropout)
-    found["sdpa-math"] = sdpa(SDPBackend.MATH, dropout)
-    if device == "cuda":
-        found["sdpa-efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, dropout)
-    found["plain"] = plain(dropout)
-    if dropout:
-        found["plain, reseeded"] = found["plain"]
-    if compiled and "sdpa-flash" in found:
-        found["sdpa-flash, compiled"] = found["sdpa-flash"]
-    return found
 
 
 def measure_errors(contenders: dict[str, Attend], config: Config, device: str, task: str) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
     for D in WIDTHS:
         shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, D)]
         yield "widths", (*KERNELS, *_shapes(*shapes), "--causal", "--peers", "none")
+    shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, 128)]
+    yield "widths", ("fwd_decode", "fwd_wgmma_fp8", *_shapes(*shapes), "--causal", *float8)
     of_blocks, of_dealt = ([f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n}" for n in ns] for ns in (BLOCKS, DEALT))
     yield "splits", ("fwd_decode", *_shapes(*SPLIT), *_tiles(of_blocks), "--peers", "none")
     lengths = ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths")

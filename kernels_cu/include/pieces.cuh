@@ -10,6 +10,16 @@ __device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
     return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
+// Calls f(i) with each i below `many` that is the block's: a round of all blocks from `begin` on, the next one backwards.
+template <class F>
+__device__ __forceinline__ void back_and_forth(unsigned begin, unsigned many, F f) {
+#pragma unroll 1
+    for (unsigned first = 0, i = begin; first < many; first += gridDim.x, i = 2 * first - 1 - i) {
+        if (i >= many) continue;
+        f(i);
+    }
+}
+
 // Calls f(query tile, head) with each piece of the block, of so many query tiles a head.
 //
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
@@ -24,11 +34,21 @@ __device__ __forceinline__ void for_each_query_tile(unsigned tiles, unsigned hea
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : section;
-        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-#pragma unroll 1
-        for (unsigned first = 0, i = begin; first < size * tiles; first += gridDim.x, i = 2 * first - 1 - i) {
-            if (i >= size * tiles) continue;
+        back_and_forth((blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x, size * tiles, [&](unsigned i) {
             CAUSAL ? f(tiles - 1 - i / size, head + i % size) : f(i % tiles, i / tiles);
-        }
+        });
     }
+}
+
+// Likewise of a causal window: the pieces that are alike come one head after the other, so that blocks which work side by side
+// share keys; then, the longest first, those of all heads that the first key shortens.
+template <class F>
+__device__ __forceinline__ void for_each_window_tile(const Score& score, unsigned tiles, unsigned heads, F f) {
+    const unsigned shortened = max(-Head(score, 0, 0).first_key(0), 0);  // rows of a head
+    const unsigned brief = min((shortened + BLOCK_M - 1) / BLOCK_M, tiles), alike = tiles - brief;
+    back_and_forth(blockIdx.x, heads * tiles, [&](unsigned i) {
+        const bool late = i >= heads * alike;
+        const unsigned j = late ? i - heads * alike : i, by = late ? heads : alike;
+        f(late ? brief - 1 - j / by : tiles - 1 - j % by, late ? j % by : j / by);
+    });
 }

@@ -18,9 +18,13 @@ struct TileMap {
         for (int word = threadIdx.x / 32; word < group * words(score); word += WARPS) {
             const Head head(sequence, first_head + word / words(score));
             const int m0 = (word % words(score) * 32 + threadIdx.x % 32) * BLOCK_M;
-            const bool there = m0 < sequence.Sq;
-            const bool some = there && head.map_tells<Head::SOMETHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
-            const bool every = there && head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0);
+            static_assert(BLOCK_M % 64 == 0, "the map has a row for every 64 queries");
+            bool some = false, every = true;
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 64; ++i) {
+                const Head::MapTile own = head.map_tile<BLOCK_N>(m0 + 64 * i, n0);
+                some |= own.something, every &= own.everything;
+            }
             something[word] = __ballot_sync(0xffffffffu, some);
             everything[word] = __ballot_sync(0xffffffffu, every);
         }

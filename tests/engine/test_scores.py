@@ -16,6 +16,7 @@ from sandbox.core.errors import CompileError, UnsupportedProblem
 from sandbox.core.score import Score, TensorLike
 from sandbox.core.snippet import header, single
 from sandbox.engine import choose, pipeline
+from sandbox.launch import driver
 from sandbox.launch.arguments import score_argument
 from sandbox.launch.array_view import ArrayView
 from sandbox.launch.dlpack import HOST, Device
@@ -136,6 +137,39 @@ def test_warpgroups_walk_what_others_see(names: str, tile: Tile) -> None:
     kernel = registry.kernels()["fwd_wgmma"]
     problem = asked(tuple(names.split(" + ")), Problem(1, 2, 450, 520, 32, dtype="float16", causal="bottom-right"))
     assert check.verify(kernel, Case(names, problem), HOST, tile).ok
+
+
+C, TILE = "bottom-right", Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=2)
+# Rows end within a piece; keys are fewer than rows, which see none then, or more; windows from one key to all of them.
+WINDOWS = {
+    "causal": (Problem(1, 4, 450, 700, 32, Hk=2, dtype="float16", causal=C, window=(300, 0)), TILE),
+    "both sides": (Problem(2, 1, 450, 520, 32, dtype="float16", window=(330, 30), sink=True), TILE),
+    "lengths": (Problem(2, 1, 450, 400, 32, dtype="float16", window=(100, 30), key_lengths=True), TILE),
+    "blind rows": (Problem(1, 4, 700, 450, 64, Hk=1, dtype="float16", causal=C, window=(100, 0)), TILE),
+    "top-left": (Problem(1, 2, 700, 450, 128, dtype="bfloat16", causal="top-left", window=(70, 0)), TILE),
+    "no right end": (Problem(1, 2, 450, 700, 128, dtype="bfloat16", window=(200, None), Dv=64), TILE),
+    "one key": (Problem(2, 2, 450, 450, 96, dtype="bfloat16", causal=C, window=(0, 0)), TILE),
+    "short tiles": (
+        Problem(1, 2, 600, 600, 32, dtype="float16", window=(30, 200), softcap=5.0),
+        Tile(BLOCK_M=192, BLOCK_N=32, STAGES=6, BLOCKS=3),
+    ),
+    "ragged": (
+        Problem(0, 2, 0, 0, 64, dtype="bfloat16", causal=C, window=(90, 0), lengths=((300, 300), (1, 200), (150, 70))),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=4, BLOCKS=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_warpgroups_of_a_window_begin_together(name: str, device: Device) -> None:
+    """Where the ring has stages to spare. The CPU backend takes the first two and one by lot."""
+    kernel, (problem, tile) = registry.get("fwd_wgmma"), WINDOWS[name]
+    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma exists on compute capability 9.0 alone")
+    if device == HOST and name not in [*WINDOWS][:2] and name != random.Random(LOT).choice([*WINDOWS][2:]):
+        pytest.skip(f"not drawn by SANDBOX_LOT={LOT}")
+    result = check.verify(kernel, Case(name, problem), device, tile)
+    assert result.ok, result
 
 
 SHAPES = [(2, 4, 40, 70), (1, 4, 40, 70), (2, 1, 1, 70), (1, 1, 40, 1), (1, 4, 1, 1), (1, 1, 1, 1)]
