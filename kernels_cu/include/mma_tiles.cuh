@@ -41,9 +41,40 @@ __device__ __forceinline__ void request_tile(SmemAddress tile, const T* matrix, 
     }
 }
 
+// The copies of such a tile one at a time, for who puts them between other things. A thread copies the same chunk of every group
+// of a row before it goes on to another row: one address serves them all, the rest are immediates.
+template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T = dtype>
+struct TileCopies {
+    using Tile = Swizzled<COLUMNS>;
+    static constexpr unsigned GROUP = Tile::GROUP, GROUPS = Tile::CHUNKS / GROUP, STEP = THREADS_ / GROUP;  // every STEP-th row
+    static constexpr int COUNT = (ROWS + STEP - 1) / STEP * GROUPS, PER_CHUNK = 16 / sizeof(T);
+    static constexpr bool WHOLE = WIDTH == COLUMNS * PER_CHUNK / 8;
+    static_assert(THREADS_ % GROUP == 0 && STEP % 8 == 0, "rows STEP apart are swizzled alike");
+    SmemAddress to;
+    const T* from;
+    unsigned row, chunk;
+    int rows;  // from `row` on, before S
+
+    __device__ __forceinline__ void begin(SmemAddress tile, const T* matrix, long long stride, int n0, int S) {
+        const unsigned thread = thread_index_x();
+        row = thread / GROUP, chunk = thread % GROUP;
+        to = tile + Tile::at(row, chunk);
+        from = matrix + (n0 + static_cast<int>(row)) * stride + chunk * PER_CHUNK;
+        rows = S - n0 - static_cast<int>(row);
+    }
+    // Copy i of COUNT, in their order.
+    __device__ __forceinline__ void request(int i, long long stride) {
+        const unsigned step = i / GROUPS * STEP, group = i % GROUPS * GROUP;
+        if (i > 0 && group == 0) from += STEP * stride;
+        const bool inside = static_cast<int>(step) < rows && (WHOLE || (group + chunk) * PER_CHUNK < WIDTH);
+        if (ROWS % STEP == 0 || row + step < ROWS)
+            cp_async_16(to + step * Tile::ROW + group * 16, from + group * PER_CHUNK, inside);
+    }
+};
+
 // Byte offsets, within a tile, of the row and chunk of a 16 x 16 block that this lane points ldmatrix at. Step i of 16
 // columns lies at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
-template <int COLUMNS>
+template <int COLUMNS, bool ONE_REGISTER = false>
 struct FragmentPlace {
     using Tile = Swizzled<COLUMNS>;
     unsigned at[Tile::GROUP / 2];
@@ -53,5 +84,17 @@ struct FragmentPlace {
     }
     __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16
         return row * Tile::ROW + at[step % (Tile::GROUP / 2)] + step / (Tile::GROUP / 2) * Tile::GROUP * 16;
+    }
+};
+
+// The same by an instruction more for a register or three less: a step's bits of the chunk's number may as well be flipped
+// after the row's have been.
+template <int COLUMNS>
+struct FragmentPlace<COLUMNS, true> {
+    using Tile = Swizzled<COLUMNS>;
+    unsigned first;
+    __device__ __forceinline__ FragmentPlace(unsigned row, unsigned chunk) : first(Tile::at(row, chunk)) {}
+    __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16
+        return (first ^ step % (Tile::GROUP / 2) * 32) + (row * Tile::ROW + step / (Tile::GROUP / 2) * Tile::GROUP * 16);
     }
 };

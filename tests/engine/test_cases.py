@@ -65,6 +65,13 @@ def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
         right(kernel, case, device)
 
 
+@pytest.mark.parametrize(("D", "causal"), [(88, False), (120, "bottom-right")])
+def test_a_tile_in_shares(D: int, causal, device: Device) -> None:
+    """`fwd_mma` asks for the next tile's chunks beside its products: rows and columns that end within a tile."""
+    problem = Problem(1, 2, 160, 250, D, Hk=1, dtype="float16", causal=causal)
+    right(registry.kernels()["fwd_mma"], Case("shares", problem, layout="offset"), device)
+
+
 BESIDE = {
     "a row before": "if (query_row == 0) O.row(b, h, -1)[0] = dtype(0.0f);",
     "a row after": "if (query_row + 1 == score.Sq) O.row(b, h, score.Sq)[0] = dtype(0.0f);",

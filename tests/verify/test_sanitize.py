@@ -48,14 +48,14 @@ FAULTS = {
     ),
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
-        "shared memory used while a cp.async to it by thread 0 has not been waited for", "arrive(j);",
+        "shared memory used while a cp.async to it by thread 0 has not been waited for", "rows.load_queries(Q_smem",
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // tile j is there", "// tile j is there", "thread",
         "against previous write of 8 bytes at fwd_mma.cu", "request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
     ),
     "uninitialised, by ldmatrix": (
-        "fwd_mma", "        arrive(j);\n", "", "uninitialised",
+        "fwd_mma", "            request_after(j);\n", "", "uninitialised",
         "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
     ),
     "out of bounds, by cp.async": (
