@@ -13,7 +13,7 @@
 
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N), "spec and kernel disagree on shared memory");
 
-extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
+extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few blocks fit, registers may be many
     View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
     View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
@@ -68,8 +68,9 @@ extern "C" __global__ __launch_bounds__(BLOCK_M) void fwd_minimal(
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
-            for (int j = 0; j < BLOCK_N; ++j)  // a masked key's P is 0, but 0 * NaN would let its value through
-                if (Head::SCATTERED ? seen >> j & 1 : head.sees(query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
+            for (int j = 0; j < BLOCK_N; ++j)  // a hidden key's P is 0, but 0 * NaN would let its value through; beyond Sk are zeros
+                if (!Head::HIDES || (Head::SCATTERED ? seen >> j & 1 : head.sees(query_row, n0 + j)))
+                    o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }
     }
