@@ -25,12 +25,16 @@ __device__ __forceinline__ void back_and_forth(unsigned begin, unsigned many, F 
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
 // begin each section at another place, and heads too few for a section of their own join the last one, of long rows as many as
-// L2 bears with (B8 H12 S1024 D64: 0.79 of the blocks' time was work, now 0.95; B1 H16 S8191 D128: 0.95, 0.97). In a window most
-// pieces are alike and read few keys: one section, in which the short pieces of all heads come last (fwd_wgmma, window 1024: +5%).
+// L2 bears with (B8 H12 S1024 D64: 0.79 of the blocks' time was work, now 0.95; B1 H16 S8191 D128: 0.95, 0.97). Heads of four
+// rounds and more are even on their own, and blocks that drift apart on one head share keys longer than on many (B1 H16 D128,
+// S 128k: +4%, 256k: +9%, 512k: +10%). In a window most pieces are alike and read few keys: one section, in which the short
+// pieces of all heads come last (fwd_wgmma, window 1024: +5%).
 template <class F>
 __device__ __forceinline__ void for_each_query_tile(unsigned tiles, unsigned heads, F f) {
-    const unsigned section = CAUSAL && !Head::FIRST ? max(2 * gridDim.x / tiles, 1) : heads;
-    const unsigned last = section + max(section / 2, HEAD_DIM <= 128 ? 14u : 4u);
+    constexpr bool SECTIONS = CAUSAL && !Head::FIRST;
+    const unsigned section = SECTIONS ? max(2 * gridDim.x / tiles, 1) : heads;
+    const unsigned joined = SECTIONS && tiles >= 4 * gridDim.x ? 0 : max(section / 2, HEAD_DIM <= 128 ? 14u : 4u);
+    const unsigned last = section + joined;
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : section;
