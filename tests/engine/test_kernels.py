@@ -21,7 +21,7 @@ from sandbox.verify.cases import Case, inputs_of, make_inputs, pointed_cases, sw
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
-# Compiled for: one of so many variants of each tile, and without a GPU one of six times as many.
+# Compiled for: one of so many variants of each tile, and without a GPU one of ten times as many.
 ARCHS = {"sm_80": 1, "sm_89": 3, "sm_90a": 1, "sm_100a": 3, "sm_120": 3}
 by_name = lambda kernel: kernel.name  # noqa: E731
 
@@ -30,7 +30,7 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
     """Every tile with head widths, dtypes and masks to compile it for, by lot: one of the 16-bit dtypes, which differ
     in conversions alone, and few for architectures that differ little from others."""
     draw, target, found = random.Random(f"{LOT} {kernel.name} {arch_name}"), arch.parse(arch_name), []
-    share = ARCHS[arch_name] * (1 if driver.available() else 6)
+    share = ARCHS[arch_name] * (1 if driver.available() else 10)
     for tile in kernel.tiles:
         of_tile = []
         for D, causal in itertools.product((40, 64, 96, 128, kernel.max_D), (False, "bottom-right")):
