@@ -18,6 +18,7 @@
 // B32 H32 S512 D64: 351 TFLOP/s, causal 216, where bwd_wgmma has 317 and 199; 160 heads 212 for 258; S1024 344 for 433. More of it:
 // experiments/013_hopper_backward.
 #define TIMELINE_BRANCH 1
+#include "dq_rows.cuh"
 #include "query_walk.cuh"
 #include "ring.cuh"
 #include "row_by_row.cuh"

@@ -20,6 +20,7 @@
 //
 // FlashAttention-2's Algorithm 2 (arXiv:2307.08691) with the roles of registers and shared memory chosen anew: 32 keys a
 // warp use every fragment of Q and dO twice, without which shared memory, not the tensor cores, would be the limit.
+#include "dq_rows.cuh"
 #include "mma_tiles.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
@@ -421,19 +422,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
         const int nt = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8) % 8, mt = i / DQ_COLS;
         float sums[2][8];
         fetch_rows(sums, from + (mt * (DQ_COLS / 8) + nt) * 128, g);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            unsigned packed[4];
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const float x = sums[half][2 * pair], y = sums[half][2 * pair + 1];
-                zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
-                packed[pair] = pack(x * score.scale, y * score.scale);
-            }
-            const int row = row0 + 16 * mt + 8 * half + g, col = col0 + 8 * nt;
-            if (row < sequence.Sq && col < HEAD_DIM)
-                *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        }
+        put_rows(dQ, sequence, h, row0 + 16 * mt + g, col0 + 8 * nt, sums, score.scale, zero);
     }
     if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
         query_gradients_row_by_row<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
