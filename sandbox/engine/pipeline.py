@@ -113,7 +113,7 @@ def _steps(
                 raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
         block, smem = entry.block(tile), entry.smem_bytes(problem, tile)
-        launch = function.launcher(grid, block, smem, arguments, entry.early) if all(grid) else None
+        launch = function.launcher(grid, block, smem, arguments, entry.early, entry.team(tile)) if all(grid) else None
         yield launch and _logged(launch, entry, grid, block, smem, arguments), arguments.tensor_names
 
 

@@ -220,10 +220,13 @@ class CudaFunction:
         with self.device.current():
             return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
-    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Launch:
+    def launcher(
+        self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False, team: int = 1
+    ) -> Launch:
         """A call that launches on tensors at the given addresses, on a stream (its handle).
 
         Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.
+        `team`: so many blocks, neighbours along x, run at one time and read each other's shared memory.
         Raises DriverError naming kernel and geometry, now or when launching.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
@@ -231,7 +234,7 @@ class CudaFunction:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem, about=about)
         call, lock, slots, device = _libcuda().cuLaunchKernelEx, threading.Lock(), arguments.slots, self.device
-        config, handle = launch_config(grid, block, smem, early and device.arch >= EARLY_ARCH)
+        config, handle = launch_config(grid, block, smem, early and device.arch >= EARLY_ARCH, team)
         all_arguments = ctypes.byref(config), ctypes.c_void_p(int(self._function)), arguments.table, None
         alone = device_count() == 1  # then no other GPU's context can be bound
 
