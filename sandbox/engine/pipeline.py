@@ -26,7 +26,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import cache, nvrtc, snippets, sources
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
-from .steps import Step, in_order
+from .launches import EntryLaunch, in_order
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -74,17 +74,17 @@ def prepare(
     An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
-    steps: list[Step] = []
+    launches: list[EntryLaunch] = []
     arch = arch_of(device)
     for computes in _before(kernel, problem, tensors):
         first = choose_kernel(problem, computes, arch)
         first_tile = tile_on(device, first, problem)
-        steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
+        launches += _launches(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
     loaded = load(kernel, tile, problem, device)
-    steps += _steps(kernel, tile, problem, tensors, device, loaded)
-    names = tuple(dict.fromkeys(name for step in steps for name in step.arguments.tensor_names))
+    launches += _launches(kernel, tile, problem, tensors, device, loaded)
+    names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
     order = tuple(order) or names
-    launch = in_order(steps, zeroed_of(kernel, problem, tile), order, device)
+    launch = in_order(launches, zeroed_of(kernel, problem, tile), order, device)
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names, order
     )  # fmt: skip
@@ -98,9 +98,9 @@ def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> 
         yield "delta"
 
 
-def _steps(
+def _launches(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
-) -> Iterator[Step]:
+) -> Iterator[EntryLaunch]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
@@ -110,7 +110,9 @@ def _steps(
             if size > limit:
                 raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
-        yield Step(entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early)
+        yield EntryLaunch(
+            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early
+        )
 
 
 @dataclass(frozen=True)

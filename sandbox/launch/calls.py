@@ -30,7 +30,7 @@ def in_order(
     """
     fill, lock = refill(slots), threading.Lock()
     redirect = refill([[call.stream for call in calls]])
-    steps = [(call, call.function, call.arguments) for call in calls]
+    every = [(call, call.function, call.arguments) for call in calls]
 
     # What slots and streams hold, as far as that is known: an interrupt in the middle of a change leaves None.
     filled: tuple[int, ...] | None = None
@@ -47,7 +47,7 @@ def in_order(
                 current = None
                 redirect((stream,))
                 current = stream
-            for call, function, arguments in steps:
+            for call, function, arguments in every:
                 status = function(*arguments) if tried else None
                 if status != 0:
                     again(call, status)

@@ -13,7 +13,7 @@ from ..launch.arguments import ArgumentBlock, Launch, describe
 from ..launch.dlpack import HOST, Device
 
 
-class Step(NamedTuple):
+class EntryLaunch(NamedTuple):
     """One entry: what is launched, and with what."""
 
     entry: Entry
@@ -30,53 +30,55 @@ class Step(NamedTuple):
         return self[2:]
 
 
-def in_order(steps: Sequence[Step], zeroed: Mapping[str, int], order: Sequence[str], device: Device) -> Launch:
+def in_order(
+    launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device
+) -> Launch:
     """One launch of all that have blocks, on tensors whose addresses come in `order`, after so many bytes of those that
     are `zeroed` have been made zeros."""
-    steps = [step for step in steps if all(step.grid)]
+    launches = [one for one in launches if all(one.grid)]
     zeroed = {name: nbytes for name, nbytes in zeroed.items() if nbytes}
-    launch = _on_host(steps, zeroed, order) if device == HOST else _on_gpu(steps, zeroed, order, device)
-    return _logged(launch, steps) if log.logger.isEnabledFor(log.LAUNCHES) else launch
+    launch = _on_host(launches, zeroed, order) if device == HOST else _on_gpu(launches, zeroed, order, device)
+    return _logged(launch, launches) if log.logger.isEnabledFor(log.LAUNCHES) else launch
 
 
-def _on_gpu(steps: Sequence[Step], zeroed: Mapping[str, int], order: Sequence[str], device: Device) -> Launch:
+def _on_gpu(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device) -> Launch:
     slots: dict[str, list[Any]] = {name: [] for name in order}
     calls = []
     for name, nbytes in zeroed.items():
         slots[name].append(pointer := ctypes.c_uint64())
         calls.append(driver.zeroing(pointer, nbytes))
-    for step in steps:
-        for name, slot in zip(step.arguments.tensor_names, step.arguments.slots, strict=True):
+    for one in launches:
+        for name, slot in zip(one.arguments.tensor_names, one.arguments.slots, strict=True):
             slots[name].append(slot)
-        calls.append(step.function.call(*step.how))
+        calls.append(one.function.call(*one.how))
     return driver.in_order(calls, [*slots.values()], driver.device(device[1]))
 
 
-def _on_host(steps: Sequence[Step], zeroed: Mapping[str, int], order: Sequence[str]) -> Launch:
+def _on_host(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str]) -> Launch:
     clear = [(order.index(name), nbytes) for name, nbytes in zeroed.items()]
-    launches = [
-        (step.function.launcher(*step.how), [order.index(name) for name in step.arguments.tensor_names])
-        for step in steps
+    each = [
+        (one.function.launcher(*one.how), [order.index(name) for name in one.arguments.tensor_names])
+        for one in launches
     ]
 
     def launch_all(pointers: tuple[int, ...], stream: int = 0) -> None:
         for i, nbytes in clear:
             ctypes.memset(pointers[i], 0, nbytes)
-        for launch, places in launches:
+        for launch, places in each:
             launch(tuple([pointers[i] for i in places]), stream)
 
     return launch_all
 
 
-def _logged(launch: Launch, steps: Sequence[Step]) -> Launch:
+def _logged(launch: Launch, launches: Sequence[EntryLaunch]) -> Launch:
     """`launch` for who wants to hear of each."""
 
     def said(pointers: tuple[int, ...], stream: int = 0) -> None:
-        for entry, _, *shape, _, _ in steps:
+        for entry, _, *shape, _, _ in launches:
             log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", entry.name, *shape)
         launch(pointers, stream)
-        for step in steps:
-            for name, value in zip(step.entry.args, step.arguments.values, strict=True):
-                log.logger.log(log.ARGUMENTS, "  %s of %s = %s", name, step.entry.name, describe(value))
+        for one in launches:
+            for name, value in zip(one.entry.args, one.arguments.values, strict=True):
+                log.logger.log(log.ARGUMENTS, "  %s of %s = %s", name, one.entry.name, describe(value))
 
     return said
