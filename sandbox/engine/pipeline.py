@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -74,14 +75,15 @@ def prepare(
     An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
-    launches: list[EntryLaunch] = []
     arch = arch_of(device)
-    for computes in _before(kernel, problem, tensors):
-        first = choose_kernel(problem, computes, arch)
-        first_tile = tile_on(device, first, problem)
-        launches += _launches(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
-    loaded = load(kernel, tile, problem, device)
-    launches += _launches(kernel, tile, problem, tensors, device, loaded)
+    firsts = [choose_kernel(problem, computes, arch) for computes in _before(kernel, problem, tensors)]
+    kernels = [*((first, tile_on(device, first, problem)) for first in firsts), (kernel, tile)]
+    with ThreadPoolExecutor() as pool:  # compilers run side by side
+        loads = [*pool.map(lambda of: load(of[0], of[1], problem, device), kernels)]
+    launches: list[EntryLaunch] = []
+    for (each, its_tile), its_load in zip(kernels, loads, strict=True):
+        launches += _launches(each, its_tile, problem, tensors, device, its_load)
+    loaded = loads[-1]
     names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
     order = tuple(order) or names
     launch = in_order(launches, zeroed_of(kernel, problem, tile), order, device)

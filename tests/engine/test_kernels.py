@@ -144,9 +144,12 @@ def test_narrow_windows_are_taken_in_order() -> None:
 
 
 def test_short_rows_of_narrow_heads_are_taken_by_heads() -> None:
-    """Where it was measured, and no wave of blocks is nearly empty; of groups and of other rows nothing is known."""
+    """Where it was measured, and no wave of blocks is nearly empty, or the host is the slower; of groups and of other
+    rows nothing is known."""
+    few = {"B": 1, "H": 4, "Hk": 4}
     short = Problem(32, 32, 512, 512, 64, dtype="float16", causal="bottom-right")
-    alike = ({}, {"causal": False}, {"Sq": 200, "Sk": 200}, {"B": 4, "H": 33, "Hk": 33}, {"B": 8, "H": 33, "Hk": 33})
+    alike = ({}, {"causal": False}, {"Sq": 200, "Sk": 200}, {"B": 4, "H": 33, "Hk": 33}, {"B": 8, "H": 33, "Hk": 33},
+             {**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1})  # fmt: skip
     differ = (
         {"B": 2},
         {"B": 9, "H": 16, "Hk": 16},
@@ -156,6 +159,9 @@ def test_short_rows_of_narrow_heads_are_taken_by_heads() -> None:
         {"D": 56, "Dv": 56},
         {"softcap": 9.0},
         {"dtype": "bfloat16"},
+        {**few, "Sq": 129, "Sk": 129},
+        {**few, "Sq": 1},
+        {"Sq": 128, "Sk": 128},
     )
     for others, name in ((alike, "bwd_heads"), (differ, "bwd_wgmma")):
         problems = [dataclasses.replace(short, **fields) for fields in others]
