@@ -246,7 +246,9 @@ def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
         function = object.__new__(driver.CudaFunction)
         function.entry, function._function, function.device = "f", 1, SimpleNamespace(arch=arch)
         function.attribute = lambda which: 0
-        launch = function.launcher((8, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), True, team)
+        launch = function.launcher(
+            (8, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), early=True, team=team
+        )
         launch((), 99)
     launched, early, team_of_4 = (8, 2, 3, 32, 4, 5, 7, 99), (6, 1, 0, 0), (4, 4, 1, 1)  # 6: programmatic stream
     # serialization, on; 4: the cluster's dimensions
