@@ -38,7 +38,7 @@ using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // dS
 using Rows = Swizzled<64, D_PAD>;          // of dK or dV, a consumer's
-using Walk = QueryWalk<true, false>;
+using Walk = QueryWalk<true, false, false>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,

@@ -85,7 +85,7 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
 // Each block begins at its own diagonal also where no mask says so: those of a head, which begin together, do not meet.
 constexpr bool ROUND = COUNTED && !ORDERED && !Head::FIRST && !Head::LAST && !Head::MAPPED;
-using Walk = QueryWalk<KEPT_N0, ROUND>;
+using Walk = QueryWalk<KEPT_N0, ROUND, ABREAST>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -149,18 +149,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dK_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap dV_map,
+    int B, int Hk,
     int group,                                     // H / Hk
     const __grid_constant__ Score score,
     const __grid_constant__ TensorMap bias_map) {  // boxes of 64 rows, where BIAS_TILES
     extern __shared__ __align__(1024) char smem[];
-    const RowTile of_grid{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x * BLOCK_N)};
     const SmemAddress base = smem_address(smem);
     TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
     if (threadIdx.x == 0) {
         init_barriers(base);
         if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
     }
-    if (Head::MAPPED) map.fill<THREADS / 32>(Sequence(score, of_grid.b), blockIdx.y * group, group, of_grid.row0);
+    if (Head::MAPPED) {
+        const Piece own(0, Hk, B);
+        if (own.b < B) map.fill<THREADS / 32>(own.sequence(score), own.kv_head * group, group, own.key_tile * BLOCK_N);
+    }
 #if RAGGED
     if (threadIdx.x / 32 == 1) {
         const Dealt dealt = LongestFirst<KeyTiles>(score).piece(blockIdx.y * gridDim.x + blockIdx.x, gridDim.y, group);
@@ -173,20 +176,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #if RAGGED
         return Piece(*reinterpret_cast<const volatile Dealt*>(smem + CLAIM_AT));
 #else
-        return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0);
+        return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0, Hk, B);
 #endif
     };
     const Piece piece = claimed();
-    if (RAGGED && piece.b < 0) return;  // surplus
-    const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
-    const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
+    if ((RAGGED && piece.b < 0) || (ABREAST && piece.b >= B)) return;  // surplus
+    const int kv_head = piece.kv_head, b = piece.b, H = Hk * group;
     const Head head0(piece.sequence(score), kv_head * group);
-    const Walk walk{head0, map, group, own.row0};
+    const Walk walk{head0, map, group, piece.key_tile * BLOCK_N};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
     };
     const auto dQ_tile = [&](int head, int m0) {
-        const long long all = static_cast<long long>(gridDim.z) * H * query_tiles<BLOCK_M>(score);
+        const long long all = static_cast<long long>(B) * H * query_tiles<BLOCK_M>(score);
         return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
     };
     const auto added = [&](int head, int m0, unsigned consumer) {  // pieces, so far
