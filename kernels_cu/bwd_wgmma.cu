@@ -341,11 +341,44 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
+    // dK or dV of the consumer leaves: 64 keys, all columns or half of them, by way of `tile`, which nobody reads any more.
+    bool spoilt = false;
+    const auto leave = [&](auto layout, SmemAddress tile, const TensorMap& map, const float (&sums)[COLS / 2], float factor) {
+        spoilt |= Head::HIDES && !finite(sums);
+#pragma unroll
+        for (int k = 0; k < COLS / 2; k += 8) {
+            unsigned pair[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) pair[e] = pack(sums[k + 2 * e] * factor, sums[k + 2 * e + 1] * factor);
+            stmatrix_x4(tile + layout.chunk(warp % 4 * 16 + lane % 16, k / 4 + lane / 16), pair[0], pair[1], pair[2], pair[3]);
+        }
+        fence_proxy_async();
+        named_barrier_sync(own_barrier, 128);  // it is whole before it is sent
+        if (threadIdx.x % 128 == 0) {
+            const Piece done = claimed();  // asked again, or it would be kept all the time
+#pragma unroll
+            for (int slab = 0; slab < (COLS + 63) / 64; ++slab)
+                send_box(map, (slab + (SHARED_KEYS ? consumer * 2 : 0)) * 64, head0.key_row_box(walk.n0() + own_keys), done.kv_head,
+                         head0.key_row_batch(done.b), tile + slab * layout.SLAB_BYTES);
+            send_commit();
+        }
+    };
+    const auto leave_dV = [&] {  // where V was, of which a consumer reads its own keys alone
+        const unsigned tile = SHARED_KEYS ? consumer * 2 * Keys::SLAB_BYTES : own_keys * 128;
+        leave(Keys{}, base + V_AT + tile, dV_map, dV_rmem, Head::dropout_factor(score));
+    };
+    const auto leave_dK = [&](unsigned i) {  // where Q or dO was in the stage that an i-th tile would have
+        const unsigned tile = SHARED_KEYS ? Q_AT + consumer * 2 * Queries::SLAB_BYTES : consumer ? dO_AT : Q_AT;
+        leave(Queries{}, base + tile + stage_of(i) * Queries::BYTES, dK_map, dK_rmem, score.scale);
+    };
+
     int head, m0;  // of the tile that is next
     walk.start(head, m0);
     if (head == group) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
+        leave_dV();
+        leave_dK(0);
     } else {
         mbarrier_wait(base + FULL_K, 0);
         mbarrier_wait(base + FULL_V, 0);
@@ -550,57 +583,39 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         }
 #pragma unroll 1
         while (head < group) step(Constant<false>{});
+        TIMELINE(store);
         publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
+        wgmma_settled(dV_rmem);  // has been waited for in the last step
+        leave_dV();
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
-            await_dS(i - 1);
+            await_dS(i - 1);  // then nobody multiplies the tile before that one any more
             multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
+            wgmma_wait<1>();  // for dK
+            wgmma_settled(dK_rmem);
+            leave_dK(i);
             wgmma_wait<0>();
             wgmma_settled(dQ);
             store_dQ(dQ, i - 1, 0, 0);
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+        } else {
+            wgmma_wait<0>();
+            wgmma_settled(dK_rmem);
+            leave_dK(i);
         }
-        wgmma_wait<0>();
-        wgmma_settled(dK_rmem);
-        wgmma_settled(dV_rmem);
     }
 
-    TIMELINE(store);
-    const Piece done = claimed();  // asked again, or it would be kept all the time
-    const int done_b = ORDERED || RAGGED ? done.b : b;
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-    const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
-    if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done_b,
-                                                    ORDERED || RAGGED ? done.kv_head : kv_head, H, walk.n0(), warp - 4);
-    const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
-#pragma unroll
-        for (int k = 0; k < COLS / 2; k += 8) {
-            unsigned pair[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) pair[e] = pack(sums[k + 2 * e] * factor, sums[k + 2 * e + 1] * factor);
-            const unsigned column = k / 4 + lane / 16 + (SHARED_KEYS ? consumer * COLS / 8 : 0);
-            stmatrix_x4(base + tile + Keys::chunk(own_keys + warp % 4 * 16 + lane % 16, column), pair[0], pair[1], pair[2], pair[3]);
-        }
-    };
-    store_rows(V_AT, dV_rmem, Head::dropout_factor(score));
-    store_rows(K_AT, dK_rmem, score.scale);
-    fence_proxy_async();
-    named_barrier_sync(own_barrier, 128);  // the consumer's part is whole before it is sent
-    if (threadIdx.x % 128 == 0) {
-#pragma unroll
-        for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
-            const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
-            const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(done_b);
-            send_box(dV_map, at * 64, row, done.kv_head, batch, base + V_AT + from);
-            send_box(dK_map, at * 64, row, done.kv_head, batch, base + K_AT + from);
-        }
-        send_commit();
-        send_wait_read();  // shared memory lives as long as the block
+    if (Head::HIDES && named_barrier_or(both, 256, spoilt)) {
+        if (threadIdx.x % 128 == 0) send_wait();  // what has been sent is in its place, to be written once more
+        named_barrier_sync(both, 256);
+        const Piece done = claimed();
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done.b, done.kv_head, H, walk.n0(),
+                                                    warp - 4);
     }
+    if (threadIdx.x % 128 == 0) send_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);
 }
 
