@@ -348,8 +348,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         }
         fence_proxy_async();
         named_barrier_sync(own_barrier, 128);  // it is whole before it is sent
+        const Piece done = claimed();          // asked again, or it would be kept all the time
         if (threadIdx.x % 128 == 0) {
-            const Piece done = claimed();  // asked again, or it would be kept all the time
 #pragma unroll
             for (int slab = 0; slab < (COLS + 63) / 64; ++slab)
                 send_box(map, (slab + (SHARED_KEYS ? consumer * 2 : 0)) * 64, head0.key_row_box(walk.n0() + own_keys), done.kv_head,
