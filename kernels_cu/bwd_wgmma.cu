@@ -5,7 +5,7 @@
 // transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave the accumulators as A operands (bwd_mma's idea).
 //
 // clang-format off
-//   warp 0        requests K, V once; Q, dO a tile         STAGES tiles of Q and of dO, with two mbarriers: full, empty
+//   warp 0        requests K, V once; Q, dO a tile         STAGES tiles of Q and of dO, each with two mbarriers: full, empty
 //   warp 1        LSE and delta a tile, ready for use
 //   warps 2, 3    send a consumer's dQ from shared memory to be added in L2
 //   consumers     S = K Q | dP = V dO | dV += P dO | dQ = dS K | dK += dS Q       (time ->, of one query tile)
@@ -97,16 +97,20 @@ constexpr unsigned MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(TileMap) : 0), "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each.
-constexpr unsigned FULL_KEYS = BARRIERS_AT, FULL = FULL_KEYS + 8, EMPTY = FULL + 8 * STAGES, FULL_dQ = EMPTY + 8 * STAGES,
+constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
+                   FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
 constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the block's piece: its number, or what was dealt
 static_assert(CLAIM_AT + 32 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
-    mbarrier_init(base + FULL_KEYS, 2);  // K; V
+    mbarrier_init(base + FULL_K, 1);
+    mbarrier_init(base + FULL_V, 1);
     for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(base + FULL + 8 * stage, 3);   // Q; dO; LSE and delta
-        mbarrier_init(base + EMPTY + 8 * stage, 8);  // a lane of each consumer warp
+        mbarrier_init(base + FULL_Q + 8 * stage, 2);   // the rows; LSE and delta
+        mbarrier_init(base + EMPTY_Q + 8 * stage, 8);  // a lane of each consumer warp
+        mbarrier_init(base + FULL_dO + 8 * stage, 1);
+        mbarrier_init(base + EMPTY_dO + 8 * stage, 8);
     }
     for (unsigned consumer = 0; consumer < 2; ++consumer) {
         mbarrier_init(base + FULL_dQ + 8 * consumer, 4);
@@ -195,28 +199,30 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         registers_give_back<SERVER_REGISTERS>();
         if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
-            const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile) {
+            const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
                 Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
-                              head0.key_batch(tensor.stride_b ? b : 0), base + FULL_KEYS);
+                              head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned stage = stage_of(i);
-                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned more = 0) {
+                const auto request = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
+                                         unsigned full) {
+                    TIMELINE(wait_empty);
+                    mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    TIMELINE(load);
                     Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
                                      tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
-                                     base + FULL + 8 * stage, more);
+                                     base + full + 8 * stage, full == FULL_Q ? BIAS_BYTES : 0);
                 };
-                TIMELINE(wait_empty);
-                mbarrier_wait(base + EMPTY + 8 * stage, parity_of(i) ^ 1);
-                TIMELINE(load);
-                if (i == 0) request_keys(K_map, K, K_AT);
-                request(Q_tile_map, Q, Q_AT, BIAS_BYTES);
+                if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
+                request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
 #if BIAS
                 Pairs::add(base + BIAS_AT + stage * BIAS_BYTES, bias_map, walk.n0(), m0,
-                           score.bias.stride_h ? kv_head * group + head : 0, score.bias.stride_b ? b : 0, base + FULL + 8 * stage);
+                           score.bias.stride_h ? kv_head * group + head : 0, score.bias.stride_b ? b : 0,
+                           base + FULL_Q + 8 * stage);
 #endif
-                if (i == 0) request_keys(V_map, V, V_AT);
-                request(dO_tile_map, dO, dO_AT);
+                if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
+                request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
             TIMELINE(done);
         } else if (warp == 1) {
@@ -228,7 +234,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
-                mbarrier_wait(base + EMPTY + 8 * stage_of(i), parity_of(i) ^ 1);
+                mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
                 TIMELINE(load_stats);
                 float x[BLOCK_M / 16];  // all loads before the first store: none waits for another
 #pragma unroll
@@ -237,7 +243,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 for (int t = 0; t < BLOCK_M; t += 16)
                     to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
                 __syncwarp();  // written before the arrival says so
-                if (lane == 0) mbarrier_arrive(base + FULL + 8 * stage_of(i));
+                if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
             TIMELINE(done);
         } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
@@ -285,14 +291,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     float dK_rmem[COLS / 2], dV_rmem[COLS / 2];
     unsigned P[QUERIES / 16][4], dS[QUERIES / 16][4];
 
-    const auto await = [&](unsigned i) { mbarrier_wait(base + FULL + 8 * stage_of(i), parity_of(i)); };
+    const auto await = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
     // One lane arrives for its warp. PTX's memory model: bar.warp.sync orders what the lanes have read before it with what lane 0
     // does after it, whose arrival releases and whose waiter acquires; the order is transitive. compute-sanitizer's racecheck
     // (CUDA 13.0) follows only the thread that arrives, and reports the other lanes' reads: wrongly. The CPU backend's tool
     // `thread` knows __syncwarp, is silent with it and reports these very reads without (tests/verify/test_sanitize.py).
-    const auto release = [&](unsigned i) {
+    const auto release = [&](unsigned empty, unsigned i) {
         __syncwarp();  // all lanes have read LSE and delta
-        if (lane == 0) mbarrier_arrive(base + EMPTY + 8 * stage_of(i));
+        if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
     };
     // S^T or dP^T: the consumer's keys times its queries. Of V and dO the columns beyond their width are zeros, as dV's are then.
     const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
@@ -374,9 +380,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         leave_dV();
         leave_dK(0);
     } else {
-        mbarrier_wait(base + FULL_KEYS, 0);
+        mbarrier_wait(base + FULL_K, 0);
+        mbarrier_wait(base + FULL_V, 0);
         unsigned i = 0;
-        await(i);
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
         const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
@@ -418,10 +424,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const float* const stats =  // of the lane's first queries
                 reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + own_queries + thread_index_x() % 4 * 2;
             float S[QUERIES / 2], dP[QUERIES / 2], dQ[DQ_COLS / 2];
+            TIMELINE(wait_Q);
+            await(FULL_Q, i);
             TIMELINE(S);
             multiply_rows(S, K_AT, Q_at);
             wgmma_wait<1>();  // for dK of the tile before
-            if (begun) release(i - 1);
+            if (begun) release(EMPTY_Q, i - 1);
+            TIMELINE(wait_dO);
+            await(FULL_dO, i);
+            TIMELINE(S);
             multiply_rows(dP, V_AT, dO_at);
             if (begun) publish(i > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
@@ -554,15 +565,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             add_rows(dK_rmem, dS, dS_at, Q_at, begun);
 
             TIMELINE(dQ);
-            const int own_head = head, own_m0 = m0;
-            m0 += BLOCK_M;
-            walk.find(head, m0);
-            if (head < group) await(i + 1);  // asked while products are under way: an answer takes 80 cycles
-            wgmma_wait<1>();                 // for dV and dQ
+            wgmma_wait<1>();  // for dV and dQ
+            release(EMPTY_dO, i);
             if (!LATE_DQ || !FIRST) {
                 wgmma_settled(dQ);
-                store_dQ(dQ, i - LATE_DQ, own_head, own_m0);
+                store_dQ(dQ, i - LATE_DQ, head, m0);
             }
+            m0 += BLOCK_M;
+            walk.find(head, m0);
             ++i;
         };
         if (LATE_DQ) {
