@@ -83,12 +83,12 @@ def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Where a last key makes pieces of different length, those of a section of heads side by side: two rounds of blocks.
+    """Where a last key makes pieces of different length, those of a section of heads side by side: a round of blocks.
     (ABREAST of include/in_order.cuh.)"""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if p.ragged or p.bounds[1] is None or not heads:
         return tiles, p.Hk, p.batches
-    sections = max(1, round(heads * tiles / (2 * BLOCKS)))
+    sections = max(1, round(heads * tiles / BLOCKS))
     width = cdiv(heads, min(sections, heads))
     return width, tiles, cdiv(heads, width)
 
