@@ -40,6 +40,7 @@
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
 #define TIMELINE_BRANCH 1  // marks of other blocks are a jump each: experiments/018_timeline
+#define SLOW_PATH __forceinline__
 #include "dq_rows.cuh"
 #include "in_order.cuh"
 #include "query_walk.cuh"
