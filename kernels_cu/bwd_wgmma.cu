@@ -587,25 +587,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         TIMELINE(store);
         publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
         wgmma_settled(dV_rmem);  // has been waited for in the last step
-        leave_dV();
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
             await_dS(i - 1);  // then nobody multiplies the tile before that one any more
             multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
-            wgmma_wait<1>();  // for dK
-            wgmma_settled(dK_rmem);
-            leave_dK(i);
+            leave_dV();
             wgmma_wait<0>();
             wgmma_settled(dQ);
+            wgmma_settled(dK_rmem);
             store_dQ(dQ, i - 1, 0, 0);
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
         } else {
+            leave_dV();
             wgmma_wait<0>();
             wgmma_settled(dK_rmem);
-            leave_dK(i);
         }
+        leave_dK(i);
     }
 
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
