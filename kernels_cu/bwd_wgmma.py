@@ -83,13 +83,13 @@ def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Where a last key makes pieces of different length, those of a section of heads side by side: a round of blocks.
-    (ABREAST of include/in_order.cuh.)"""
+    """Where a last key makes pieces of different length, those of a section of heads side by side: as many as run at one
+    time, or of short rows half of them. (ABREAST of include/in_order.cuh.)"""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if p.ragged or p.bounds[1] is None or not heads:
         return tiles, p.Hk, p.batches
-    sections = max(1, round(heads * tiles / BLOCKS))
-    width = cdiv(heads, min(sections, heads))
+    sections = round(heads * tiles / (BLOCKS if tiles > 4 else BLOCKS / 2))
+    width = cdiv(heads, min(max(sections, 1), heads))
     return width, tiles, cdiv(heads, width)
 
 
