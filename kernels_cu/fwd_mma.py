@@ -17,7 +17,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What an MMA step, the register file and an SM's shared memory ask of a tile."""
     rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
-    most = 6144 if p.dropout else 8192
+    most = 6144 if p.dropout else 16384 if rows == 16 and p.plain else 8192
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
@@ -43,6 +43,18 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
+def rank(p: Problem, t: Tile) -> bool:
+    """First what was fastest (experiments/003_forward_paper)."""
+    return (t.WARPS == 8) != shares_keys(p)
+
+
+def shares_keys(p: Problem) -> bool:
+    """Whether eight warps, 128 rows, shall share tiles of keys: of wide heads, where there are several waves of blocks
+    and, where half of each diagonal tile is hidden, rows are long."""
+    blocks, long = cdiv(p.Sq, 128) * p.H * p.B, 2048 if p.causal else 512
+    return p.plain and p.D > 224 and min(p.Sq, p.Sk) >= long and blocks >= 4 * 132
+
+
 kernel = Kernel(
     name="fwd_mma",
     computes="forward",
@@ -57,6 +69,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=48, SUB_N=48, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=128, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
+        Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=16, WARPS=8, MIN_BLOCKS=1),
     ),
     space={
         "BLOCK_M": (64, 128, 192, 256),
@@ -70,5 +83,6 @@ kernel = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
+    rank=rank,
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

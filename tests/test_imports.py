@@ -168,6 +168,7 @@ def test_one_seam_to_array_libraries() -> None:
             "api.torch_autograd",
             "api.torch_op",
             "api.torch_float8",
+            "api.torch_graphs",
             "api.torch_nested",
             "api.torch_paged",
             "api.torch_scored",
@@ -207,6 +208,19 @@ def test_importing_the_package_is_light() -> None:
     assert "sandbox.api.attention" in done.stdout.split()
     assert "sandbox.engine.pipeline" not in done.stdout.split()
     assert [name for name in done.stdout.split() if top(name) in heavy] == []
+
+
+def test_who_compiles_nothing_does_not_wait_for_the_compiler() -> None:
+    """PyTorch's is a second of imports: a first call, its backward and options among it, does without."""
+    pytest.importorskip("torch")
+    script = """
+import sys, torch, sandbox
+q = torch.zeros(1, 1, 2, 16, requires_grad=True)
+for options in ({}, {"window": (1, 0)}):
+    sandbox.attention(q, q, q, kernel="fwd_minimal", **options).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "kernels_cu").glob("*.cu")), ids=lambda file: file.name)

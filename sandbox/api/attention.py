@@ -69,14 +69,12 @@ def attend(
     library = library_of(arrays[0])
     options = causal, scale, kernel, tile, backend, False, what
     if found := known("forward", options, arrays):
-        plan, addresses, leaves = found
-        if not leaves or not library.follows(*arrays):
+        plan, addresses, followed = found
+        if followed is None or not library.recording():
             out, lse = plan(arrays, addresses)
             return out, lse
         if not what.descale:
-            from . import torch_autograd
-
-            return torch_autograd.followed(arrays, options, found)
+            return followed(arrays, options, found)
     arrays = *library.cast(*arrays[:3]), *arrays[3:]
     if library.records(*arrays, scale):
         from . import torch_autograd, torch_float8

@@ -7,7 +7,7 @@ was made from, and nothing else: in particular of the addresses what `layout` ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,7 @@ def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
     return out, lse
 
 
-def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...], tuple[int, ...]]:
+def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
     """The plan of `run_forward`, and what to call it with."""
     if found := known("forward", options, arrays):
         return found[0], arrays, found[1]
@@ -181,22 +181,24 @@ def known(which: str, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Foun
     if not library_of(arrays[0]).unwatched() or (scale is not None and type(scale) is not float):
         return None
     try:
-        routes = _plans.routes.get((which, *options), ())
+        routes = _plans.routes[which].get(options, ())
     except TypeError:  # a tile given as a dict
         return None
-    for alike, pointer, plan, leaves in routes:
+    for alike, pointer, plan, followed in routes:
         if alike(*arrays):
-            addresses = (*map(pointer, arrays),)
-            for address in addresses:
+            addresses = []
+            for array in arrays:
+                address = pointer(array)
                 if address % ALIGNED or not address:
                     return None
-            return plan, addresses, leaves
+                addresses.append(address)
+            return plan, addresses, followed
     return None
 
 
 def _planned(
     maker: str, copied: int, arrays: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[Plan, tuple[Any, ...], tuple[int, ...]]:
+) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
     """The plan for arrays of this kind, found by its key or made, and what to call it with. Kernels copy the first so
     many arrays by rows: their alignment counts."""
     causal, scale, *how = options
@@ -205,7 +207,7 @@ def _planned(
     library, plans = library_of(arrays[0]), _plans
     arrays = library.held(*arrays)
     try:
-        addresses = tuple(map(library.pointer, arrays))
+        addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
         key = (maker, *library.signatures(arrays), bits & -bits, 0 in addresses, *options)
         plan = plans.get(key)
@@ -214,7 +216,7 @@ def _planned(
     if plan is None:
         plan, addresses = _make_plan(maker, key, arrays, options)
     elif not isinstance(plan, Refusal):
-        plans.learn((maker.removesuffix("_plan"), *options), arrays, addresses, plan)
+        plans.learn(maker.removesuffix("_plan"), options, arrays, addresses, plan)
     return plan, arrays, addresses
 
 
@@ -228,7 +230,7 @@ def number(scale: Any) -> float:
 
 def _make_plan(
     maker: str, key: tuple | None, arrays: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[Plan, tuple[int, ...]]:
+) -> tuple[Plan, Sequence[int]]:
     """A plan for arrays of this kind, kept under `key` if there is one, and their addresses. What is not supported is
     not tried again."""
     from . import plan as plans  # all that compiles and launches is imported here
@@ -250,7 +252,7 @@ class Refusal:
     def __init__(self, reason: str):
         self.reason = reason
 
-    def __call__(self, arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    def __call__(self, arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         raise UnsupportedProblem(self.reason)
 
 

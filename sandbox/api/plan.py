@@ -31,7 +31,7 @@ _TENSORS = {  # a caller's word: a kernel's; others have one word
 class Plan(Protocol):
     """Computes the results for arrays of the kind it was made for; `addresses` are the arrays'."""
 
-    def __call__(self, arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]: ...
+    def __call__(self, arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _copying_plan(
     for name, view in (list(views.items())[i] for i in copied):
         log.logger.log(log.CHOICES, "%s has strides %s: it is copied to a contiguous array", name, view.strides)
 
-    def copy_first(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    def copy_first(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         readable = tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
         return run(readable, tuple(vars(options).values()))  # whose plan depends on where the copies lie
 
@@ -150,22 +150,22 @@ def _plan(
         return _handing_plan(staged, handed) if handed else staged
     tensors = dict(zip(given, views.values(), strict=True))
     tensors |= {name: library.view(makers[name]()) for name in results}
-    prepared = pipeline.prepare(kernel, tile, problem, tensors, device)
+    prepared = pipeline.prepare(kernel, tile, problem, tensors, device, [*given, *makers])
     if missing := results.keys() - {*prepared.tensor_names}:
         raise UnsupportedProblem(f"{kernel.name} does not give {', '.join(sorted(missing))}")
-    launch, taken = prepared.launch, pipeline.picked(prepared.tensor_names, [*given, *makers])
-    news, stream = [makers[name] for name in results], library.stream(device[1]) if device != HOST else int
+    launch, stream = prepared.launch, library.stream(device[1]) if device != HOST else int
+    news = [makers[name] for name in results]
     pointer, room, offsets = library.pointer, *_together([scratch[name] for name in makers if name not in results])
     new_scratch = library.allocator(like, (room,), (1,), "float32")
 
-    def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         made = tuple([new() for new in news])
-        addresses = *addresses, *map(pointer, made)
+        addresses = *addresses, *[pointer(result) for result in made]
         if offsets:
             memory = new_scratch()  # whose memory goes back in the order of the stream
             start = pointer(memory)
             addresses = *addresses, *[start + offset for offset in offsets]
-        launch(taken(addresses), stream())
+        launch(addresses, stream())
         return made
 
     return _handing_plan(plan, handed) if handed else plan
@@ -215,7 +215,7 @@ def _staged_plan(
 ) -> Plan:  # fmt: skip
     """A plan for arrays on the other side: copied to `device`, computed there, and copied back."""
 
-    def plan(arrays: tuple[Any, ...], addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         every = dict(zip(given, arrays, strict=True)) | {name: make() for name, make in makers.items()}
         staged = {name: Staged(library.view(array), device) for name, array in every.items()}
         for name in given:

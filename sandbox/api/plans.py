@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..launch.dlpack import Library, library_of
@@ -20,10 +20,11 @@ class Route(NamedTuple):
     alike: Callable[..., bool]  # whether it takes arrays, and those who watch them, as those the route was made for
     pointer: Callable[[Any], int]
     plan: Plan
-    leaves: bool  # whether the library may want a gradient of what is computed of such arrays
+    followed: Followed | None  # computes for autograd; None where no array asks for a gradient
 
 
-Found = tuple["Plan", tuple[int, ...], bool]  # where a route led: its plan, the arrays' addresses, its `leaves`
+Found = tuple["Plan", Sequence[int], "Followed | None"]  # where a route led: its plan, the addresses, its `followed`
+Followed = Callable[[tuple[Any, ...], tuple[Any, ...], Found], tuple[Any, ...]]  # of arrays, options, what was found
 
 
 class Plans(dict[tuple, "Plan"]):
@@ -35,23 +36,29 @@ class Plans(dict[tuple, "Plan"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.routes: dict[tuple, tuple[Route, ...]] = {}  # by options
+        self.routes: dict[str, dict[tuple, tuple[Route, ...]]] = {"forward": {}, "backward": {}}  # by options
 
     def keep(self, key: tuple, plan: Plan) -> None:
         """`plan` under `key`, in place of all if they are too many."""
         if len(self) >= _MOST_PLANS:
             self.clear()
-            self.routes = {}
+            for routes in self.routes.values():
+                routes.clear()
         self[key] = plan
 
-    def learn(self, options: tuple, arrays: tuple[Any, ...], addresses: tuple[int, ...], plan: Plan) -> None:
+    def learn(self, which: str, options: tuple, arrays: tuple[Any, ...], addresses: Sequence[int], plan: Plan) -> None:
         """A route to `plan`, where the library can be asked and addresses are as most are."""
         if 0 in addresses or any(address % ALIGNED for address in addresses):
             return
         library: Library = library_of(arrays[0])
         if alike := library.alike(*arrays):
-            leaves = any(getattr(array, "requires_grad", False) for array in arrays)
-            if len(self.routes) >= _MOST_PLANS:
-                self.routes = {}
-            others = self.routes.get(options, ())[: _MOST_ROUTES - 1]
-            self.routes[options] = (Route(alike, library.pointer, plan, leaves), *others)
+            followed: Followed | None = None
+            if any(getattr(array, "requires_grad", False) for array in arrays):
+                from . import torch_autograd
+
+                followed = torch_autograd.followed
+            routes = self.routes[which]
+            if len(routes) >= _MOST_PLANS:
+                routes.clear()
+            others = routes.get(options, ())[: _MOST_ROUTES - 1]
+            routes[options] = (Route(alike, library.pointer, plan, followed), *others)

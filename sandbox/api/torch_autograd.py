@@ -15,7 +15,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
 from ..launch.dlpack import library_of
 from . import asked
-from .asked import Asked
+from .asked import NOTHING, Asked
 from .passes import known, number, run_backward, run_forward
 from .torch_op import Results, backward_seen, forward_seen, or_zeros
 
@@ -75,20 +75,22 @@ class _Attention(torch.autograd.Function):
         """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
         causal, scale, _, _, backend, _, what = ctx.options
         saved = ctx.saved_tensors
-        arrays, more = (or_zeros(dout, saved[3]), *saved[:5]), saved[5:]
-        wanted = _wanted(ctx.needs_input_grad[4:], what.names) if more else ()
-        asks, others = asked.backward(what, more, dlse, wanted)
-        every = *arrays, *others
+        every, asks = (or_zeros(dout, saved[3]), *saved), what
+        wanted: tuple[str, ...] = ()
+        if what is not NOTHING or dlse is not None:
+            wanted = _wanted(ctx.needs_input_grad[4:], what.names)
+            asks, others = asked.backward(what, saved[5:], dlse, wanted)
+            every = *every[:6], *others
         options = causal, scale, None, None, backend, torch.are_deterministic_algorithms_enabled(), asks
         twice = torch.is_grad_enabled()
         if not twice and (way := known("backward", options, every)):
             found = way[0](every, way[1])
         elif twice or _PYTORCH.intercepts(*every) or _batched(dout) or _batched(dlse):
             how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]
-            found = backward_seen(arrays, dlse, what, more, how, wanted)
+            found = backward_seen(every[:6], dlse, what, saved[5:], how, wanted)
         else:
             found = run_backward(every, options)
-        if not more:
+        if what is NOTHING:
             return None, *found
         named = dict(zip(wanted, found[3:], strict=True))
         return None, *found[:3], *(named.get(f"d{name}") for name in what.names)

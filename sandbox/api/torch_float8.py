@@ -19,11 +19,15 @@ def attention(arrays: Results, options: tuple[Any, ...]) -> Results:
         raise UnsupportedProblem(
             "attention of float8 has no gradient: pass detached tensors, or convert q, k and v to bfloat16"
         )
-    return _outside_of_graphs(arrays, options)
+    if torch.compiler.is_compiling():
+        from . import torch_graphs
+
+        return torch_graphs.float8_attention(arrays, options)
+    return unwatched(arrays, options)
 
 
-@torch.compiler.disable
-def _outside_of_graphs(arrays: Results, options: tuple[Any, ...]) -> Results:
+def unwatched(arrays: Results, options: tuple[Any, ...]) -> Results:
+    """The same of tensors that nobody looks into."""
     if library_of(arrays[0]).intercepts(*arrays):
         raise UnsupportedProblem(
             "attention of float8 is not an operator of PyTorch: subclasses, dispatch modes, torch.func and tracing "

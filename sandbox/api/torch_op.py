@@ -71,11 +71,16 @@ _texts: dict[str, Kernel] = {}
 
 def _kernel_text(kernel: str | Kernel | None) -> str | None:
     """A kernel's name; of one that is not the registry's, a text that stands for this very object in this process."""
-    return _text_of_kernel_at(id(kernel)) if isinstance(kernel, Kernel) else kernel
+    if not isinstance(kernel, Kernel):
+        return kernel
+    if torch.compiler.is_compiling():
+        from . import torch_graphs
+
+        return torch_graphs.text_of_kernel_at(id(kernel))
+    return text_of_kernel_at(id(kernel))
 
 
-@torch.compiler.assume_constant_result
-def _text_of_kernel_at(address: int) -> str:
+def text_of_kernel_at(address: int) -> str:
     """Of a kernel by its id, which the compiler guards: an object is no constant to it before PyTorch 2.13."""
     kernel = ctypes.cast(address, ctypes.py_object).value
     if registry.kernels().get(kernel.name) == kernel:
@@ -232,18 +237,17 @@ _REMEDIES = {
 
 def watched(operator: Any, function: Any, *inputs: Any) -> Results:
     """`operator` in its `function`, except for those that cannot look into one, and take the operator as it is."""
+    compiling = torch.compiler.is_compiling()
     if forward_ad._current_level >= 0:
-        return _uncompiled(function, *inputs)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if compiling:
+            from . import torch_graphs
+
+            return torch_graphs.apply(function, *inputs)
+        return function.apply(*inputs)
+    if compiling or torch.jit.is_tracing():
         return operator(*inputs)
     for kind in {type(x).__name__ for x in inputs} & {*_REMEDIES}:
         raise UnsupportedProblem(f"attention does not take a {kind}: {_REMEDIES[kind]}")
     stack = torch._C._functorch.peek_interpreter_stack()
     functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
     return operator(*inputs) if functionalizing else function.apply(*inputs)
-
-
-@torch.compiler.disable
-def _uncompiled(function: Any, *inputs: Any) -> Results:
-    """Where there may be tangents, which a compiled graph would lose in silence."""
-    return function.apply(*inputs)

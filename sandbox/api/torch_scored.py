@@ -54,12 +54,16 @@ def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     tensors = [array for name, array in given.items() if name not in ARRAYS]
     read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
     score = None if what.score is None else (what.score.score, what.score.mask)
-    said = _text(what.window, what.softcap, what.dropout, score, read, what.longest, PAGES in given)
-    return *(given.get(name) for name in ARRAYS), tensors, said
+    said = what.window, what.softcap, what.dropout, score, read, what.longest, PAGES in given
+    options = [given.get(name) for name in ARRAYS]
+    if torch.compiler.is_compiling():
+        from . import torch_graphs
+
+        return *options, tensors, torch_graphs.text_of_options(*said)
+    return *options, tensors, text_of_options(*said)
 
 
-@torch.compiler.assume_constant_result
-def _text(
+def text_of_options(
     window: Any, softcap: float, dropout: float, score: tuple[str, str] | None, read: list[str], longest: Any,
     paged: bool,
 ) -> str:  # fmt: skip

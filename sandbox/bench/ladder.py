@@ -46,7 +46,9 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
         lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
     r = rows[-1]
     grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
-    ceiling = f"a matrix product reaches {r['ceiling_tflops']:.0f} in the same run"
+    tops = sorted(row["ceiling_tflops"] for row in rows)
+    reached = " … ".join(dict.fromkeys(f"{top:.0f}" for top in (tops[0], tops[-1])))  # of several GPUs, or hours
+    ceiling = f"a matrix product reaches {reached} in the same run"
     where = f"{r['device']}, CUDA {r['cuda']}"
     said = f"TFLOP/s of the {r['computes']}, {r['dtype']}, geometric means over {grid}; {where}; {ceiling}."
     return "\n".join([*lines, "", said]) + "\n"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 
-from ..core import log
 from ..core.errors import CompileError, SpecError, UnsupportedProblem
-from ..core.kernel import Arch, Dim3, Entry, Kernel
+from ..core.kernel import Arch, Entry, Kernel
 from ..core.normalise import normalise_causal
 from ..core.problem import Problem
 from ..core.registry import entry_owner
@@ -22,13 +20,14 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver, parameters
-from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, describe, zeroed_of
+from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, zeroed_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
 from ..toolchain import cache, nvrtc, snippets, sources
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile
+from .launches import EntryLaunch, in_order
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
@@ -50,11 +49,12 @@ class Prepared:
     cached: bool
     compiled: tuple[Compiled, ...]  # each of the kernel's entries; empty on the CPU backend
     launch: Launch  # on tensors of the shapes and strides that it was prepared for
-    tensor_names: tuple[str, ...]  # whose addresses `launch` takes, in this order: scratch too; a name may come twice
+    tensor_names: tuple[str, ...]  # of the tensors that the kernel takes: scratch too
+    order: tuple[str, ...]  # of those whose addresses `launch` takes
 
     def pointers(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         """What `launch` takes, of `tensors` by the names in the spec's `args`."""
-        return tuple(tensors[name].pointer for name in self.tensor_names)
+        return tuple(tensors[name].pointer for name in self.order)
 
     def wait(self) -> None:
         """Until the GPU has done all its work; an error of this kernel's launch is raised here, with its name."""
@@ -62,8 +62,12 @@ class Prepared:
             driver.device(self.device[1]).synchronize(after=f"{self.kernel.name} on {self.problem}, tile {self.tile}")
 
 
-def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device) -> Prepared:
+def prepare(
+    kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device,
+    order: Sequence[str] = (),
+) -> Prepared:  # fmt: skip
     """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may lack.
+    `order`: that of the addresses that `launch` is to take, all that the kernel needs among them.
 
     A backward also computes the gradients of bias and sink, where `tensors` has "dbias" or "dsink"; with "dLSE" it is
     that of LSE too.
@@ -71,21 +75,20 @@ def prepare(kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, 
     An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
     GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
     """
-    steps: list[_Step] = []
     arch = arch_of(device)
-    for computes in _before(kernel, problem, tensors):
-        first = choose_kernel(problem, computes, arch)
-        first_tile = tile_on(device, first, problem)
-        steps += _steps(first, first_tile, problem, tensors, device, load(first, first_tile, problem, device))
-    loaded = load(kernel, tile, problem, device)
-    steps += _steps(kernel, tile, problem, tensors, device, loaded)
-    zeroed = zeroed_of(kernel, problem, tile)
-    launch, names = steps[0] if len(steps) == 1 and not zeroed else (None, ())
-    if launch is None:
-        names = tuple(dict.fromkeys(name for _, its_names in steps for name in its_names))
-        launch = _in_order(steps, zeroed, names, device)
+    firsts = [choose_kernel(problem, computes, arch) for computes in _before(kernel, problem, tensors)]
+    kernels = [*((first, tile_on(device, first, problem)) for first in firsts), (kernel, tile)]
+    with ThreadPoolExecutor() as pool:  # compilers run side by side
+        loads = [*pool.map(lambda of: load(of[0], of[1], problem, device), kernels)]
+    launches: list[EntryLaunch] = []
+    for (each, its_tile), its_load in zip(kernels, loads, strict=True):
+        launches += _launches(each, its_tile, problem, tensors, device, its_load)
+    loaded = loads[-1]
+    names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
+    order = tuple(order) or names
+    launch = in_order(launches, zeroed_of(kernel, problem, tile), order, device)
     return Prepared(
-        kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names
+        kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names, order
     )  # fmt: skip
 
 
@@ -97,12 +100,9 @@ def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> 
         yield "delta"
 
 
-_Step = tuple[Launch | None, tuple[str, ...]]  # one entry's launch, if it has any blocks, and the tensors it takes
-
-
-def _steps(
+def _launches(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
-) -> Iterator[_Step]:
+) -> Iterator[EntryLaunch]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
@@ -112,47 +112,9 @@ def _steps(
             if size > limit:
                 raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
-        block, smem = entry.block(tile), entry.smem_bytes(problem, tile)
-        launch = function.launcher(grid, block, smem, arguments, entry.early) if all(grid) else None
-        yield launch and _logged(launch, entry, grid, block, smem, arguments), arguments.tensor_names
-
-
-def _logged(launch: Launch, entry: Entry, grid: Dim3, block: Dim3, smem: int, arguments: ArgumentBlock) -> Launch:
-    """`launch` itself, unless somebody wants to hear of each."""
-    if not log.logger.isEnabledFor(log.LAUNCHES):
-        return launch
-
-    def said(pointers: tuple[int, ...], stream: int = 0) -> None:
-        log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", entry.name, grid, block, smem)
-        launch(pointers, stream)
-        for name, value in zip(entry.args, arguments.values, strict=True):
-            log.logger.log(log.ARGUMENTS, "  %s = %s", name, describe(value))
-
-    return said
-
-
-def _in_order(steps: Sequence[_Step], zeroed: Mapping[str, int], names: tuple[str, ...], device: Device) -> Launch:
-    """One launch of several, after zeros have been written where they are needed."""
-    gpu = driver.device(device[1]) if device != HOST else None
-    clear = [(names.index(name), nbytes) for name, nbytes in zeroed.items() if nbytes]
-    launches = [(launch, picked(its_names, names)) for launch, its_names in steps if launch]
-
-    def launch_all(pointers: tuple[int, ...], stream: int = 0) -> None:
-        for i, nbytes in clear:
-            if gpu:
-                driver.zero(pointers[i], nbytes, gpu, stream)
-            else:
-                ctypes.memset(pointers[i], 0, nbytes)
-        for launch, taken in launches:
-            launch(taken(pointers), stream)
-
-    return launch_all
-
-
-def picked(wanted: Sequence[str], names: Sequence[str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """What takes the addresses of `wanted` out of those of `names`."""
-    places = [names.index(name) for name in wanted]
-    return itemgetter(*places) if len(places) > 1 else lambda pointers: tuple(pointers[i] for i in places)
+        yield EntryLaunch(
+            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early
+        )
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ through ctypes, cuLaunchKernelEx, whose four arguments are made beforehand, wher
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,7 +16,9 @@ from typing import Any
 
 from ..core.errors import DriverError, GpuUnavailable
 from ..core.kernel import Arch, Dim3
+from . import calls
 from .arguments import Arguments, Launch
+from .calls import Call
 from .launch_config import EARLY_ARCH, launch_config
 from .tensor_maps import Box
 
@@ -223,41 +224,44 @@ class CudaFunction:
     def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Launch:
         """A call that launches on tensors at the given addresses, on a stream (its handle).
 
+        Raises DriverError naming kernel and geometry, as `call` does, and when launching.
+        """
+        return in_order([self.call(grid, block, smem, arguments, early)], [[s] for s in arguments.slots], self.device)
+
+    def call(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Call:
+        """cuLaunchKernelEx of it, with everything that it is told.
+
         Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.
-        Raises DriverError naming kernel and geometry, now or when launching.
+        Raises DriverError naming kernel and geometry.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
         if smem + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem, about=about)
-        call, lock, slots, device = _libcuda().cuLaunchKernelEx, threading.Lock(), arguments.slots, self.device
-        config, handle = launch_config(grid, block, smem, early and device.arch >= EARLY_ARCH)
-        all_arguments = ctypes.byref(config), ctypes.c_void_p(int(self._function)), arguments.table, None
-        alone = device_count() == 1  # then no other GPU's context can be bound
+        config, stream = launch_config(grid, block, smem, early and self.device.arch >= EARLY_ARCH)
+        everything = ctypes.byref(config), ctypes.c_void_p(int(self._function)), arguments.table, None
+        return Call(_libcuda().cuLaunchKernelEx, everything, stream, f"cuLaunchKernelEx({about})")
 
-        # What the table and `handle` hold, as far as that is known: an interrupt in the middle of a change leaves None.
-        filled: tuple[int, ...] | None = None
-        current: int | None = 0
 
-        def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
-            nonlocal filled, current
-            with lock:  # nobody else refills the arguments until the driver has copied them
-                if pointers != filled:  # a loop gets the same memory again and again from its allocator
-                    filled = None
-                    for slot, pointer in zip(slots, pointers, strict=True):
-                        slot.value = pointer
-                    filled = pointers
-                if stream != current:
-                    current = None
-                    handle.value = stream
-                    current = stream
-                status = call(*all_arguments) if alone else _INVALID_CONTEXT
-                if status == _INVALID_CONTEXT:
-                    status = _called(device, call, *all_arguments)
-            if status:
-                raise _error(status, f"cuLaunchKernelEx({about})")
+def zeroing(pointer: Any, nbytes: int) -> Call:
+    """cuMemsetD8Async of GPU memory at `pointer`, a c_uint64 whose value may change: it becomes zeros; a graph captures
+    that."""
+    stream = ctypes.c_void_p()
+    arguments = pointer, ctypes.c_ubyte(), ctypes.c_size_t(nbytes), stream
+    return Call(_libcuda().cuMemsetD8Async, arguments, stream, f"cuMemsetD8Async({nbytes} bytes)")
 
-        return launch
+
+def in_order(made: Sequence[Call], slots: Sequence[Sequence[Any]], device: Device) -> Launch:
+    """One launch of several calls, on tensors whose addresses go to each of `slots`. Raises DriverError naming the one
+    that fails."""
+
+    def again(call: Call, status: int | None) -> None:
+        if status in (None, _INVALID_CONTEXT):
+            status = _called(device, call.function, *call.arguments)
+        if status:
+            raise _error(status, call.about)
+
+    return calls.in_order(made, slots, device_count() == 1, again)  # alone, no other GPU's context can be bound
 
 
 class Event:
@@ -297,12 +301,6 @@ class DeviceMemory:
             driver.cuCtxPushCurrent(self._device.context)
             driver.cuMemFree(pointer)
             driver.cuCtxPopCurrent()
-
-
-def zero(pointer: int, nbytes: int, device: Device, stream: int = 0) -> None:
-    """Queue on `stream` that GPU memory at `pointer` becomes zeros; a graph captures it."""
-    if status := _called(device, _libcuda().cuMemsetD8Async, pointer, 0, nbytes, stream):
-        raise _error(status, f"cuMemsetD8Async({nbytes} bytes)")
 
 
 def write(pointer: int, address: int, nbytes: int, device: Device) -> None:

@@ -73,6 +73,10 @@ class Library:
         """Whether the library has to see the operation, or wants a gradient of it."""
         return self.follows(*arrays) or self.intercepts(*arrays)
 
+    def recording(self) -> bool:
+        """Whether the library records just now what is computed of arrays that ask for a gradient."""
+        return False
+
     def follows(self, *arrays: Any) -> bool:
         """Whether the library wants a gradient of what is computed of these."""
         return False

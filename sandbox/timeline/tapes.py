@@ -98,7 +98,7 @@ class _Shared:
     def clear(self) -> None:
         """Zeros again."""
         if self._gpu:
-            driver.zero(self.address, self.nbytes, self._gpu)
+            driver.in_order([driver.zeroing(ctypes.c_uint64(self.address), self.nbytes)], [], self._gpu)(())
         else:
             self._host[:] = 0
 

@@ -40,6 +40,14 @@ def test_who_has_no_time_has_no_line() -> None:
     assert "its authors' own" in lines[2]
 
 
+def test_a_table_says_what_a_matrix_product_reached() -> None:
+    """Where it varied, as from GPU to GPU of a run, from where to where."""
+    one = [row("fwd_mma", 0.5), row("sdpa-flash", 1.0)]
+    assert "reaches 700 in the same run" in ladder.ladder_markdown(one, "sdpa-flash")
+    two = [*one, row("fwd_mma", 0.5, D=128, ceiling_tflops=690.4)]
+    assert "reaches 690 … 700 in the same run" in ladder.ladder_markdown(two, "sdpa-flash")
+
+
 def test_a_table_goes_between_its_markers(tmp_path: Path) -> None:
     page, script = tmp_path / "page.md", Path("experiments/003_forward_paper/run.py")
     begin, end = "<!-- ladder: written by experiments/003_forward_paper/run.py table -->", "<!-- end of ladder -->"

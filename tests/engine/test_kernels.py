@@ -103,6 +103,29 @@ def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
         assert result.ok, result
 
 
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
+def test_wide_heads_share_tiles_of_keys(causal: Causal, device: Device) -> None:
+    """fwd_mma's tile whose steps are a loop, which only problems larger than those of the sweep choose."""
+    kernel = registry.get("fwd_mma")
+    tile = next(tile for tile in kernel.tiles if tile.WARPS == 8)
+    for inputs, Sk, D in (("rising", 331, 256), ("inf_value", 130, 232)):
+        problem = Problem(1, 2, 200, Sk, D, Hk=1, dtype="bfloat16", causal=causal)
+        assert choose.refuses_tile(kernel, problem, tile, None) is None
+        result = check.verify(kernel, Case(inputs, problem, inputs), device, tile)
+        assert result.ok, result
+
+
+def test_wide_heads_share_tiles_of_keys_where_it_was_faster() -> None:
+    """With many blocks, causal ones with long rows; not where an SM has no room for it, and not beside options."""
+    of = lambda arch_of, *shape, **more: choose.choose_tile(  # noqa: E731
+        registry.get("fwd_mma"), Problem(*shape, dtype="float16", **more), arch_of
+    )
+    assert of((9, 0), 32, 8, 512, 512, 256).WARPS == of((9, 0), 8, 8, 2048, 2048, 256, causal="bottom-right").WARPS == 8
+    assert of((8, 0), 32, 8, 512, 512, 256).WARPS == of((9, 0), 32, 8, 512, 512, 128).WARPS == 4
+    assert of((9, 0), 32, 8, 512, 512, 256, causal="bottom-right").WARPS == of((9, 0), 1, 8, 512, 512, 256).WARPS == 4
+    assert of((9, 0), 32, 8, 512, 512, 256, window=(64, None)).WARPS == 4
+
+
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
 def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
     """A race shows once in hundreds of runs; the CPU backend, whose order is fixed, needs few."""
@@ -146,9 +169,12 @@ def test_narrow_windows_are_taken_in_order() -> None:
 
 
 def test_short_rows_of_narrow_heads_are_taken_by_heads() -> None:
-    """Where it was measured, and no wave of blocks is nearly empty; of groups and of other rows nothing is known."""
+    """Where it was measured, and no wave of blocks is nearly empty, or the host is the slower; of groups and of other
+    rows nothing is known."""
+    few = {"B": 1, "H": 4, "Hk": 4}
     short = Problem(32, 32, 512, 512, 64, dtype="float16", causal="bottom-right")
-    alike = ({}, {"causal": False}, {"Sq": 200, "Sk": 200}, {"B": 4, "H": 33, "Hk": 33}, {"B": 8, "H": 33, "Hk": 33})
+    alike = ({}, {"causal": False}, {"Sq": 200, "Sk": 200}, {"B": 4, "H": 33, "Hk": 33}, {"B": 8, "H": 33, "Hk": 33},
+             {**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1})  # fmt: skip
     differ = (
         {"B": 2},
         {"B": 9, "H": 16, "Hk": 16},
@@ -158,6 +184,9 @@ def test_short_rows_of_narrow_heads_are_taken_by_heads() -> None:
         {"D": 56, "Dv": 56},
         {"softcap": 9.0},
         {"dtype": "bfloat16"},
+        {**few, "Sq": 129, "Sk": 129},
+        {**few, "Sq": 1},
+        {"Sq": 128, "Sk": 128},
     )
     for others, name in ((alike, "bwd_heads"), (differ, "bwd_wgmma")):
         problems = [dataclasses.replace(short, **fields) for fields in others]

@@ -1,0 +1,84 @@
+"""The launches of a kernel's entries, made one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core import log
+from ..core.kernel import Dim3, Entry
+from ..launch import driver
+from ..launch.arguments import ArgumentBlock, Launch, describe
+from ..launch.dlpack import HOST, Device
+
+
+class EntryLaunch(NamedTuple):
+    """One entry: what is launched, and with what."""
+
+    entry: Entry
+    function: Any  # driver.CudaFunction or CpuFunction
+    grid: Dim3
+    block: Dim3
+    smem: int
+    arguments: ArgumentBlock
+    early: bool
+
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """As the function's `launcher` and `call` take it."""
+        return self[2:]
+
+
+def in_order(
+    launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device
+) -> Launch:
+    """One launch of all that have blocks, on tensors whose addresses come in `order`, after so many bytes of those that
+    are `zeroed` have been made zeros."""
+    launches = [one for one in launches if all(one.grid)]
+    zeroed = {name: nbytes for name, nbytes in zeroed.items() if nbytes}
+    launch = _on_host(launches, zeroed, order) if device == HOST else _on_gpu(launches, zeroed, order, device)
+    return _logged(launch, launches) if log.logger.isEnabledFor(log.LAUNCHES) else launch
+
+
+def _on_gpu(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device) -> Launch:
+    slots: dict[str, list[Any]] = {name: [] for name in order}
+    calls = []
+    for name, nbytes in zeroed.items():
+        slots[name].append(pointer := ctypes.c_uint64())
+        calls.append(driver.zeroing(pointer, nbytes))
+    for one in launches:
+        for name, slot in zip(one.arguments.tensor_names, one.arguments.slots, strict=True):
+            slots[name].append(slot)
+        calls.append(one.function.call(*one.how))
+    return driver.in_order(calls, [*slots.values()], driver.device(device[1]))
+
+
+def _on_host(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str]) -> Launch:
+    clear = [(order.index(name), nbytes) for name, nbytes in zeroed.items()]
+    each = [
+        (one.function.launcher(*one.how), [order.index(name) for name in one.arguments.tensor_names])
+        for one in launches
+    ]
+
+    def launch_all(pointers: tuple[int, ...], stream: int = 0) -> None:
+        for i, nbytes in clear:
+            ctypes.memset(pointers[i], 0, nbytes)
+        for launch, places in each:
+            launch(tuple([pointers[i] for i in places]), stream)
+
+    return launch_all
+
+
+def _logged(launch: Launch, launches: Sequence[EntryLaunch]) -> Launch:
+    """`launch` for who wants to hear of each."""
+
+    def said(pointers: tuple[int, ...], stream: int = 0) -> None:
+        for entry, _, *shape, _, _ in launches:
+            log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", entry.name, *shape)
+        launch(pointers, stream)
+        for one in launches:
+            for name, value in zip(one.entry.args, one.arguments.values, strict=True):
+                log.logger.log(log.ARGUMENTS, "  %s of %s = %s", name, one.entry.name, describe(value))
+
+    return said

@@ -1,0 +1,71 @@
+"""Several calls of a driver as one launch: addresses and stream reach each, and what fails is named."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+
+from sandbox.launch.calls import Call, in_order, refill
+
+
+def test_addresses_go_where_they_belong() -> None:
+    """To several places, to one, to none; as many as there are, no more and no less."""
+    slots = [[ctypes.c_uint64(), ctypes.c_void_p()], [], [ctypes.c_void_p()]]
+    fill = refill(slots)
+    fill((1 << 63, 5, 7))
+    assert [[slot.value for slot in some] for some in slots] == [[1 << 63, 1 << 63], [], [7]]
+    for wrong in ((1, 2), (1, 2, 3, 4)):
+        with pytest.raises(ValueError, match="to unpack"):
+            fill(wrong)
+
+
+class Driver:
+    """Keeps what it is called with, and gives the status that it is told to."""
+
+    def __init__(self) -> None:
+        self.slot, self.status = ctypes.c_void_p(), {"first": 0, "second": 0}
+        self.called: list[tuple[object, ...]] = []
+
+    def calls(self) -> list[Call]:
+        streams = [SimpleNamespace(value=0) for _ in self.status]
+        return [
+            Call(self._call, (name, stream), stream, name) for name, stream in zip(self.status, streams, strict=True)
+        ]
+
+    def _call(self, name: str, stream: SimpleNamespace) -> int:
+        self.called.append((name, self.slot.value, stream.value))
+        return self.status[name]
+
+
+def test_calls_go_in_order_to_one_stream() -> None:
+    driver = Driver()
+    launch = in_order(driver.calls(), [[driver.slot]], True, lambda call, status: pytest.fail(call.about))
+    launch((16,))
+    launch((32,), 9)
+    launch((32,))
+    expected = [(16, None, 0), (32, None, 9), (32, None, 0)]
+    assert driver.called == [(name, at, to) for at, _, to in expected for name in ("first", "second")]
+
+
+def test_what_fails_is_asked_again_and_what_raises_ends_the_launch() -> None:
+    """With its status, before the calls after it; where nothing may be tried, without one."""
+    driver, asked = Driver(), []
+
+    def again(call: Call, status: int | None) -> None:
+        asked.append((call.about, status))
+        if status == 700:
+            raise RuntimeError(call.about)
+
+    launch = in_order(driver.calls(), [[driver.slot]], True, again)
+    driver.status["first"] = 201
+    launch((16,))
+    driver.status["first"] = 700
+    with pytest.raises(RuntimeError, match="first"):
+        launch((16,))
+    assert asked == [("first", 201), ("first", 700)]
+    assert [name for name, *_ in driver.called] == ["first", "second", "first"]
+    asked.clear()
+    in_order(driver.calls(), [[driver.slot]], False, again)((16,))
+    assert asked == [("first", None), ("second", None)]
