@@ -218,7 +218,7 @@ __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned
     Teller teller{smem};
     const auto tell = [&](unsigned tile, unsigned head) { teller.tell(Dealt(tile * BLOCK_M, head, H)); };
     if constexpr (SKEWED && CAUSAL) for_each_window_tile(score, query_tiles<BLOCK_M>(score), heads, tell);
-    else for_each_query_tile(query_tiles<BLOCK_M>(score), heads, tell);
+    else for_each_query_tile<true>(query_tiles<BLOCK_M>(score), heads, tell);
     teller.tell(Dealt());
 }
 #endif

@@ -10,16 +10,19 @@ __device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
     return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
-// Calls f(i) with each i below `many` that is the block's: a round of all blocks from `begin` on, the next one backwards. Of its
-// two of these two rounds a block takes that with the smaller i % heads first.
+// Calls f(i) with each i below `many` that is the block's: a round of all blocks from `begin` on, the next one backwards. Of
+// several `heads`, i being of head i % heads, a block takes of its two of these two rounds the one of the earlier head first.
 template <class F>
 __device__ __forceinline__ void back_and_forth(unsigned begin, unsigned many, unsigned heads, F f) {
 #pragma unroll 1
     for (unsigned first = 0, i = begin; first < many; first += gridDim.x, i = 2 * first - 1 - i) {
-        const bool back = first / gridDim.x % 2;
-        const unsigned other = 2 * (back ? first : first + gridDim.x) - 1 - i;
-        const unsigned there = back ? other : i, then = back ? i : other;
-        const unsigned own = then < many && then % heads < there % heads ? other : i;
+        unsigned own = i;
+        if (heads > 1) {
+            const bool back = first / gridDim.x % 2;
+            const unsigned other = 2 * (back ? first : first + gridDim.x) - 1 - i;
+            const unsigned there = back ? other : i, then = back ? i : other;
+            if (then < many && then % heads < there % heads) own = other;
+        }
         if (own >= many) continue;
         f(own);
     }
@@ -33,10 +36,12 @@ __device__ __forceinline__ void back_and_forth(unsigned begin, unsigned many, un
 // L2 bears with (B8 H12 S1024 D64: 0.79 of the blocks' time was work, now 0.95; B1 H16 S8191 D128: 0.95, 0.97). Heads of four
 // rounds and more are even on their own, and blocks that drift apart on one head share keys longer than on many (B1 H16 D128,
 // S 128k: +4%, 256k: +9%, 512k: +10%). In a window most pieces are alike and read few keys: one section, in which the short
-// pieces of all heads come last (fwd_wgmma, window 1024: +5%). Of its two pieces of two rounds a block takes the one of the earlier
-// head first, so that all pieces of half of the heads come together: at D = 256 two rounds of Q, K, V and O are more than L2
-// holds (S = 512: +9%, 1k: +3%, 2k: +1%).
-template <class F>
+// pieces of all heads come last (fwd_wgmma, window 1024: +5%).
+//
+// TOGETHER: of its two pieces of two rounds a block takes the one of the earlier head first, so that all pieces of half of the
+// heads are under way at one time. At D = 256 two rounds of Q, K, V and O are more than L2 holds: S = 512 +9%, 1k +3%, 2k +1%,
+// D = 64 and 128 -0.3 ... +0.9%; float8, of half as many bytes, up to -3%.
+template <bool TOGETHER = false, class F>
 __device__ __forceinline__ void for_each_query_tile(unsigned tiles, unsigned heads, F f) {
     constexpr bool SECTIONS = CAUSAL && !Head::FIRST;
     const unsigned section = SECTIONS ? max(2 * gridDim.x / tiles, 1) : heads;
@@ -46,7 +51,7 @@ __device__ __forceinline__ void for_each_query_tile(unsigned tiles, unsigned hea
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : section;
         const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-        back_and_forth(begin, size * tiles, SECTIONS ? size : 1, [&](unsigned i) {
+        back_and_forth(begin, size * tiles, SECTIONS && TOGETHER ? size : 1, [&](unsigned i) {
             CAUSAL ? f(tiles - 1 - i / size, head + i % size) : f(i % tiles, i / tiles);
         });
     }

@@ -341,8 +341,8 @@ struct Head : Sight {
     // APPROXIMATELY: to a few ulp, for an l of 0 or not much below 1, as every row has; without a call, a jump or a long chain.
     template <bool IN_X = false, bool APPROXIMATELY = false>
     __device__ __forceinline__ Total total(float m, float l) const {
-        const float log = APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l), inverse = APPROXIMATELY ? reciprocal(l) : 1.0f / l;
-        Total row = {(IN_X ? m : m * unit) + log, l == 0.0f ? 0.0f : inverse};
+        Total row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
+                     l == 0.0f ? 0.0f : APPROXIMATELY ? reciprocal(l) : 1.0f / l};
 #if SINK
         const float without = row.lse, gap = sink - without;  // one more summand, of no value
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
