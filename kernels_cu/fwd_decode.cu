@@ -11,6 +11,8 @@
 //   warp 1  keys  16 .. 31, 80 .. 95,  ...        in the end: the warps of a block through shared memory, then the blocks
 //   ...                                           through `partials`, by the second entry, in order: the same bits every time
 //
+//   a team: two blocks of a split, which read each other's shared memory in the end, as if their warps were of one block
+//
 //   shared memory: Q [BLOCK_M][D_PAD] | m, l [WARPS][BLOCK_M][2] | warp 0: stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD],
 //   stage 1, ... | warp 1 ...         (a warp's O [BLOCK_M][DV_PAD + 8], fp32, takes the place of its stages)
 // clang-format on
@@ -22,16 +24,19 @@
 // P is rounded to a half and no more: tensor cores wait for memory in any case.
 //
 // A user alone waits for latencies, not for memory: B1 H32/8 Sk2048 is 8 MiB, 11 … 12 us, reading alone 8 (H200). What made it of 17: the
-// second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9). What did not: a merge by the last block to
-// arrive (0.5 us more), more blocks than one a multiprocessor (0.3), eight warps a block or four stages (1).
-// Many users: nor did one line of all keys cut into equal stretches (0 … 5% more), nor copies with L2's evict_first (4 … 5% more).
+// second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9), and 8 splits (0.5). What did not: a merge by the
+// last block to arrive (0.5 us more), or by a team of eight (0.5), eight warps a block or four stages (1).
+// Many users: a merge costs 2 … 4 us, a team of two spares them; of four or eight, which seldom find room at once, it takes up to a fifth
+// longer. Nor did one line of all keys cut into equal stretches (0 … 5% more), or copies with L2's evict_first (4 … 5% more).
 #include "mma_tiles.cuh"
 #include "splits.cuh"
+#include "team.cuh"
 #if FLOAT8
 #include "float8.cuh"
 #endif
 
 constexpr unsigned THREADS = 32 * WARPS;
+constexpr int ALL_WARPS = TEAM * WARPS;  // that share the keys of a split
 constexpr int M_TILES = BLOCK_M / 16;
 constexpr int ITEM = sizeof(dtype), CHUNK = 16 / ITEM;  // bytes of an element of Q, K and V; elements of a chunk
 constexpr int STEP_D = 2 * CHUNK;                      // columns of an MMA step of S, and of a fragment of V
@@ -287,18 +292,19 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     const int kv_head = blockIdx.y, z = blockIdx.z;
     const Split own = DEALT ? Deal(score, gridDim.z - splits, splits).block(z) : Split{z / splits, z % splits, splits, z / splits * splits};
     if (DEALT && own.surplus()) return;
-    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, own.b, group);
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x / TEAM, own.b, group);
     if (RAGGED && tile.surplus()) return;
     const Sequence sequence(score, tile.b);
     const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
     const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                     // their queries
 
-    // Which key tiles: those that some row sees, an equal part of them for each split, in turns of the warps.
+    // Which key tiles: those that some row sees, an equal part of them for each block of each split, in turns of its warps.
     const Head any(sequence, kv_head * group);
     const Range keys = any.keys(i0, i1), seen_by_all = any.keys_seen_by_all(i0, i1);
     const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-    const int part = (all + own.splits - 1) / own.splits, begin_of_split = min(own.split * part, all);
-    const int end = begin + min(begin_of_split + part, all), first = begin + begin_of_split + warp;
+    const int blocks = own.splits * TEAM, part = (all + blocks - 1) / blocks;
+    const int begin_of_block = min((own.split * TEAM + static_cast<int>(team_member())) * part, all);
+    const int end = begin + min(begin_of_block + part, all), first = begin + begin_of_block + warp;
 
     const SmemAddress Q_smem = smem_address(smem);
     char* const ring = smem + RINGS_AT + warp * RING;
@@ -354,24 +360,25 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite()))
         leave_row_by_row(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp, sums + warp * BLOCK_M);
     else leave(rows, O_warp, sums + warp * BLOCK_M);
-    __syncthreads();  // what every warp has summed up is there
+    team_barrier();  // what every warp has summed up is there
 
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
     constexpr int CHUNKS = HEAD_DIM_V / 8;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (rows_end - row0) * CHUNKS; i += THREADS) {
+    for (int i = threadIdx.x * TEAM + team_member(); i < (rows_end - row0) * CHUNKS; i += TEAM * THREADS) {
         const int r = i / CHUNKS, chunk = i % CHUNKS;
         const PackedRow row(row0 + r, kv_head, group);
         const Head head(sequence, row.h);
         const float exponent = head.unit * Head::LOG2E;
         float m = -INF, l = 0.0f, o[8] = {};
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) m = fmaxf(m, sums[w * BLOCK_M + r].x);
+        for (int w = 0; w < ALL_WARPS; ++w) m = fmaxf(m, of_teammate(sums, w / WARPS)[w % WARPS * BLOCK_M + r].x);
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float2 own = sums[w * BLOCK_M + r];
+        for (int w = 0; w < ALL_WARPS; ++w) {
+            const float2 own = of_teammate(sums, w / WARPS)[w % WARPS * BLOCK_M + r];
             const float weight = share(own.x, m, exponent);
-            const float4* const from = reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 8 * chunk) * 4);
+            const char* const O_at = smem + RINGS_AT + w % WARPS * RING + (r * O_PITCH + 8 * chunk) * 4;
+            const float4* const from = reinterpret_cast<const float4*>(of_teammate(O_at, w / WARPS));
             const float4 left = from[0], right = from[1];
             const float eight[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
             l += weight * own.y;
@@ -393,6 +400,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
             if (chunk == 0) *parts.sums(number, own.split) = make_float2(m, l);
         }
     }
+    if (TEAM > 1) team_barrier();  // nobody reads this block's shared memory any more
 }
 
 // Merges what the splits left, a block a row: PARTS parties of COLUMNS / 4 threads take every PARTS-th split each, many on their way

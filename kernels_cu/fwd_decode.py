@@ -7,6 +7,8 @@ SM_ASKS = 131072  # bytes on their way to a multiprocessor that keep its share o
 MOST_SPLITS = 256
 MOST_BLOCKS = 65535  # along the grid's last axis
 DEALT_WAVES = 4  # of blocks that are dealt
+SMS = 132  # multiprocessors of the GPU on which tiles were measured
+NO_LONGER = 8192  # keys: a team reads so many of one entry in no time that counts beside those of all
 MOST_ACCUMULATORS = 32 * 160  # of S and O in a warp
 
 
@@ -35,9 +37,9 @@ def row_tiles(p: Problem, t: Tile) -> int:
     return cdiv(rows, t.BLOCK_M)
 
 
-def dealt(p: Problem) -> bool:
+def dealt(p: Problem, t: Tile) -> bool:
     """Whether blocks are dealt to batch entries of different numbers of keys, on the device, where these are known."""
-    return p.key_lengths and not p.ragged
+    return p.key_lengths and not p.ragged and t.TEAM == 1
 
 
 def at_once(p: Problem, t: Tile) -> int:
@@ -48,21 +50,21 @@ def at_once(p: Problem, t: Tile) -> int:
 
 
 def splits(p: Problem, t: Tile) -> int:
-    """How many blocks share the keys of a tile of rows; if dealt, of all batch entries.
+    """How many blocks, or teams, share the keys of a tile of rows; if dealt, of all batch entries.
 
     As many as finish first, counted in rounds of a block's warps, if all take equally long; two rounds more for what
-    a block does besides, one more to merge. Each has as many rounds as it asks for at once, or more. Where they take
-    differently long, of several entries, so many that the last ones are short.
+    a block does besides, one more to merge and three for eight parts. Each has as many rounds as it asks for at once,
+    or more. Where they take differently long, of several entries, so many that the last ones are short.
     """
-    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS)
+    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.TEAM)
     most = max(1, rounds // (t.STAGES - 1))  # of an entry
-    if dealt(p):
+    if dealt(p, t):
         wanted = at_once(p, t) * (DEALT_WAVES if p.B > 1 else 1) // max(tiles, 1)
         return max(1, min(p.B * most, wanted, MOST_BLOCKS - p.B))
     shared = tiles * p.batches
 
     def takes(n: int) -> int:
-        return cdiv(shared * n, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1)
+        return cdiv(shared * n * t.TEAM, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1 and 1 + cdiv(3 * n, 8))
 
     most = max(1, min(most, MOST_SPLITS, MOST_BLOCKS // max(p.batches, 1)))
     return min(range(1, most + 1), key=takes)
@@ -70,12 +72,12 @@ def splits(p: Problem, t: Tile) -> int:
 
 def blocks(p: Problem, t: Tile) -> int:
     """Blocks that share keys of a tile of rows, of all batch entries; if dealt, at most."""
-    return splits(p, t) + p.B if dealt(p) else splits(p, t) * p.batches
+    return splits(p, t) + p.B if dealt(p, t) else splits(p, t) * p.batches
 
 
 def merges(p: Problem, t: Tile) -> bool:
     """Whether some row's keys may be shared."""
-    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS
+    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS * t.TEAM
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
@@ -116,16 +118,39 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_N={t.BLOCK_N} spills with BLOCK_M={t.BLOCK_M} of float8 at Dv={p.Dv}: 16 does not",
         ),
         (t.BLOCK_M == 16 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 16 rows do not"),
+        (
+            t.TEAM == 1 or arch is None or arch >= (9, 0),
+            f"TEAM={t.TEAM} needs compute capability 9.0 or later, whose blocks read each other's shared memory",
+        ),
         (t.STAGES >= 2, "STAGES must be at least 2: one is read while the others are on their way"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
+def form(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """The warps of a block, the blocks of a team, and the bytes of a column of K that a warp has on their way, as they
+    were measured to be best of 16 bits and 256 columns of K and V, with which eight warps fill a multiprocessor.
+
+    A team of two where that makes one wave of all tiles of rows, so that nothing is left to merge; or more, where
+    entries have keys of different numbers, none of many. Alone where there are many waves anyway. Of several waves each
+    has fewer bytes on their way.
+    """
+    tiles, blocks = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
+    if sum(row_bytes(p)) != 512 or p.float8 or p.ragged:
+        return blocks
+    if p.key_lengths:
+        return (8, 2, 32) if 2 * tiles >= 0.75 * SMS and p.Sk <= NO_LONGER else blocks
+    if 0.75 * SMS <= 2 * tiles <= SMS:
+        return 8, 2, 64
+    return (8, 1, 32) if tiles >= 3 * SMS else blocks
+
+
 def rank(p: Problem, t: Tile) -> int:
-    """The rows that there are in as few tiles as possible; of these what has as many keys on their way, in bytes, as
-    was measured to be best of 16 bits, and the smallest."""
-    on_their_way = (t.STAGES - 1) * t.BLOCK_N * p.itemsize
-    return 1024 * cdiv(p.Sq * group(p), t.BLOCK_M) + 512 * (on_their_way != 64) + t.BLOCK_M
+    """The rows that there are in as few tiles as possible; of these what has the form that was measured to be best, and
+    the smallest."""
+    *warps, on_their_way = form(p, t)
+    wrong = 512 * (warps != [t.WARPS, t.TEAM]) + 256 * (on_their_way != (t.STAGES - 1) * t.BLOCK_N * p.itemsize)
+    return 1024 * cdiv(p.Sq * group(p), t.BLOCK_M) + wrong + t.BLOCK_M
 
 
 kernel = Kernel(
@@ -139,11 +164,15 @@ kernel = Kernel(
     dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),
     tiles=(
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
-        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132),  # D >= 128, of 100 KB a multiprocessor
-        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132),  # float8
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132),  # float8 in pages of 16, or wide
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),
+        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, BLOCKS=132, TEAM=2),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=2),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=1),
+        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=1),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, TEAM=1),  # D >= 128, of 100 KB a multiprocessor
+        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),  # float8
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, TEAM=1),  # float8 in pages of 16, or wide
     ),
     space={
         "BLOCK_M": (16, 32),
@@ -151,10 +180,12 @@ kernel = Kernel(
         "WARPS": (2, 4, 8),
         "STAGES": (2, 3, 4, 5, 6),
         "BLOCKS": (132,),
+        "TEAM": (1, 2),
     },
-    grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
+    grid=lambda p, t: (row_tiles(p, t) * t.TEAM, p.Hk, blocks(p, t)),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
+    team=lambda t: t.TEAM,
     supports=supports,
     check_tile=check_tile,
     rank=rank,

@@ -52,7 +52,7 @@ def shares_keys(p: Problem) -> bool:
     """Whether eight warps, 128 rows, shall share tiles of keys: of wide heads, where there are several waves of blocks
     and, where half of each diagonal tile is hidden, rows are long."""
     blocks, long = cdiv(p.Sq, 128) * p.H * p.B, 2048 if p.causal else 512
-    return p.plain and p.D > 224 and min(p.Sq, p.Sk) >= long and blocks >= 4 * 132
+    return p.plain and p.D > 240 and min(p.Sq, p.Sk) >= long and blocks >= 4 * 132
 
 
 kernel = Kernel(

@@ -38,7 +38,7 @@ def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "grid", (*KERNELS, "--grid", "decode", "--peers", PEERS)
     float8 = ("--dtype", "float8_e4m3", "--peers", "none")
     yield "float8", ("fwd_decode", "fwd_wgmma_fp8", "--grid", "decode", *float8)
-    of_float8 = [f"BLOCK_M=16,{tile},BLOCKS=132" for tile in FLOAT8]
+    of_float8 = [f"BLOCK_M=16,{tile},BLOCKS=132,TEAM=1" for tile in FLOAT8]
     yield "float8", ("fwd_decode", *_shapes("32,32/8,1,4096,128", SPLIT[2]), *_tiles(of_float8), *float8)
     for B in (1, 16):
         yield "crossing", (*KERNELS, *_shapes(*_of_queries(B, QUERIES, 128)), "--causal", "--peers", "none")
@@ -47,7 +47,9 @@ def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "widths", (*KERNELS, *_shapes(*shapes), "--causal", "--peers", "none")
     shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, 128)]
     yield "widths", ("fwd_decode", "fwd_wgmma_fp8", *_shapes(*shapes), "--causal", *float8)
-    of_blocks, of_dealt = ([f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n}" for n in ns] for ns in (BLOCKS, DEALT))
+    of_blocks, of_dealt = (
+        [f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n},TEAM=1" for n in ns] for ns in (BLOCKS, DEALT)
+    )
     yield "splits", ("fwd_decode", *_shapes(*SPLIT), *_tiles(of_blocks), "--peers", "none")
     lengths = ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths")
     yield "splits", (*lengths, *_tiles(of_dealt), "--peers", "none")

@@ -102,8 +102,11 @@ __device__ __forceinline__ void send_floats(float* to, SmemAddress from, unsigne
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// Waits until the boxes and sums that this thread has sent have left shared memory.
-__device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the boxes and sums that this thread has sent have left shared memory, those of its PENDING newest groups aside.
+template <int PENDING = 0>
+__device__ __forceinline__ void send_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 
 // Waits until they have also come to where they were sent.
 __device__ __forceinline__ void send_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -98,6 +98,20 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+// The logarithm to base 2, with an error of 2^-22 near 1; of 0: -inf.
+__device__ __forceinline__ float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x to 1 ulp.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // tanh with a relative error of 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
     float y;

@@ -15,7 +15,7 @@ __device__ __forceinline__ float share(float part, float m, float exponent) {
     return part == m ? 1.0f : ex2((part - m) * exponent);  // equal infinities: not NaN
 }
 
-constexpr bool DEALT = KEY_LENGTHS && !RAGGED;  // batch entries have keys of different numbers: more blocks for more keys
+constexpr bool DEALT = KEY_LENGTHS && !RAGGED && TEAM == 1;  // batch entries have keys of different numbers: more blocks for more keys
 
 // The block that is number `split` of `splits` that share the keys of batch entry b; those of entries before are `before`.
 struct Split {

@@ -58,14 +58,15 @@ def attention(
 
         out, lse = torch_nested.attention((q, k, v), arrays, what, causal, scale, kernel, tile, backend)
     else:
-        out, lse = attend((q, k, v, *arrays), what, causal, scale, kernel, tile, backend)
+        out, lse = attend((q, k, v, *arrays), what, causal, scale, kernel, tile, backend, return_lse)
     return (out, lse) if return_lse else out
 
 
 def attend(
-    arrays: tuple[Any, ...], what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
-) -> tuple[Any, Any]:
-    """(out, lse) of q, k, v and the arrays that `what` names."""
+    arrays: tuple[Any, ...], what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
+    with_lse: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, lse) of q, k, v and the arrays that `what` names; unless `with_lse`, lse may be None."""
     library = library_of(arrays[0])
     options = causal, scale, kernel, tile, backend, False, what
     if found := known("forward", options, arrays):
@@ -74,14 +75,14 @@ def attend(
             out, lse = plan(arrays, addresses)
             return out, lse
         if not what.descale:
-            return followed(arrays, options, found)
+            return followed(arrays, options, found, with_lse)
     arrays = *library.cast(*arrays[:3]), *arrays[3:]
     if library.records(*arrays, scale):
         from . import torch_autograd, torch_float8
 
         if what.descale:
             return torch_float8.attention(arrays, options)
-        out, lse = torch_autograd.attention(arrays, what, causal, scale, kernel, tile, backend)
+        out, lse = torch_autograd.attention(arrays, what, causal, scale, kernel, tile, backend, with_lse)
         return out, lse
     return run_forward(arrays, options)
 

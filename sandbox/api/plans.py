@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
 
 Found = tuple["Plan", Sequence[int], "Followed | None"]  # where a route led: its plan, the addresses, its `followed`
-Followed = Callable[[tuple[Any, ...], tuple[Any, ...], Found], tuple[Any, ...]]  # of arrays, options, what was found
+Followed = Callable[[tuple[Any, ...], tuple[Any, ...], Found, bool], tuple[Any, ...]]  # see torch_autograd.followed
 
 
 class Plans(dict[tuple, "Plan"]):

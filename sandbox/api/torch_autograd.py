@@ -21,21 +21,24 @@ from .torch_op import Results, backward_seen, forward_seen, or_zeros
 
 
 def attention(
-    arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
-) -> Results:
+    arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
-    q, k, v and those that `what` names."""
+    q, k, v and those that `what` names; unless `with_lse`, lse may be None."""
     if isinstance(scale, Tensor):
         scale = _constant(scale)
     if not library_of(arrays[0]).intercepts(*arrays):
-        return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None)
+        return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None, with_lse)
     return forward_seen(arrays, what, causal, scale, kernel, tile, backend)
 
 
-def followed(arrays: Results, options: tuple[Any, ...], found: Any) -> Results:
-    """(out, lse) for autograd, of tensors that nobody else watches; `found`: what `passes.known` says of them."""
+def followed(arrays: Results, options: tuple[Any, ...], found: Any, with_lse: bool) -> tuple[Tensor, Any]:
+    """(out, lse) for autograd, of tensors that nobody else watches; `found`: what `passes.known` says of them. Unless
+    `with_lse`, lse is None: a result less for autograd to follow."""
     apply = _apply if found else _Attention.apply
-    return apply((options, found), *arrays)
+    results = apply((options, found, with_lse), *arrays)
+    return results if with_lse else (results, None)
 
 
 def forward(*inputs: Any) -> Results:
@@ -62,16 +65,16 @@ class _Attention(torch.autograd.Function):
     """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
 
     @staticmethod
-    def forward(ctx: Any, how: tuple[Any, Any], *arrays: Any) -> Results:
-        """`how`: options in the order of `plan.Options`, and what is known of a plan."""
-        ctx.options, found = how
+    def forward(ctx: Any, how: tuple[Any, Any, bool], *arrays: Any) -> Any:
+        """`how`: options in the order of `plan.Options`, what is known of a plan, and whether LSE is a result."""
+        ctx.options, found, with_lse = how
         output = found[0](arrays, found[1]) if found else run_forward(arrays, ctx.options)
         ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
         ctx.set_materialize_grads(False)
-        return output
+        return output if with_lse else output[0]
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
         causal, scale, _, _, backend, _, what = ctx.options
         saved = ctx.saved_tensors

@@ -51,6 +51,8 @@ class Entry:
     """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
     early: bool = False
     """True: it may begin while the entry before it ends, and itself waits for that, by `await_previous_entry`."""
+    team: Callable[[Tile], int] = lambda tile: 1
+    """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/team.cuh)."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():

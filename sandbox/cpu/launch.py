@@ -31,6 +31,7 @@ class _Launch(ctypes.Structure):
         ("dynamic_smem", ctypes.c_void_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
+        ("team", ctypes.c_uint),
         ("smem_bytes", ctypes.c_uint),
         ("workers", ctypes.c_uint),
         ("order", ctypes.c_uint),
@@ -56,7 +57,9 @@ class CpuFunction:
         """The address of a global or constant variable of the library: one for all of its entry points."""
         return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, name))
 
-    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Launch:
+    def launcher(
+        self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False, team: int = 1
+    ) -> Launch:
         """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
 
         It raises LaunchError with what a barrier, a warp collective or a trap had to say.
@@ -65,6 +68,8 @@ class CpuFunction:
             raise SpecError(f"{self.entry}: {smem} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
+        if grid[0] % team:
+            raise SpecError(f"{self.entry}: a grid {grid} is not of whole teams of {team} blocks along x")
         lock = _ForkedLock()
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
@@ -72,7 +77,7 @@ class CpuFunction:
                 raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel would
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
-                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, smem, workers(), 0,
+                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, team, smem, workers(), 0,
                 ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
             )  # fmt: skip
             with lock:

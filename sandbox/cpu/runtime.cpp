@@ -10,6 +10,7 @@
 
 #include <link.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -80,6 +81,7 @@ struct Sent {  // one box, or numbers, on its way out of shared memory
     unsigned bytes;
     bool add;  // to what is there
     bool committed;
+    unsigned younger;  // groups that were committed since
     Site site;
 };
 
@@ -119,6 +121,7 @@ struct Fiber : Thread {
     unsigned parity, named_barrier, registers;
     bool wgmma_fenced;
     unsigned wgmma_turn;  // how many of its warp's wgmmas, commits and waits it has come to
+    unsigned team_turn;   // how many of the team's barriers
 };
 
 bool same_place(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
@@ -218,9 +221,18 @@ struct Stores {
     }
 };
 
+struct Teammate {  // what a block of a team shows the others
+    char* smem;     // where its shared memory begins
+    unsigned turn;  // of the team's barriers that all of its threads have come to
+    bool ended;
+};
+
 struct Block {
     const Launch& launch;
     Stores& stores;
+    const int& failed;  // whether some block of the launch has
+    Teammate* team = nullptr;
+    unsigned member = 0;  // which of its team it is
     unsigned threads;
     Fiber* fibers;
     unsigned *turns, *warps;  // the threads, warp by warp, and the warps, in the order in which they run
@@ -239,9 +251,9 @@ struct Block {
     unsigned resumed = 0, yielded = 0;  // in this scheduling step: fibers, and those that only waited for another block
     bool stuck = false;                 // all did
 
-    Block(const Launch& launch, Stores& stores);
+    Block(const Launch& launch, Stores& stores, const int& failed);
     ~Block();
-    bool run(dim3 index);
+    bool run(dim3 index, Teammate* its_team);
 
     void shuffle(dim3 index);
     void resume(Fiber& fiber);
@@ -311,7 +323,8 @@ void fiber_main() {
     pause(true);
 }
 
-Block::Block(const Launch& launch, Stores& stores) : launch(launch), stores(stores), smem(launch) {
+Block::Block(const Launch& launch, Stores& stores, const int& failed)
+    : launch(launch), stores(stores), failed(failed), smem(launch) {
     threads = launch.block.x * launch.block.y * launch.block.z;
     fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
     turns = static_cast<unsigned*>(malloc(2 * threads * sizeof(unsigned)));
@@ -429,8 +442,10 @@ void Block::shuffle(dim3 index) {
     }
 }
 
-bool Block::run(dim3 index) {
+bool Block::run(dim3 index, Teammate* its_team) {
     if (message) return false;
+    team = its_team, member = index.x % launch.team;
+    team[member].smem = smem.begin;
     acquire(&ended);  // the block before this one on the same OS thread
     for (unsigned t = 0; t < threads; ++t) {
         for (unsigned i = 0; i < fibers[t].copy_count; ++i) permit(fibers[t].copies[i]);
@@ -447,7 +462,7 @@ bool Block::run(dim3 index) {
         fiber.copy_count = fiber.copy_group = 0;  // what nobody waited for never arrives
         fiber.sent.count = 0;
         fiber.wgmma_fenced = false;
-        fiber.wgmma_turn = 0;
+        fiber.wgmma_turn = fiber.team_turn = 0;
         fiber.registers = REGISTERS / threads / 8 * 8;
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
     }
@@ -461,7 +476,11 @@ bool Block::run(dim3 index) {
         become_stuck(resumed && resumed == yielded && !hopper.requested.count);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
-        if (returned == threads) return nothing_left_behind();
+        if (returned == threads) {
+            __atomic_store_n(&team[member].ended, true, __ATOMIC_RELEASE);
+            return nothing_left_behind();
+        }
+        if (stuck) sched_yield();
         if (!deliver_boxes() && !any_ready() && !release_barrier()) {
             explain_deadlock();
             return false;
@@ -562,6 +581,7 @@ struct Grid {
     int failed = 0;
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     Stores stores{};
+    Teammate* teammates = nullptr;  // all blocks, team by team
 };
 
 void* work(void* argument) {
@@ -570,12 +590,12 @@ void* work(void* argument) {
     const uint64_t workers = grid.workers;
     pthread_mutex_unlock(&grid.lock);
     const dim3& extent = grid.launch.grid;
-    Block block(grid.launch, grid.stores);
+    Block block(grid.launch, grid.stores, grid.failed);
     uint64_t index = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     while (index < grid.blocks && !__atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) {
         const uint64_t i = grid.launch.order ? grid.blocks - 1 - index : index;
         const dim3 at(i % extent.x, i / extent.x % extent.y, i / extent.x / extent.y);
-        if (!block.run(at)) {
+        if (!block.run(at, grid.teammates + i / grid.launch.team * grid.launch.team)) {
             pthread_mutex_lock(&grid.lock);
             if (!grid.failed) snprintf(grid.launch.error, grid.launch.error_size, "%s", block.message);
             __atomic_store_n(&grid.failed, 1, __ATOMIC_RELAXED);
@@ -604,6 +624,31 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
     pause();
     acquire(order);
     return any;
+}
+
+extern "C" void sandbox_team_barrier(Site site) {
+    static char order;  // what came before any team's barrier, for whoever has passed one
+    sandbox_barrier(site);
+    Block& block = *current;
+    Fiber& fiber = self();
+    const unsigned turn = ++fiber.team_turn;
+    release(&order);
+    if (&fiber == block.fibers) __atomic_store_n(&block.team[block.member].turn, turn, __ATOMIC_RELEASE);
+    for (unsigned member = 0; member < block.launch.team; ++member) {
+        while (__atomic_load_n(&block.team[member].turn, __ATOMIC_ACQUIRE) < turn) {
+            if (__atomic_load_n(&block.team[member].ended, __ATOMIC_ACQUIRE) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
+                block.fail("team barrier %s:%d: block (%u,%u,%u) waits for one of its team that has ended", site.file, site.line,
+                           fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
+                pause(true);
+            }
+            sandbox_yield();
+        }
+    }
+    acquire(&order);
+}
+
+extern "C" const char* sandbox_of_teammate(const char* own, unsigned member) {
+    return current->team[member].smem + (own - current->smem.begin);
 }
 
 extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site) {
@@ -752,16 +797,24 @@ extern "C" int sandbox_launch(const Launch* launch) {
     Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z, 1};
     launch->error[0] = '\0';
     const uint64_t threads = static_cast<uint64_t>(launch->block.x) * launch->block.y * launch->block.z;
-    uint64_t most = launch->workers < grid.blocks ? launch->workers : grid.blocks;
+    // The blocks of a team are taken one after the other: with as many workers as it has blocks each begins, and none waits for ever.
+    const uint64_t wanted = launch->workers < launch->team ? launch->team : launch->workers;
+    uint64_t most = wanted < grid.blocks ? wanted : grid.blocks;
     if (most * threads > MAX_FIBERS) most = MAX_FIBERS / threads;
+    grid.teammates = static_cast<Teammate*>(calloc(grid.blocks, sizeof(Teammate)));
     pthread_t* others = static_cast<pthread_t*>(calloc(most + 1, sizeof(pthread_t)));
     pthread_mutex_lock(&grid.lock);
     while (grid.workers < most && pthread_create(&others[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
     grid.stores.running = grid.workers;
+    if (grid.workers < launch->team) {
+        snprintf(launch->error, launch->error_size, "no memory for the threads of %u blocks at one time", launch->team);
+        grid.failed = 1;
+    }
     pthread_mutex_unlock(&grid.lock);
     work(&grid);
     for (uint64_t i = 1; i < grid.workers; ++i) pthread_join(others[i], nullptr);
     free(others);
+    free(grid.teammates);
     return grid.failed;
 }
 

@@ -56,6 +56,10 @@ extern __attribute__((tls_model("initial-exec"))) thread_local Thread* sandbox_s
 void sandbox_barrier(Site site);
 // The same; returns whether any thread handed in true.
 bool sandbox_barrier_or(bool predicate, Site site);
+// Waits until every thread of the team has come to it, those of this block to this very place.
+void sandbox_team_barrier(Site site);
+// Where that member of the team has what lies at `own` in this block's shared memory.
+const char* sandbox_of_teammate(const char* own, unsigned member);
 // Hands in `value`; returns the 32 values of the warp, to be read at once, when every lane in `mask` (that the warp has)
 // has called the same collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);
@@ -81,7 +85,7 @@ void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* ba
 void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
 void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site);
 void sandbox_send_commit();
-void sandbox_send_wait_read();
+void sandbox_send_wait_read(unsigned pending);
 void sandbox_send_wait();
 void sandbox_yield();
 // Ordinary writes that the async proxy does not see before the fence.
@@ -102,6 +106,7 @@ struct Launch {
     void** args;
     char* (*dynamic_smem)();  // where the calling OS thread has its dynamic shared memory
     dim3 grid, block;
+    unsigned team;  // blocks, neighbours along x, that run at one time and read each other's shared memory
     unsigned smem_bytes;
     unsigned workers;  // OS threads to spread the blocks over
     unsigned order;    // 0: blocks, warps and lanes in ascending order; else blocks descending, and the seed of a shuffle

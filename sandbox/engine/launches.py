@@ -23,6 +23,7 @@ class EntryLaunch(NamedTuple):
     smem: int
     arguments: ArgumentBlock
     early: bool
+    team: int
 
     @property
     def how(self) -> tuple[Any, ...]:
@@ -74,8 +75,9 @@ def _logged(launch: Launch, launches: Sequence[EntryLaunch]) -> Launch:
     """`launch` for who wants to hear of each."""
 
     def said(pointers: tuple[int, ...], stream: int = 0) -> None:
-        for entry, _, *shape, _, _ in launches:
-            log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", entry.name, *shape)
+        for one in launches:
+            shape = one.grid, one.block, one.smem
+            log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", one.entry.name, *shape)
         launch(pointers, stream)
         for one in launches:
             for name, value in zip(one.entry.args, one.arguments.values, strict=True):

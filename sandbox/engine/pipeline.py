@@ -113,8 +113,9 @@ def _launches(
                 raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
         yield EntryLaunch(
-            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early
-        )
+            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early,
+            entry.team(tile),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

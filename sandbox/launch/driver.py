@@ -221,24 +221,27 @@ class CudaFunction:
         with self.device.current():
             return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
-    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Launch:
-        """A call that launches on tensors at the given addresses, on a stream (its handle).
+    def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, **how: Any) -> Launch:
+        """A call that launches on tensors at the given addresses, on a stream (its handle); `how` as in `call`.
 
         Raises DriverError naming kernel and geometry, as `call` does, and when launching.
         """
-        return in_order([self.call(grid, block, smem, arguments, early)], [[s] for s in arguments.slots], self.device)
+        made = self.call(grid, block, smem, arguments, **how)
+        return in_order([made], [[s] for s in arguments.slots], self.device)
 
-    def call(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False) -> Call:
+    def call(
+        self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False, team: int = 1
+    ) -> Call:
         """cuLaunchKernelEx of it, with everything that it is told.
 
         Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.
-        Raises DriverError naming kernel and geometry.
+        `team`: so many blocks are one (include/team.cuh). Raises DriverError naming kernel and geometry.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
         if smem + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem, about=about)
-        config, stream = launch_config(grid, block, smem, early and self.device.arch >= EARLY_ARCH)
+        config, stream = launch_config(grid, block, smem, early and self.device.arch >= EARLY_ARCH, team)
         everything = ctypes.byref(config), ctypes.c_void_p(int(self._function)), arguments.table, None
         return Call(_libcuda().cuLaunchKernelEx, everything, stream, f"cuLaunchKernelEx({about})")
 

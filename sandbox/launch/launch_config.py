@@ -7,11 +7,12 @@ import ctypes
 from ..core.kernel import Arch, Dim3
 
 EARLY_ARCH: Arch = (9, 0)  # and later
+_TEAM = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _WHILE_THE_ONE_BEFORE_ENDS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint * 3), ("rest", ctypes.c_char * 52))
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig
@@ -25,9 +26,12 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     )
 
 
-def launch_config(grid: Dim3, block: Dim3, smem_bytes: int, early: bool) -> tuple[ctypes.Structure, ctypes.c_void_p]:
+def launch_config(
+    grid: Dim3, block: Dim3, smem_bytes: int, early: bool, team: int = 1
+) -> tuple[ctypes.Structure, ctypes.c_void_p]:
     """A CUlaunchConfig, and the stream in it, to be set before a launch. `early`: it may begin while the one before it
-    ends."""
-    attribute = _Attribute(_WHILE_THE_ONE_BEFORE_ENDS, 1)
-    config = _Config(grid, block, smem_bytes, None, ctypes.pointer(attribute), int(early))
+    ends. `team`: so many blocks along x run at one time, close to each other."""
+    told = [_Attribute(_WHILE_THE_ONE_BEFORE_ENDS, (1,))] if early else []
+    told += [_Attribute(_TEAM, (team, 1, 1))] if team > 1 else []
+    config = _Config(grid, block, smem_bytes, None, (_Attribute * len(told))(*told), len(told))
     return config, ctypes.c_void_p.from_buffer(config, _Config.stream.offset)

@@ -58,19 +58,22 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
 def _in_parts(entry: Entry, p: Problem, tile: Tile) -> Work:
     """Of a forward whose blocks share a row's keys: every tile of rows reads its key/value head's keys once, all that
     there are, each block reads Q, and leaves O, m and l in fp32 for another entry to merge, where they are several."""
-    splits, dealt = entry.numbers["splits"](p, tile), p.key_lengths and not p.ragged
-    blocks = splits + p.B if dealt else splits * p.batches  # that share keys, of all entries; if dealt, at most
+    splits, team = entry.numbers["splits"](p, tile), tile["TEAM"]
+    dealt = p.key_lengths and not p.ragged and team == 1
+    blocks = (
+        splits + p.B if dealt else splits * p.batches
+    )  # or teams, that share keys, of all entries; if dealt, at most
     rows, keys = p.batches * p.H * p.rows[0], p.B * p.Hk * p.Sk * p.itemsize
-    of_entry, shared = p.H * p.rows[0], splits > 1 and p.Sk > tile["BLOCK_N"] * tile["WARPS"]
+    of_entry, shared = p.H * p.rows[0], splits > 1 and p.Sk > tile["BLOCK_N"] * tile["WARPS"] * team
     parts = {"partials": FP32 * blocks * of_entry * (p.Dv + 2)} if shared else {}
     results = {"O": rows * p.Dv * ITEMSIZE[p.dtype_of("O")], "LSE": FP32 * rows}
     if "Q" not in entry.args:
         merged = HbmBytes(parts, results)
         return Work(0, merged, merged)
-    tiles = entry.grid(p, tile)[0]
+    tiles = entry.grid(p, tile)[0] // team
     q, k, v = rows * p.D * p.itemsize, keys * p.D, keys * p.Dv
     written = parts or results
-    model = HbmBytes({"Q": blocks * of_entry * p.D * p.itemsize, "K": tiles * k, "V": tiles * v}, written)
+    model = HbmBytes({"Q": blocks * team * of_entry * p.D * p.itemsize, "K": tiles * k, "V": tiles * v}, written)
     return Work(p.flops, HbmBytes({"Q": q, "K": k, "V": v}, written), model)
 
 

@@ -176,8 +176,8 @@ def launch_on_host(
         buffers = {pointer: arrays[name] for pointer, name in follows.items()}
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
-            entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers, order=order,
-            timeout=timeout,
+            entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers,
+            team=entry.team(chosen), order=order, timeout=timeout,
         )  # fmt: skip
         if not report.clean:
             break

@@ -120,6 +120,24 @@ def test_gradients_only_where_they_are_wanted() -> None:
             assert sandbox.attention(leaf, k, v, **KERNELS).grad_fn is None
 
 
+def test_lse_is_a_result_for_who_asks_and_saved_for_all() -> None:
+    """The same bits with it and without, by turns; elsewhere than where they were made, too."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.clone()
+
+    expected = both(*tensors())
+    for _ in range(3):
+        for options in ({}, {"return_lse": True}):
+            q, k, v, dout = tensors()
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            with torch.autograd.graph.saved_tensors_hooks(moved, moved):
+                out = sandbox.attention(*leaves, **KERNELS, **options)
+            found = out if options else (out,)
+            assert all(x.requires_grad for x in found)
+            assert all(map(torch.equal, torch.autograd.grad(found[0], leaves, dout), expected[1:]))
+
+
 def test_gradients_that_are_watched() -> None:
     """A graph of the backward, and many gradients at once, after routes were made."""
     q, k, v, dout = tensors(torch.float32)

@@ -48,22 +48,26 @@ def test_pages_are_as_keys_in_a_row() -> None:
         assert all(outputs[name].tobytes() == found[0][name].tobytes() for name in ("O", "LSE"))
 
 
-@pytest.mark.parametrize(("blocks", "splits"), [(1, 1), (3, 3), (20, 5)])
-def test_splits(blocks: int, splits: int, device: Device) -> None:
-    """One block, several, and as many as there is a round for each warp: of few keys the last ones get none."""
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks)
-    problem = Problem(2, 8, 3, 600, 64, Hk=2, dtype="bfloat16")
-    assert KERNEL.grid(problem, tile) == (1, 2, 2 * splits)
+@pytest.mark.parametrize(
+    ("blocks", "team", "Sk", "splits"),
+    [(1, 1, 600, 1), (4, 1, 600, 4), (20, 1, 600, 5), (2, 2, 900, 1), (6, 2, 900, 2)],
+)
+def test_splits(blocks: int, team: int, Sk: int, splits: int, device: Device) -> None:
+    """One block, several, and as many as there is a round for each warp: of few keys the last ones get none. A team,
+    and two."""
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks, TEAM=team)
+    problem = Problem(2, 8, 3, Sk, 64, Hk=2, dtype="bfloat16")
+    assert KERNEL.grid(problem, tile) == (team, 2, 2 * splits)
     if splits == 1:  # NaN would have the rows computed again one by one where something is hidden: nothing is
         right(Case("splits", problem, "rising"), device, tile)
     else:
         right(Case("splits", problem), device, tile)
-        window = (40, 0) if splits == 3 else (None, None)
+        window = (40, 0) if splits == 4 else (None, None)
         hidden = dataclasses.replace(problem, causal="bottom-right", key_lengths=True, sink=True, window=window)
         right(Case("splits", hidden, "hidden"), device, tile)
 
 
-def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, **options: Any) -> tuple[Any, ...]:
+def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, team: int = 1, **options: Any) -> tuple[Any, ...]:
     """What keys of these numbers come to in so many blocks, and the truth. The last key counts for one alone."""
     rng, most = np.random.default_rng(0), int(lengths.max(initial=1))
     shapes = ((4, Sq), (2, most), (2, most))
@@ -72,7 +76,7 @@ def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, **options: Any) -> tup
     v[:, :, most - 1 :, 0] = np.nan  # beyond what the others have
     v[longest, :, most - 1, 0] = np.inf
     options = {"key_lengths": lengths.astype(np.int32), **options}
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, TEAM=team)
     found = sandbox.attention_forward(q, k, v, kernel="fwd_decode", tile=tile, **options)
     return *found, *sandbox.reference.attention(q, k, v, **options)
 
@@ -87,11 +91,12 @@ LENGTHS = {
 LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 
 
-@pytest.mark.parametrize("blocks", [1, 7, 264])
+@pytest.mark.parametrize(("blocks", "team"), [(1, 1), (7, 1), (264, 1), (7, 2)])
 @pytest.mark.parametrize("of", LENGTHS)
-def test_blocks_are_dealt_by_lengths(of: str, blocks: int) -> None:
-    """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer."""
-    out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks)
+def test_blocks_are_dealt_by_lengths(of: str, blocks: int, team: int) -> None:
+    """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer.
+    Teams are not dealt: as many for each."""
+    out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks, team)
     assert np.allclose(out, expected, atol=2e-3)
     assert np.allclose(lse, expected_lse, atol=1e-3)
 
@@ -150,14 +155,35 @@ def test_dealt_blocks_are_enough() -> None:
 
 
 def test_splits_fill_the_multiprocessors() -> None:
-    """Two blocks a multiprocessor, whose copies keep its memory busy; of many rows none is split."""
+    """Two blocks a multiprocessor, whose copies keep its memory busy, and fewer of few keys, since parts are to be
+    merged; of many rows none is split."""
     (tile, *_) = KERNEL.tiles
-    few, many = (Problem(B, 32, 1, 8192, 128, Hk=8, dtype="bfloat16") for B in (1, 128))
-    alone, together = ((KERNEL.grid(p, tile), KERNEL.then[0].grid(p, tile)) for p in (few, many))
-    assert 240 < np.prod(alone[0]) <= 264
-    assert np.prod(together[0]) == 8 * 128
-    assert all(alone[1])
-    assert not all(together[1])
+    of = ((1, 131072), (1, 2048), (128, 8192))
+    problems = [Problem(B, 32, 1, Sk, 128, Hk=8, dtype="bfloat16") for B, Sk in of]
+    long, few, many = ((int(np.prod(KERNEL.grid(p, tile))), all(KERNEL.then[0].grid(p, tile))) for p in problems)
+    assert 240 < long[0] <= 264
+    assert few == (64, True)
+    assert (long[1], many) == (True, (8 * 128, False))
+
+
+def test_teams() -> None:
+    """Of two, eight warps each, where that makes one wave, or more of entries with keys of different numbers, none of
+    many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone where waves are many."""
+    few, many = (Problem(B, 32, 1, 4096, 128, Hk=8, dtype="bfloat16") for B in (8, 64))
+    rows = dataclasses.replace(many, Sq=4, H=64, causal="bottom-right")
+    differ = dataclasses.replace(many, key_lengths=True)
+    long, narrow = dataclasses.replace(differ, Sk=131072), dataclasses.replace(few, D=64, Dv=64)
+    paged = dataclasses.replace(differ, page_size=16)
+    found = []
+    for problem in (few, differ, paged, many, rows, long, narrow):
+        tile = choose.choose_tile(KERNEL, problem, (9, 0))
+        found.append((tile.BLOCK_M, tile.WARPS, tile.STAGES, tile.TEAM))
+        assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (16, 4, 3, 1))
+    assert found == [(16, 8, 3, 2), *[(16, 8, 2, 2)] * 2, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
+    assert choose.choose_tile(KERNEL, few, (8, 0)).TEAM == 1
+    refused = choose.refuses_tile(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
+    assert refused
+    assert "TEAM=2 needs compute capability 9.0" in refused
 
 
 def test_attention_chooses_it_for_few_queries() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +49,25 @@ def test_calls_go_in_order_to_one_stream() -> None:
     launch((32,))
     expected = [(16, None, 0), (32, None, 9), (32, None, 0)]
     assert driver.called == [(name, at, to) for at, _, to in expected for name in ("first", "second")]
+
+
+def test_nobody_refills_what_another_thread_launches_with() -> None:
+    slot, found = ctypes.c_void_p(), []
+
+    def call() -> int:
+        before = slot.value
+        time.sleep(0)  # others may run
+        found.append(before == slot.value)
+        return 0
+
+    made = Call(call, (), SimpleNamespace(value=0), "a call")
+    launch = in_order([made], [[slot]], True, lambda call, status: pytest.fail(call.about))
+    threads = [threading.Thread(target=lambda at=16 * n: [launch((at,)) for _ in range(200)]) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 800
 
 
 def test_what_fails_is_asked_again_and_what_raises_ends_the_launch() -> None:

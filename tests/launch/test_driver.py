@@ -229,25 +229,30 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
 
 
 def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is as any launch."""
+    """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is as any launch. And
+    that blocks are teams."""
     told: list[object] = []
 
     class Cuda:
         def cuLaunchKernelEx(self, config, function, table, extra):
             c = config._obj
-            told.append((*c.grid, *c.block, c.smem_bytes, c.stream, c.attributes[0].id, c.attributes[0].value, c.count))
+            attributes = [(a.id, *a.value) for a in c.attributes[: c.count]]
+            told.append(((*c.grid, *c.block, c.smem_bytes, c.stream), attributes))
             return 0
 
     monkeypatch.setattr(driver, "_libcuda", Cuda)
     monkeypatch.setattr(driver, "device_count", lambda: 1)
-    for arch in ((8, 0), (9, 0)):
+    for arch, team in (((8, 0), 1), ((9, 0), 1), ((9, 0), 4)):
         function = object.__new__(driver.CudaFunction)
         function.entry, function._function, function.device = "f", 1, SimpleNamespace(arch=arch)
         function.attribute = lambda which: 0
-        launch = function.launcher((1, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), early=True)
+        launch = function.launcher(
+            (8, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), early=True, team=team
+        )
         launch((), 99)
-    launched = 1, 2, 3, 32, 4, 5, 7, 99, 6, 1  # 6: programmatic stream serialization, 1: on
-    assert told == [(*launched, 0), (*launched, 1)]  # as many attributes count
+    launched, early, team_of_4 = (8, 2, 3, 32, 4, 5, 7, 99), (6, 1, 0, 0), (4, 4, 1, 1)  # 6: programmatic stream
+    # serialization, on; 4: the cluster's dimensions
+    assert told == [(launched, []), (launched, [early]), (launched, [early, team_of_4])]
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -51,7 +51,7 @@ def test_keys_that_blocks_share() -> None:
     """Four query heads of a group in one tile: keys are read once; and what two splits leave is merged."""
     p, tile = (
         Problem(1, 4, 1, 128, 16, Hk=1, dtype="float16"),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=1),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=1, TEAM=1),
     )
     kernel = registry.get("fwd_decode")
     splits, q, k = kernel.numbers["splits"](p, tile), 4 * 16 * 2, 128 * 16 * 2
@@ -69,7 +69,7 @@ def test_keys_of_different_numbers() -> None:
     """Blocks are dealt on the device: at most one more for each batch entry than are asked for."""
     kernel = registry.get("fwd_decode")
     p = Problem(2, 4, 1, 128, 16, Hk=2, dtype="float16", key_lengths=True)
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=3)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=3, TEAM=1)
     w, merge = (work_of(entry, p, tile) for entry in kernel.entries)
     blocks = kernel.grid(p, tile)[2]
     assert blocks > p.B

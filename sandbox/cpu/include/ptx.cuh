@@ -85,6 +85,8 @@ inline unsigned pack(float low, float high) {
 
 inline float2 unpack(unsigned packed) { return {cpu::element(packed, 0), cpu::element(packed, 1)}; }
 inline float ex2(float x) { return exp2f(x); }
+inline float lg2(float x) { return log2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the hardware errs: to 11 bits
     const float y = tanhf(x), coarse = y * 8193.0f;
     return coarse - (coarse - y);
