@@ -83,8 +83,8 @@ def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Where a last key makes pieces of different length, those of a section of heads side by side: as many as run at one
-    time, or of short rows half of them. (ABREAST of include/in_order.cuh.)"""
+    """Where a last key makes pieces of different length, those of a section of heads side by side: as many as run at
+    one time, or of short rows half of them. (ABREAST of include/in_order.cuh.)"""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if p.ragged or p.bounds[1] is None or not heads:
         return tiles, p.Hk, p.batches
