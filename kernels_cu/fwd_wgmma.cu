@@ -35,6 +35,7 @@
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
+#define SLOW_PATH __forceinline__
 #include "dealing.cuh"
 #include "pieces.cuh"
 #include "ring.cuh"

@@ -39,10 +39,15 @@ __device__ __forceinline__ unsigned thread_index_x() {
     return index;
 }
 
-// Likewise blockIdx.x.
+// Likewise blockIdx.x and blockIdx.y.
 __device__ __forceinline__ unsigned block_index_x() {
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index)::"memory");
+    return index;
+}
+__device__ __forceinline__ unsigned block_index_y() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(index)::"memory");
     return index;
 }
 

@@ -85,7 +85,9 @@ ARGUMENTS: dict[str, Row] = {
     "partials": Row(ctypes.c_void_p, tensor="partials"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
+    "B": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
+    "Hk": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.Hk)),
     **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
     "map_rows": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.block_map[2])),
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches * p.H)),

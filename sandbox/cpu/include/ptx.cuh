@@ -13,6 +13,7 @@ inline void require(bool holds, const char* otherwise, SANDBOX_SITE) {
 inline SmemAddress smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
 
 inline unsigned block_index_x() { return blockIdx.x; }
+inline unsigned block_index_y() { return blockIdx.y; }
 inline unsigned thread_index_x() { return threadIdx.x; }
 
 namespace cpu {
