@@ -18,6 +18,7 @@
 // B32 H32 S512 D64: 351 TFLOP/s, causal 216, where bwd_wgmma has 317 and 199; 160 heads 212 for 258; S1024 344 for 433. More of it:
 // experiments/013_hopper_backward.
 #define TIMELINE_BRANCH 1
+#define SLOW_PATH __forceinline__
 #include "dq_rows.cuh"
 #include "query_walk.cuh"
 #include "ring.cuh"
@@ -38,7 +39,7 @@ using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // dS
 using Rows = Swizzled<64, D_PAD>;          // of dK or dV, a consumer's
-using Walk = QueryWalk<true, false>;
+using Walk = QueryWalk<true, false, false>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -113,7 +114,7 @@ struct InOrder {
 };
 
 // Out of line, so that its registers are not the fast path's.
-__device__ __noinline__ void query_gradients(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
+__device__ SLOW_PATH void query_gradients(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
                                              const View<const dtype>& dO, const float* LSE, const float* delta, const View<dtype>& dQ,
                                              int group, const Score& score, int b, int h, int H, int m0) {
     query_gradients_of<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, H, m0, 0);

@@ -40,6 +40,7 @@
 #define bwd_wgmma_dq bwd_ordered_dq
 #endif
 #define TIMELINE_BRANCH 1  // marks of other blocks are a jump each: experiments/018_timeline
+#define SLOW_PATH __forceinline__
 #include "dq_rows.cuh"
 #include "in_order.cuh"
 #include "query_walk.cuh"
@@ -85,7 +86,7 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
 // Each block begins at its own diagonal also where no mask says so: those of a head, which begin together, do not meet.
 constexpr bool ROUND = COUNTED && !ORDERED && !Head::FIRST && !Head::LAST && !Head::MAPPED;
-using Walk = QueryWalk<KEPT_N0, ROUND>;
+using Walk = QueryWalk<KEPT_N0, ROUND, ABREAST>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -149,18 +150,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dK_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap dV_map,
+    int B, int Hk,
     int group,                                     // H / Hk
     const __grid_constant__ Score score,
     const __grid_constant__ TensorMap bias_map) {  // boxes of 64 rows, where BIAS_TILES
     extern __shared__ __align__(1024) char smem[];
-    const RowTile of_grid{static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.x * BLOCK_N)};
     const SmemAddress base = smem_address(smem);
     TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
     if (threadIdx.x == 0) {
         init_barriers(base);
         if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
     }
-    if (Head::MAPPED) map.fill<THREADS / 32>(Sequence(score, of_grid.b), blockIdx.y * group, group, of_grid.row0);
+    if (Head::MAPPED) {
+        const Piece own(0, Hk, B);
+        if (own.b < B) map.fill<THREADS / 32>(own.sequence(score), own.kv_head * group, group, own.key_tile * BLOCK_N);
+    }
 #if RAGGED
     if (threadIdx.x / 32 == 1) {
         const Dealt dealt = LongestFirst<KeyTiles>(score).piece(blockIdx.y * gridDim.x + blockIdx.x, gridDim.y, group);
@@ -173,20 +177,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #if RAGGED
         return Piece(*reinterpret_cast<const volatile Dealt*>(smem + CLAIM_AT));
 #else
-        return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0);
+        return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0, Hk, B);
 #endif
     };
     const Piece piece = claimed();
-    if (RAGGED && piece.b < 0) return;  // surplus
-    const RowTile own = ORDERED || RAGGED ? RowTile{piece.b, piece.key_tile * BLOCK_N} : of_grid;
-    const int kv_head = piece.kv_head, b = own.b, H = gridDim.y * group;
+    if ((RAGGED && piece.b < 0) || (ABREAST && piece.b >= B)) return;  // surplus
+    const int kv_head = piece.kv_head, b = piece.b, H = Hk * group;
     const Head head0(piece.sequence(score), kv_head * group);
-    const Walk walk{head0, map, group, own.row0};
+    const Walk walk{head0, map, group, piece.key_tile * BLOCK_N};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
     };
     const auto dQ_tile = [&](int head, int m0) {
-        const long long all = static_cast<long long>(gridDim.z) * H * query_tiles<BLOCK_M>(score);
+        const long long all = static_cast<long long>(B) * H * query_tiles<BLOCK_M>(score);
         return dQ_accum + sums_at(all) + tile_number(head, m0) * DQ_TILE;
     };
     const auto added = [&](int head, int m0, unsigned consumer) {  // pieces, so far
@@ -339,11 +342,44 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
+    // dK or dV of the consumer leaves: 64 keys, all columns or half of them, by way of `tile`, which nobody reads any more.
+    bool spoilt = false;
+    const auto leave = [&](auto layout, SmemAddress tile, const TensorMap& map, const float (&sums)[COLS / 2], float factor) {
+        spoilt |= Head::HIDES && !finite(sums);
+#pragma unroll
+        for (int k = 0; k < COLS / 2; k += 8) {
+            unsigned pair[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) pair[e] = pack(sums[k + 2 * e] * factor, sums[k + 2 * e + 1] * factor);
+            stmatrix_x4(tile + layout.chunk(warp % 4 * 16 + lane % 16, k / 4 + lane / 16), pair[0], pair[1], pair[2], pair[3]);
+        }
+        fence_proxy_async();
+        named_barrier_sync(own_barrier, 128);  // it is whole before it is sent
+        const Piece done = claimed();          // asked again, or it would be kept all the time
+        if (threadIdx.x % 128 == 0) {
+#pragma unroll
+            for (int slab = 0; slab < (COLS + 63) / 64; ++slab)
+                send_box(map, (slab + (SHARED_KEYS ? consumer * 2 : 0)) * 64, head0.key_row_box(walk.n0() + own_keys), done.kv_head,
+                         head0.key_row_batch(done.b), tile + slab * layout.SLAB_BYTES);
+            send_commit();
+        }
+    };
+    const auto leave_dV = [&] {  // where V was, of which a consumer reads its own keys alone
+        const unsigned tile = SHARED_KEYS ? consumer * 2 * Keys::SLAB_BYTES : own_keys * 128;
+        leave(Keys{}, base + V_AT + tile, dV_map, dV_rmem, Head::dropout_factor(score));
+    };
+    const auto leave_dK = [&](unsigned i) {  // where Q or dO was in the stage that an i-th tile would have
+        const unsigned tile = SHARED_KEYS ? Q_AT + consumer * 2 * Queries::SLAB_BYTES : consumer ? dO_AT : Q_AT;
+        leave(Queries{}, base + tile + stage_of(i) * Queries::BYTES, dK_map, dK_rmem, score.scale);
+    };
+
     int head, m0;  // of the tile that is next
     walk.start(head, m0);
     if (head == group) {
 #pragma unroll
         for (int k = 0; k < COLS / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
+        leave_dV();
+        leave_dK(0);
     } else {
         mbarrier_wait(base + FULL_K, 0);
         mbarrier_wait(base + FULL_V, 0);
@@ -548,57 +584,38 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         }
 #pragma unroll 1
         while (head < group) step(Constant<false>{});
+        TIMELINE(store);
         publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
+        wgmma_settled(dV_rmem);  // has been waited for in the last step
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
-            await_dS(i - 1);
+            await_dS(i - 1);  // then nobody multiplies the tile before that one any more
             multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
+            leave_dV();
             wgmma_wait<0>();
             wgmma_settled(dQ);
+            wgmma_settled(dK_rmem);
             store_dQ(dQ, i - 1, 0, 0);
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
+        } else {
+            leave_dV();
+            wgmma_wait<0>();
+            wgmma_settled(dK_rmem);
         }
-        wgmma_wait<0>();
-        wgmma_settled(dK_rmem);
-        wgmma_settled(dV_rmem);
+        leave_dK(i);
     }
 
-    TIMELINE(store);
-    const Piece done = claimed();  // asked again, or it would be kept all the time
-    const int done_b = ORDERED || RAGGED ? done.b : b;
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-    const bool spoilt = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
-    if (Head::HIDES && spoilt)
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done_b,
-                                                    ORDERED || RAGGED ? done.kv_head : kv_head, H, walk.n0(), warp - 4);
-    const auto store_rows = [&](unsigned tile, const float (&sums)[COLS / 2], float factor) {
-#pragma unroll
-        for (int k = 0; k < COLS / 2; k += 8) {
-            unsigned pair[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) pair[e] = pack(sums[k + 2 * e] * factor, sums[k + 2 * e + 1] * factor);
-            const unsigned column = k / 4 + lane / 16 + (SHARED_KEYS ? consumer * COLS / 8 : 0);
-            stmatrix_x4(base + tile + Keys::chunk(own_keys + warp % 4 * 16 + lane % 16, column), pair[0], pair[1], pair[2], pair[3]);
-        }
-    };
-    store_rows(V_AT, dV_rmem, Head::dropout_factor(score));
-    store_rows(K_AT, dK_rmem, score.scale);
-    fence_proxy_async();
-    named_barrier_sync(own_barrier, 128);  // the consumer's part is whole before it is sent
-    if (threadIdx.x % 128 == 0) {
-#pragma unroll
-        for (int slab = 0; slab < (COLS + 63) / 64; ++slab) {
-            const int at = slab + (SHARED_KEYS ? consumer * 2 : 0);
-            const unsigned from = at * Keys::SLAB_BYTES + own_keys * 128;
-            const int row = head0.key_row_box(walk.n0() + own_keys), batch = head0.key_row_batch(done_b);
-            send_box(dV_map, at * 64, row, done.kv_head, batch, base + V_AT + from);
-            send_box(dK_map, at * 64, row, done.kv_head, batch, base + K_AT + from);
-        }
-        send_commit();
-        send_wait_read();  // shared memory lives as long as the block
+    if (Head::HIDES && named_barrier_or(both, 256, spoilt)) {
+        if (threadIdx.x % 128 == 0) send_wait();  // what has been sent is in its place, to be written once more
+        named_barrier_sync(both, 256);
+        const Piece done = claimed();
+        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done.b, done.kv_head, H, walk.n0(),
+                                                    warp - 4);
     }
+    if (threadIdx.x % 128 == 0) send_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);
 }
 

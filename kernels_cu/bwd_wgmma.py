@@ -5,6 +5,7 @@ from dataclasses import replace
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
+BLOCKS = 132  # that run at one time, one a multiprocessor
 MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
 
 
@@ -81,6 +82,17 @@ def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
     return numbers, counters if first_stores(p) else numbers
 
 
+def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """Where a last key makes pieces of different length, those of a section of heads side by side: as many as run at
+    one time, or of short rows half of them. (ABREAST of include/in_order.cuh.)"""
+    tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
+    if p.ragged or p.bounds[1] is None or not heads:
+        return tiles, p.Hk, p.batches
+    sections = round(heads * tiles / (BLOCKS if tiles > 4 else BLOCKS / 2))
+    width = cdiv(heads, min(max(sections, 1), heads))
+    return width, tiles, cdiv(heads, width)
+
+
 in_any_order = Kernel(
     name="bwd_wgmma",
     computes="backward",
@@ -98,14 +110,14 @@ in_any_order = Kernel(
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that need registers
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
-    grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),
+    grid=any_order,
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
-        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "group", "score", "bias_map"),
+        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score", "bias_map"),
     ),
     then=(
         Entry(
@@ -141,7 +153,8 @@ in_order = replace(
     first_for=narrow_window,
     supports=supports_in_order,
     macros={"ORDERED": 1},
-    tiles=tuple(Tile(**tile, BLOCKS=132) for tile in in_any_order.tiles),  # blocks that run at one time
+    grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),
+    tiles=tuple(Tile(**tile, BLOCKS=BLOCKS) for tile in in_any_order.tiles),
     scratch={"dQ_accum": counted_dQ},
     then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
 )

@@ -1,7 +1,8 @@
 // Rung 4: attention forward on Hopper's warpgroup MMA (wgmma), fed by tensor-map copies (TMA).
 //
 // A block stays on its SM and takes one piece of work after the other: BLOCK_M query rows of one head. One warpgroup
-// produces: a warp of it requests K and V tiles, another Q. The others consume, 64 query rows each, and have its registers.
+// produces: a warp of it requests K and V tiles, another Q, a third tells everybody which piece is next. The others consume, 64
+// query rows each, and have its registers.
 //
 // clang-format off
 //   producer      K0  K1 V0  K2 V1  K3 V2 ...  and on into the next piece     STAGES tiles of K and of V, each with two
@@ -25,13 +26,16 @@
 // rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
 //
 // A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
-// of the next one is written, and none of its NaNs is multiplied by a P of 0. Nobody knows its lengths before: a third warp of
-// the producers deals out pieces, the longest first, as blocks come for them (dealing.cuh; experiments/016_ragged: 4 ... 46%).
-// Nor does anybody know what a block map leaves of a piece: that warp deals these out too, and lists their tiles (tile_lists.cuh).
+// of the next one is written, and none of its NaNs is multiplied by a P of 0. Nobody knows its lengths before: pieces are dealt
+// out, the longest first, as blocks come for them (dealing.cuh; experiments/016_ragged: 4 ... 46%). Nor does anybody know what a
+// block map leaves of a piece: these are dealt out too, and their tiles listed (tile_lists.cuh).
 // A piece's last P V beside the next one's first Q K^T, or its tiles brought to L2 ahead: 1 ... 8% slower (experiments/014_scores).
+// What does not wait for O is done beside the last P V: LSE, what O is divided by, and which piece is next. Then each warp sends
+// its own 16 rows and waits for no other one.
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
+#define SLOW_PATH __forceinline__
 #include "dealing.cuh"
 #include "pieces.cuh"
 #include "ring.cuh"
@@ -64,6 +68,9 @@ constexpr int AT_ONCE = 8;  // of a thread's scores, looked up in memory: of mor
 static_assert(BLOCK_N / 2 % AT_ONCE == 0, "a tile is looked up in whole turns");
 static_assert(!Head::SCATTERED || BLOCK_N <= 128, "a bit for each of a thread's scores");
 constexpr bool BIAS_TILES = BIAS & 8;
+// Whether a stage of K is empty when it is multiplied, so that the next tile may come while P V is under way. (Of three consumers
+// another one multiplies meanwhile, and the wait costs 0.5%; of two it gains up to 1%.)
+constexpr bool K_FIRST = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
 using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 
 // Shared memory, in bytes from its beginning.
@@ -87,7 +94,6 @@ constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V =
 constexpr unsigned TOLD_AT = PIECE_AT + 32;  // of each stage, in a walk by the block map; and the tiles to walk
 constexpr unsigned LISTS_AT = (TOLD_AT + 4 * STAGES + 7) / 8 * 8;
 static_assert(LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
-constexpr bool DEALT = RAGGED || Head::MAPPED;  // nobody knows before how long a piece takes
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -98,42 +104,21 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
-        mbarrier_init(base + EMPTY_Q + 8 * consumer, O_APART ? 4 : 1);
+        mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
     }
-    if (DEALT) {
-        mbarrier_init(base + FULL_PIECE, 1);
-        mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
-    }
+    mbarrier_init(base + FULL_PIECE, 1);
+    mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
     if (Head::MAPPED) TileLists::init_barriers(base + LISTS_AT);
     fence_proxy_async();
 }
 
-struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
-    int m0, head;
+struct Piece : Dealt {  // of work: query rows row0 .. row0 + BLOCK_M of a head, and the key tiles they see
     Range range;
     int tiles;
-#if RAGGED
-    int number;
-    Extent extent;
-    __device__ __forceinline__ Piece(Dealt dealt, const Score& score, int)
-        : m0(dealt.row0), head(dealt.head), number(dealt.b), extent(dealt.extent) {
-        range = tiles_of(Head(sequence(score, 0), head), m0, m0 + BLOCK_M);
+    __device__ __forceinline__ Piece(const Dealt& dealt, const Score& score) : Dealt(dealt) {
+        range = tiles_of(Head(sequence(score), h()), row0, row0 + BLOCK_M);
         tiles = range.end - range.begin;
     }
-    __device__ __forceinline__ int b(int) const { return number; }
-    __device__ __forceinline__ int h(int) const { return head; }
-    __device__ __forceinline__ Sequence sequence(const Score& score, int) const { return {score, number, extent}; }
-#else
-    __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
-        : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
-          tiles(range.end - range.begin) {}
-#if BLOCK_MAP
-    __device__ __forceinline__ Piece(Dealt dealt, const Score& score, int H) : Piece(dealt.tile, dealt.head, score, H) {}
-#endif
-    __device__ __forceinline__ int b(int H) const { return head / H; }
-    __device__ __forceinline__ int h(int H) const { return head % H; }
-    __device__ __forceinline__ Sequence sequence(const Score& score, int H) const { return {score, b(H)}; }
-#endif
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
@@ -146,13 +131,13 @@ __device__ __forceinline__ unsigned& told_of(char* smem, unsigned stage) {
 }
 
 // The bias of a tile of keys, which comes and goes with K.
-__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const Piece& piece, int H, int n0,
+__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const Piece& piece, int n0,
                                              SmemAddress base, unsigned stage) {
 #if BIAS
-    const int h = score.bias.stride_h ? piece.h(H) : 0, b = score.bias.stride_b ? piece.b(H) : 0;
+    const int h = score.bias.stride_h ? piece.h() : 0, b = score.bias.stride_b ? piece.b : 0;
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer)
-        Biases::add(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.m0 + 64 * consumer, h, b,
+        Biases::add(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.row0 + 64 * consumer, h, b,
                     base + FULL_K + 8 * stage);
 #endif
 }
@@ -178,69 +163,93 @@ __device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece, i
     if (SKEWED) {
         int fewest = 0x7fffffff;
 #pragma unroll
-        for (int m0 = piece.m0; m0 < piece.m0 + BLOCK_M; m0 += 64) {
+        for (int m0 = piece.row0; m0 < piece.row0 + BLOCK_M; m0 += 64) {
             const Range own = tiles_of(bound, m0, m0 + 64);
             fewest = min(fewest, m0 < bound.Sq ? own.end - own.begin : 0);
         }
         return lead + fewest;
     }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
-    if (piece.m0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
-    const Range first = tiles_of(bound, piece.m0, piece.m0 + 64);
+    if (piece.row0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
+    const Range first = tiles_of(bound, piece.row0, piece.row0 + 64);
     const int tiles = first.end - first.begin;
     return lead_of(piece, first, tiles) + tiles;
 }
 
-#if RAGGED || BLOCK_MAP
-// Tells the block's warps their next piece, when all of them have begun the one before; the one after is known by then. Of a
-// piece that is walked by the block map it lists the tiles.
-__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, int H, unsigned group, unsigned* dealt,
+// Tells the block's warps their next piece, when all of them know the one before; the one after is found by then.
+struct Teller {
+    char* const smem;
+    unsigned round = 0;
+    __device__ __forceinline__ void tell(const Dealt& piece) {
+        const SmemAddress base = smem_address(smem);
+        mbarrier_wait(base + EMPTY_PIECE, round++ % 2 ^ 1);
+        *reinterpret_cast<Dealt*>(smem + PIECE_AT) = piece;
+        mbarrier_arrive(base + FULL_PIECE);
+    }
+};
+
+// Deals out the block's pieces, by all lanes of a warp.
+#if RAGGED || BLOCK_MAP  // to whoever is ready; of one that is walked by the block map it lists the tiles
+__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* dealt,
                                             const Score& score) {
-    const SmemAddress base = smem_address(smem);
     TileLists lists(smem + LISTS_AT);
+#if RAGGED
     const LongestFirst<QueryTiles> pieces(score);
+#else
+    const LongestFirst<QueryTiles> pieces(score, H);
+#endif
     const bool leader = threadIdx.x % 32 == 0;
-    unsigned number = blockIdx.x;
+    Teller teller{smem};
 #pragma unroll 1
-    for (unsigned round = 0;; ++round) {
+    for (unsigned number = blockIdx.x;;) {
         const Dealt piece = pieces.piece(number, heads, group);
-        if (leader) {
-            mbarrier_wait(base + EMPTY_PIECE, round % 2 ^ 1);
-            *reinterpret_cast<Dealt*>(smem + PIECE_AT) = piece;
-            mbarrier_arrive(base + FULL_PIECE);
-        }
+        if (leader) teller.tell(piece);
         if (piece.none()) return;
         if (Head::MAPPED) {
-            const Piece own(piece, score, H);
-            if (own.tiles > 0) lists.write(Head(own.sequence(score, H), own.h(H)), own.m0, own.range);
+            const Piece own(piece, score);
+            if (own.tiles > 0) lists.write(Head(own.sequence(score), own.h()), own.row0, own.range);
         }
         if (leader) number = gridDim.x + atomicAdd(dealt, 1u);
         number = __shfl_sync(0xffffffffu, number, 0);
     }
 }
-
-// Calls f with each of the block's pieces.
-template <class F>
-__device__ __forceinline__ void for_each_piece(const char* smem, unsigned, int H, const Score& score, F f) {
-    const SmemAddress base = smem_address(smem);
-#pragma unroll 1
-    for (unsigned round = 0;; ++round) {
-        mbarrier_wait(base + FULL_PIECE, round % 2);
-        const Dealt dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
-        if (dealt.none()) return;
-        mbarrier_arrive(base + EMPTY_PIECE);
-        f(Piece(dealt, score, H));
-    }
-}
 #else
-// Calls f with each of the block's pieces.
-template <class F>
-__device__ __forceinline__ void for_each_piece(const char*, unsigned heads, int H, const Score& score, F f) {
-    const auto take = [&](unsigned tile, unsigned head) { f(Piece(tile, head, score, H)); };
-    if constexpr (SKEWED && CAUSAL) for_each_window_tile(score, query_tiles<BLOCK_M>(score), heads, take);
-    else for_each_query_tile(query_tiles<BLOCK_M>(score), heads, take);
+__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned H, unsigned, unsigned*, const Score& score) {
+    if (!elect()) return;
+    Teller teller{smem};
+    const auto tell = [&](unsigned tile, unsigned head) { teller.tell(Dealt(tile * BLOCK_M, head, H)); };
+    if constexpr (SKEWED && CAUSAL) for_each_window_tile(score, query_tiles<BLOCK_M>(score), heads, tell);
+    else for_each_query_tile<true>(query_tiles<BLOCK_M>(score), heads, tell);
+    teller.tell(Dealt());
 }
 #endif
+
+// The block's pieces, one after the other, as everybody else is told them.
+struct Pieces {
+    const char* const smem;
+    unsigned round = 0;
+    Dealt dealt;
+    __device__ __forceinline__ explicit Pieces(const char* smem) : smem(smem) {}
+    // The next one; whether there is any.
+    __device__ __forceinline__ bool take() {
+        const SmemAddress base = smem_address(smem);
+        mbarrier_wait(base + FULL_PIECE, round++ % 2);
+        dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
+        if (dealt.none()) return false;
+        mbarrier_arrive(base + EMPTY_PIECE);
+        return true;
+    }
+    // Of the mbarriers that each piece uses once.
+    __device__ __forceinline__ unsigned parity() const { return (round - 1) % 2; }
+};
+
+// The same piece, by all lanes of a warp: so the compiler knows that all were told the same.
+__device__ __forceinline__ Dealt uniform(Dealt piece) {
+    unsigned* const words = reinterpret_cast<unsigned*>(&piece);
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(Dealt) / 4; ++i) words[i] = uniform(words[i]);
+    return piece;
+}
 
 // A thread's scores of a row are two of every 8 keys, from its own column on. A bit for each: those of keys before `end`,
 __device__ __forceinline__ unsigned scores_before(int end) {
@@ -264,19 +273,25 @@ __device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, i
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
-    float O[DV_PAD / 2] = {};
+    float O[DV_PAD / 2];
     float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum
 
-    // Moves m up to the maxima of S and rescales what was accumulated under the old one.
-    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
-        float top[2] = {-INF, -INF}, alpha[2];
+    // Moves m up to the maxima of S.
+    __device__ __forceinline__ void take_maximum(const float (&S)[BLOCK_N / 2]) {
+        float top[2] = {-INF, -INF};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
 #pragma unroll
+        for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(top[half]));
+    }
+    // Likewise, and rescales what was accumulated under the old one.
+    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+        const float m_old[2] = {m[0], m[1]};
+        float alpha[2];
+        take_maximum(S);
+#pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float m_new = fmaxf(m[half], row_max<4>(top[half]));
-            alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
-            m[half] = m_new;
+            alpha[half] = m_old[half] == m[half] ? 1.0f : ex2((m_old[half] - m[half]) * exponent);  // equal infinities: not NaN
             l[half] *= alpha[half];
         }
 #pragma unroll
@@ -300,10 +315,10 @@ struct Rows {
         return fmaxf(sum[0], sum[1]) > MOST;
     }
     __device__ __forceinline__ bool finite() const {
-        float zero = 0.0f;
+        float zero[4] = {};  // four short chains
 #pragma unroll
-        for (int i = 0; i < DV_PAD / 2; ++i) zero = fmaf(O[i], 0.0f, zero);
-        return zero == 0.0f;
+        for (int i = 0; i < DV_PAD / 2; ++i) zero[i % 4] = fmaf(O[i], 0.0f, zero[i % 4]);
+        return (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0f;
     }
 };
 
@@ -316,7 +331,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap O_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
     const __grid_constant__ TensorMap bias_map,   // likewise, where BIAS_TILES
     int H,
     int heads,                                    // B * H
@@ -334,9 +349,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
             TileLists lists(smem + LISTS_AT);
-            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
-                const int h = piece.h(H) / group, b = piece.b(H);
-                const Sequence sequence = piece.sequence(score, H);
+            Pieces pieces(smem);
+#pragma unroll 1
+            while (pieces.take()) {
+                const Piece piece(pieces.dealt, score);
+                const int h = piece.h() / group, b = piece.b;
+                const Sequence sequence = piece.sequence(score);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
@@ -348,11 +366,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
                                   full == FULL_K ? BIAS_BYTES : 0);
-                    if (BIAS_TILES && full == FULL_K) request_bias(bias_map, score, piece, H, n0, base, stage);
+                    if (BIAS_TILES && full == FULL_K) request_bias(bias_map, score, piece, n0, base, stage);
                 };
                 // Each in the order in which they are used.
                 if constexpr (Head::MAPPED) {
-                    if (piece.tiles <= 0) return;
+                    if (piece.tiles <= 0) continue;
                     int j = 0;
 #pragma unroll 1
                     for (int before = 0, n0 = 0, told = 0;; ++j, before = n0) {
@@ -374,44 +392,53 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     }
                     used += piece.tiles;
                 }
-            });
+            }
         } else if (warp == 1 && elect()) {
-            unsigned pieces = 0;
-            for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
-                const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
-                const Sequence sequence = piece.sequence(score, H);
+            Pieces pieces(smem);
+#pragma unroll 1
+            while (pieces.take()) {
+                const Piece piece(pieces.dealt, score);
+                const int h = Q.stride_h ? piece.h() : 0, b = Q.stride_b ? piece.b : 0;
+                const Sequence sequence = piece.sequence(score);
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     TIMELINE(wait_empty_Q);
-                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces.parity() ^ 1);
                     TIMELINE(load_Q);
-                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer), h,
+                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.row0 + 64 * consumer), h,
                                      sequence.query_batch(b), base + FULL_Q + 8 * consumer);
                 }
-                ++pieces;
-            });
+            }
+        } else if (warp == 2) {
+            deal_pieces(smem, heads, H, group, dealt, score);
         }
-#if RAGGED || BLOCK_MAP
-        if (warp == 2) deal_pieces(smem, heads, H, group, dealt, score);
-#endif
         TIMELINE(done);
         return;
     }
 
     registers_take<CONSUMER_REGISTERS>();
-    const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
-    const unsigned turn = 1 + CONSUMERS + consumer, next_turn = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
-    const bool sender = threadIdx.x % 128 == 0;
-    const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES);
+    const bool sender = lane == 0;
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
-    unsigned used = 0, pieces = 0;
-    int behind = 0;  // of the piece before, tiles that only others see and that are not passed yet
-    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+    unsigned passed = 0;  // tiles of earlier pieces
+    int behind = 0;       // of the piece before, tiles that only others see and that are not passed yet
+    // The last consumer lets the first one begin.
+    if (CONSUMERS > 1 && warp / 4 == CONSUMERS) named_barrier_arrive(1 + CONSUMERS, 256);
 
-    for_each_piece(smem, heads, H, score, [&](const Piece& piece) {
-        const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
-        const Head bound(piece.sequence(score, H), piece.h(H));
+    Pieces pieces(smem);
+#pragma unroll 1
+    for (bool more = pieces.take(); more;) {
+        // These are the same in all lanes. It is said anew of each piece, since behind a call the compiler no longer counts on it; then
+        // addresses and descriptors are computed once for the warp, and a turn takes 60 instructions, not 84 (D = 128, causal).
+        const SmemAddress base = uniform(smem_address(smem));
+        const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, used = uniform(passed);
+        const Piece piece(uniform(pieces.dealt), score);
+        const unsigned parity = pieces.parity(), own_barrier = 1 + consumer;  // of the consumer's own 128 threads
+        const unsigned turn = 1 + CONSUMERS + consumer, next_turn = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
+        // Each warp has 16 rows of O, of each slab its own.
+        const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
+        const int m0 = piece.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
+        const Head bound(piece.sequence(score), piece.h());
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
@@ -443,7 +470,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             const Descriptor V_smem = Values::mn_major(address(base + V_AT + stage_of(used + j) * Values::BYTES));
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; ++step)
-                wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Values::mn_step(step), true);
+                wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Values::mn_step(step), step > 0 || j > lead);
             wgmma_commit();
         };
         const auto multiplied = [&] {
@@ -457,9 +484,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         };
         const auto told = [&](int j) -> Told {  // while K is there
             if (!Head::MAPPED) return {piece.keys_at(j), !Head::SCATTERED};
-            const unsigned word = told_of(smem, stage_of(used + j));
+            const unsigned word = uniform(told_of(smem, stage_of(used + j)));  // when every lane has read it
             if (word & LAST_TILE) last = j;
-            __syncwarp();  // every lane has read it before one of them gives the stage back
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
         const auto finish_scores = [&](int j, Told tile) {  // raw scores of dot products, -INF where a row does not see
@@ -527,12 +553,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_V(j);
         };
 
+        wgmma_discard(rows.O);  // the first P V begins it
         if (SKEWED) {
 #pragma unroll 1
             for (int j = -behind; j < 0; ++j) pass_on(j);
         }
         TIMELINE(wait_Q);
-        mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
+        mbarrier_wait(base + FULL_Q + 8 * consumer, parity);
 #pragma unroll 1
         for (int j = 0; j < lead; ++j) pass_on(j);
         if (tiles > 0) {
@@ -547,7 +574,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             TIMELINE(softmax);
             if (!BIAS_TILES) release_K(lead);
             finish_scores(lead, first);
-            rows.raise_maximum(S, exponent);
+            rows.take_maximum(S);
             rows.exponentiate(P, S, exponent, rows.l);
             drop(first);
             if (last > lead) await_K(lead + 1);
@@ -558,12 +585,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 multiply_QK(j);
                 multiply_PV(j - 1);
                 if (j < turns) named_barrier_arrive(next_turn, 256);
+                if (K_FIRST) {
+                    wgmma_wait<1>();
+                    release_K(j);
+                    if (j == last) release_Q();
+                }
                 multiplied();
                 TIMELINE(softmax);
                 const Told tile = told(j);
                 release_V(j - 1);
-                if (!BIAS_TILES) release_K(j);
-                if (j == last) release_Q();
+                if (!K_FIRST && !BIAS_TILES) release_K(j);
+                if (!K_FIRST && j == last) release_Q();
                 finish_scores(j, tile);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
@@ -574,65 +606,75 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             }
         }
         const int walked = Head::MAPPED ? last + 1 : piece.tiles;
+        float inverse[2];
+        const auto meanwhile = [&] {  // while the last P V is under way
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Total total = bound.total<!NATURAL, APPROXIMATE>(rows.m[half], row_sum<4>(rows.l[half]));
+                inverse[half] = total.inverse;
+                const int query_row = first_row + 8 * half + g;
+                if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
+            }
+            more = pieces.take();
+        };
         if (tiles > 0) {  // again: 40 instructions fewer of a causal kernel, 2.7% at D = 128
             TIMELINE(multiply);
             multiply_PV(last);
+            meanwhile();
             wgmma_wait<0>();
             wgmma_settled(rows.O);
             release_V(last);
+        } else {
+            meanwhile();
+#pragma unroll
+            for (int i = 0; i < DV_PAD / 2; ++i) rows.O[i] = 0.0f;
         }
         if (last <= lead) release_Q();
         // Of a block's last piece nobody passes them; nor does the producer wait for so many.
         behind = SKEWED ? min(walked - last - 1, static_cast<int>(STAGES)) : 0;
 #pragma unroll 1
         for (int j = last + 1; j < walked - behind; ++j) pass_on(j);
-        used += walked;
-        ++pieces;
+        passed += walked;
 
         TIMELINE(store);
+        if (O_APART && sender) send_wait_read();             // the last piece's O
+        if (!O_APART) named_barrier_sync(own_barrier, 128);  // all four warps have used Q
+        __syncwarp();
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
-        if (O_APART && sender) send_wait_read();  // the last piece's O
-        const bool spoilt = named_barrier_or(own_barrier, 128, Head::HIDES && !rows.finite());  // all four warps have used Q
-        if (Head::HIDES && spoilt) {
-            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b(H), piece.h(H), H, m0, warp % 4);
+        if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite())) {
+            attend_row_by_row<16, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.h(), H, first_row, 0);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
-            return;
+            continue;
         }
-        float inverse[2];
+        constexpr int TOGETHER = O_SLABS == Outputs::SLABS ? O_SLABS : 1;  // slabs that leave at one time
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Total total = bound.total(rows.m[half], row_sum<4>(rows.l[half]));
-            inverse[half] = total.inverse;
-            const int query_row = first_row + 8 * half + g;
-            if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
-        }
-#pragma unroll
-        for (int slab = 0; slab < Outputs::SLABS; slab += O_SLABS) {
-            if (slab > 0) {
-                if (sender) send_wait_read();
-                named_barrier_sync(own_barrier, 128);  // the slabs before have left
+        for (int slab = 0; slab < Outputs::SLABS; slab += TOGETHER) {
+            if (slab >= O_SLABS) {
+                if (sender) send_wait_read<O_SLABS - 1>();  // the slab whose place it takes
+                __syncwarp();
             }
+            const SmemAddress here = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
 #pragma unroll
-            for (int step = 4 * slab; step < min(4 * (slab + O_SLABS), DV_PAD / 16); ++step) {
+            for (int step = 4 * slab; step < min(4 * (slab + TOGETHER), DV_PAD / 16); ++step) {
                 unsigned pair[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 8 * step + 2 * k;
                     pair[k] = pack(rows.O[i] * inverse[k % 2], rows.O[i + 1] * inverse[k % 2]);
                 }
-                const unsigned place = Outputs::chunk(warp % 4 * 16 + lane % 16, 2 * (step - 4 * slab) + lane / 16);
-                stmatrix_x4(O_smem + place, pair[0], pair[1], pair[2], pair[3]);
+                const unsigned place = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
+                stmatrix_x4(here + place, pair[0], pair[1], pair[2], pair[3]);
             }
             fence_proxy_async();
-            named_barrier_sync(own_barrier, 128);  // the slabs' 64 rows are whole before they are sent
+            __syncwarp();  // the slabs' 16 rows are whole before they are sent
             if (sender)
-                Outputs::send(O_map, bound.query_box(m0), piece.h(H), bound.query_batch(piece.b(H)), O_smem, slab, O_SLABS);
+                Outputs::send(O_warp_map, bound.query_box(first_row), piece.h(), bound.query_batch(piece.b), here, slab, TOGETHER);
         }
         if (!O_APART && sender) {
             send_wait_read();
             mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
-    });
+    }
     if (sender) send_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);
 }

@@ -127,7 +127,7 @@ kernel = Kernel(
     check_tile=check_tile,
     rank=rank,
     args=(
-        *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_map", "bias_map"),
+        *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_warp_map", "bias_map"),
         *("H", "heads", "group", "score", "dealt"),
     ),
 )

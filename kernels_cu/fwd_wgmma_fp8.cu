@@ -21,6 +21,7 @@
 // thousands of keys it would pull down by percents, always towards zero. So a tile's product is a sum T of its own, and O takes
 // it on in fp32: one FFMA an element, which brings the rescaling with alpha for nothing, and the maximum is followed in every
 // tile. P's largest is the largest number that V's type has.
+#define SLOW_PATH __forceinline__
 #include "float8_hopper.cuh"
 #include "pieces.cuh"
 #include "ring.cuh"

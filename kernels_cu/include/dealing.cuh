@@ -17,6 +17,8 @@ struct Dealt {  // a piece as one warp of a block tells the others, whom it save
     int b, row0, head;
     Extent extent;
     __device__ __forceinline__ bool none() const { return b < 0; }
+    __device__ __forceinline__ int h() const { return head; }
+    __device__ __forceinline__ Sequence sequence(const Score& score) const { return {score, b, extent}; }
 };
 
 constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));  // of K and V, or of Q and dO: a third of L2
@@ -130,22 +132,29 @@ struct LongestFirst {
         return {rows.b, rows.row0, static_cast<int>(first + i % width), Sequence(score, rows.b).extent()};
     }
 };
-#elif BLOCK_MAP
-struct Dealt {  // of a dense batch whose pieces a block map shortens, nobody knows before by how much
-    int tile, head;
-    __device__ __forceinline__ bool none() const { return head < 0; }
+#else
+struct Dealt {  // likewise of a dense batch, whom it saves divisions: head `head` of all is head_of_b of batch entry b
+    int b = -1, row0 = 0, head = 0, head_of_b = 0;
+    Dealt() = default;
+    __device__ __forceinline__ Dealt(unsigned row0, unsigned head, unsigned H)
+        : b(head / H), row0(row0), head(head), head_of_b(head % H) {}
+    __device__ __forceinline__ bool none() const { return b < 0; }
+    __device__ __forceinline__ int h() const { return head_of_b; }
+    __device__ __forceinline__ Sequence sequence(const Score& score) const { return {score, b}; }
 };
+#endif
 
+#if BLOCK_MAP && !RAGGED
 struct QueryTiles;
 template <class Tiles>
 struct LongestFirst {  // as far as causality tells; heads in sections, as for_each_query_tile has them
-    const unsigned tiles;
-    __device__ __forceinline__ explicit LongestFirst(const Score& score) : tiles(query_tiles<BLOCK_M>(score)) {}
+    const unsigned tiles, H;
+    __device__ __forceinline__ LongestFirst(const Score& score, unsigned H) : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
     __device__ __forceinline__ Dealt piece(unsigned number, unsigned heads, unsigned) const {
-        if (number >= tiles * heads) return {0, -1};
+        if (number >= tiles * heads) return {};
         const unsigned section = CAUSAL ? max(2 * gridDim.x / tiles, 1) : 1, first = number / (section * tiles) * section;
         const unsigned width = min(section, heads - first), i = number - first * tiles;
-        return {static_cast<int>(tiles - 1 - i / width), static_cast<int>(first + i % width)};
+        return {(tiles - 1 - i / width) * BLOCK_M, first + i % width, H};
     }
 };
 #endif

@@ -102,8 +102,11 @@ __device__ __forceinline__ void send_floats(float* to, SmemAddress from, unsigne
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// Waits until the boxes and sums that this thread has sent have left shared memory.
-__device__ __forceinline__ void send_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the boxes and sums that this thread has sent have left shared memory, those of its PENDING newest groups aside.
+template <int PENDING = 0>
+__device__ __forceinline__ void send_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 
 // Waits until they have also come to where they were sent.
 __device__ __forceinline__ void send_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -294,13 +297,13 @@ __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads
 __device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Syncs; returns whether any thread brought true.
+// Syncs; returns whether any thread brought true. The compiler knows that all lanes of a warp are told the same.
 __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, bool predicate) {
     unsigned any;
     asm volatile(
         "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %3, 0;\nbar.red.or.pred any, %1, %2, mine;\nselp.b32 %0, 1, 0, any;\n}"
         : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(predicate)) : "memory");
-    return any;
+    return uniform(any);
 }
 
 // ldmatrix_x4 the other way: lane i gives the address of row i % 8 of matrix i / 8.

@@ -25,20 +25,29 @@ __device__ __forceinline__ bool first_stores(const Score& score) {
 }
 
 // The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
+// ABREAST, where a last key (causal) makes the first keys of a head the longest piece: the heads of a section come side by side,
+// first all their first pieces, so that short ones even out what long ones left uneven; the grid is (heads of a section, key tiles,
+// sections). Head after head, the last head's longest pieces would begin when the other blocks end.
 // ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
 // Heads come in sections of BLOCKS pieces at least, as many as run at one time; of a section first the first piece of each head,
 // then the second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together
 // do not meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait
 // for.
+constexpr bool ABREAST = Head::LAST && !ORDERED && !RAGGED;
 struct Piece {
     int key_tile, kv_head, b;
 
-    __device__ __forceinline__ Piece(unsigned number) : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
+    __device__ __forceinline__ Piece(unsigned number, unsigned Hk, unsigned B)
+        : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
+        if (ABREAST) {
+            const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
+            key_tile = blockIdx.y, kv_head = head % Hk, b = head / Hk;
+        }
         if (!ORDERED) return;
-        const unsigned heads = gridDim.y * gridDim.z, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
+        const unsigned heads = Hk * B, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
         const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
         const unsigned head = first + place % own;
-        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % gridDim.y, b = head / gridDim.y;
+        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % Hk, b = head / Hk;
     }
 #if RAGGED
     Extent extent;

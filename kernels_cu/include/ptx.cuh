@@ -39,10 +39,15 @@ __device__ __forceinline__ unsigned thread_index_x() {
     return index;
 }
 
-// Likewise blockIdx.x.
+// Likewise blockIdx.x and blockIdx.y.
 __device__ __forceinline__ unsigned block_index_x() {
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index)::"memory");
+    return index;
+}
+__device__ __forceinline__ unsigned block_index_y() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(index)::"memory");
     return index;
 }
 
@@ -90,6 +95,20 @@ __device__ __forceinline__ float2 unpack(unsigned packed) {
 __device__ __forceinline__ float ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The logarithm to base 2, with an error of 2^-22 near 1; of 0: -inf.
+__device__ __forceinline__ float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x to 1 ulp.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -33,14 +33,15 @@ struct TileMap {
 
 // The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
 // where there is a block map, those that it leaves.
-template <bool KEPT_N0, bool ROUND>  // whether n0 is kept in a register; whether it goes from the row of its number round to it
+// Whether n0 is kept in a register; whether it goes from the row of its number round to it; whether key tiles are the grid's y.
+template <bool KEPT_N0, bool ROUND, bool ABREAST>
 struct QueryWalk {
     const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
     const TileMap& map;
     const int group, row0;
 
     // Computed anew each time it is asked for, unless it is kept: then it takes a register that the accumulators may need.
-    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(block_index_x()) * BLOCK_N; }
+    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(ABREAST ? block_index_y() : block_index_x()) * BLOCK_N; }
     __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
     __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 

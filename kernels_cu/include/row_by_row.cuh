@@ -4,13 +4,19 @@
 #include "common.cuh"
 #include "score.cuh"
 
+// Out of line, so that its registers are not the fast path's; in line where a kernel says so whose consumers wait for products in
+// a loop. Behind a call the compiler takes the lanes of a warp to be apart, and has them meet before each product: causal rows of
+// fwd_wgmma were 4 ... 11% slower (experiments/008_hopper).
+#ifndef SLOW_PATH
+#define SLOW_PATH __noinline__
+#endif
+
 // A lane's share of a row: every 32nd column.
 constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31) / 32;
 
 // Query rows m0 .. m0 + ROWS of head h of H and batch entry b, by WARPS_ warps, of which this is the one of number `warp`.
-// Out of line, so that its registers are not the fast path's.
 template <int ROWS, int WARPS_>
-__device__ __noinline__ void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+__device__ SLOW_PATH void attend_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE, int group,
                                                const Score& score, int b, int h, int H, int m0, int warp) {
     const Head head(score, b, h);
@@ -57,7 +63,7 @@ struct Pair {
 // dK and dV of keys n0 .. n0 + ROWS of head kv_head and batch entry b, by WARPS_ warps, of which this is the one of number
 // `warp`.
 template <int ROWS, int WARPS_>
-__device__ __noinline__ void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+__device__ SLOW_PATH void key_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
                                                       const float* LSE, const float* delta, const View<dtype>& dK,
                                                       const View<dtype>& dV, int group, const Score& score, int b, int kv_head, int H,
@@ -110,7 +116,7 @@ __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, c
 
 // The same of the block's query tile, of head blockIdx.y.
 template <int ROWS, int COLS>
-__device__ __noinline__ void query_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
+__device__ SLOW_PATH void query_gradients_row_by_row(const View<const dtype>& Q, const View<const dtype>& K,
                                                         const View<const dtype>& V, const View<const dtype>& dO,
                                                         const float* LSE, const float* delta, const View<dtype>& dQ, int group,
                                                         const Score& score, int m0, int d0) {

@@ -193,6 +193,7 @@ struct Total {  // of a row: what its accumulated O is multiplied by
 };
 
 constexpr bool NATURAL = true;  // of x itself, where the scores of a kernel are not raw
+constexpr bool APPROXIMATE = true;
 
 // The element of row i and column j of S: a place that all elements of a thread share, and a distance from it that is known
 // when loops are unrolled.
@@ -337,9 +338,11 @@ struct Head : Sight {
     }
 
     // LSE, and 1 / l, of a row whose scores were exponentiated less `m`; natural: of a maximum of x. A row that sees no key: 0.
-    template <bool IN_X = false>
+    // APPROXIMATELY: to a few ulp, for an l of 0 or not much below 1, as every row has; without a call, a jump or a long chain.
+    template <bool IN_X = false, bool APPROXIMATELY = false>
     __device__ __forceinline__ Total total(float m, float l) const {
-        Total row = {(IN_X ? m : m * unit) + logf(l), l == 0.0f ? 0.0f : 1.0f / l};
+        Total row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
+                     l == 0.0f ? 0.0f : APPROXIMATELY ? reciprocal(l) : 1.0f / l};
 #if SINK
         const float without = row.lse, gap = sink - without;  // one more summand, of no value
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));

@@ -283,13 +283,13 @@ extern "C" void sandbox_send_numbers(float* to, const char* from, unsigned bytes
     if ((sent_from(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
         trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
     must_be_written(from, bytes, "sends", site);
-    self().sent.add() = {from, {}, {}, to, bytes, add, false, site};
+    self().sent.add() = {from, {}, {}, to, bytes, add, false, 0, site};
 }
 
 extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
     if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     Sent& box = self().sent.add();
-    box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, site};
+    box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, 0, site};
     for_box_chunks(*map, box.at, [&](char* to, uint64_t place, unsigned valid) {
         must_be_written(from + place, valid, "sends", site);
         seen_writing(to, valid);
@@ -298,6 +298,7 @@ extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const i
 
 extern "C" void sandbox_send_commit() {
     List<Sent>& sent = self().sent;
+    for (unsigned i = 0; i < sent.count; ++i) sent.items[i].younger += sent.items[i].committed;
     for (unsigned i = 0; i < sent.count; ++i) sent.items[i].committed = true;
 }
 
@@ -305,12 +306,12 @@ static float* copied_floats(const char* from, unsigned bytes) {
     return static_cast<float*>(memcpy(malloc(bytes), from, bytes));
 }
 
-extern "C" void sandbox_send_wait_read() {
+extern "C" void sandbox_send_wait_read(unsigned pending) {
     List<Sent>& sent = self().sent;
     unsigned left = 0;
     for (unsigned i = 0; i < sent.count; ++i) {
         const Sent item = sent.items[i];
-        if (!item.committed) sent.items[left++] = item;
+        if (!item.committed || item.younger < pending) sent.items[left++] = item;
         else if (!item.numbers) store_box(item.from, item.map, item.at);
         else current->hopper.departed.add() = {item.numbers, copied_floats(item.from, item.bytes), item.bytes / 4, item.add, &self()};
     }
@@ -318,7 +319,7 @@ extern "C" void sandbox_send_wait_read() {
 }
 
 extern "C" void sandbox_send_wait() {
-    sandbox_send_wait_read();
+    sandbox_send_wait_read(0);
     current->add_departed(&self());
 }
 

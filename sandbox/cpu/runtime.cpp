@@ -81,6 +81,7 @@ struct Sent {  // one box, or numbers, on its way out of shared memory
     unsigned bytes;
     bool add;  // to what is there
     bool committed;
+    unsigned younger;  // groups that were committed since
     Site site;
 };
 

@@ -85,7 +85,7 @@ void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* ba
 void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
 void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site);
 void sandbox_send_commit();
-void sandbox_send_wait_read();
+void sandbox_send_wait_read(unsigned pending);
 void sandbox_send_wait();
 void sandbox_yield();
 // Ordinary writes that the async proxy does not see before the fence.

@@ -75,6 +75,7 @@ ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
     **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink", "block_map")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
+    "O_warp_map": _map("O", lambda t: _WARPGROUP_ROWS // 4),
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
@@ -84,7 +85,9 @@ ARGUMENTS: dict[str, Row] = {
     "partials": Row(ctypes.c_void_p, tensor="partials"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
+    "B": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
+    "Hk": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.Hk)),
     **{f"bias_{axis}": Row(ctypes.c_int32, partial(_bias_size, i)) for i, axis in enumerate("bhij")},
     "map_rows": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.block_map[2])),
     "heads": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches * p.H)),

@@ -233,6 +233,39 @@ def test_stores_that_nobody_waited_for_come_last(run_hopper: Run, wait: str, mon
     assert np.array_equal(sums_in_turn(run_hopper, IN_TURN.replace(wait, "")), [1, 2, 3, 4])
 
 
+GROUPS = """
+    extern "C" __global__ void groups(float* out) {
+        extern __shared__ __align__(16) char smem[];
+        if (threadIdx.x) return;
+        const SmemAddress from = smem_address(smem);
+        for (int i = 0; i < 2; ++i) {
+            store_floats(from + 16 * i, i, i, i, i);
+            fence_proxy_async();
+            send_floats(out + 4 * i, from + 16 * i, 16);
+            send_commit();
+        }
+        send_wait_read<1>();  // the older one's
+        store_floats(from, 9, 9, 9, 9);
+        send_wait_read();
+    }"""
+
+
+def test_of_groups_the_older_ones_have_left(run_hopper: Run) -> None:
+    out = np.full((2, 4), -1, np.float32)
+    run_hopper(GROUPS, "groups", out, block=32, smem=32)
+    assert np.array_equal(out, [[0] * 4, [1] * 4])
+
+
+@on_cpu
+@pytest.mark.parametrize("pending", [1, 2])
+def test_newer_groups_leave_when_they_are_waited_for(run_hopper: Run, pending: int) -> None:
+    """What is written over them is sent in their place: the newest one's, or both."""
+    out = np.full((2, 4), -1, np.float32)
+    text = GROUPS.replace("read<1>", f"read<{pending}>").replace("(from, 9", f"(from + {16 * (pending == 1)}, 9")
+    run_hopper(text, "groups", out, block=32, smem=32)
+    assert np.array_equal(out, [[0] * 4, [9] * 4] if pending == 1 else [[9] * 4, [1] * 4])
+
+
 def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
     """Each lane brings the elements (g; 2q, 2q+1) of four matrices: their rows become columns."""
     text = """

@@ -17,6 +17,8 @@ from sandbox.engine import choose
 from sandbox.launch import dlpack
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Entry, Kernel, Tile
+from sandbox.verify import check
+from sandbox.verify.cases import Case
 
 torch = pytest.importorskip("torch")
 BACKWARD = [kernel for kernel in registry.kernels().values() if kernel.computes == "backward"]
@@ -91,6 +93,20 @@ def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device
     seen = reference.visible(Sq, Sk, causal)
     for gradient, unseen in zip(gradients, (~seen.any(axis=1), ~seen.any(axis=0), ~seen.any(axis=0)), strict=True):
         assert (gradient[:, :, unseen] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma")], ids=by_name)
+def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pieces are of different length, first all first pieces of a few heads: every head once, none too many."""
+    tile = kernel.tiles[0]
+    for heads, rows in ((1, 1), (5, 300), (96, 1024), (128, 2048), (16, 8191), (7, 100000)):
+        width, tiles, sections = kernel.grid(spec.Problem(1, heads, rows, rows, 64, causal="bottom-right"), tile)
+        assert (sections - 1) * width < heads <= sections * width
+        assert tiles == -(-rows // tile.BLOCK_N)
+    monkeypatch.setitem(kernel.grid.__globals__, "BLOCKS", 7)
+    problem = spec.Problem(1, 5, 300, 300, 64, dtype="float16", causal="bottom-right")
+    assert kernel.grid(problem, tile) == (2, 3, 3)  # a head more than there are
+    assert check.verify(kernel, Case("sections", problem), device).ok
 
 
 def test_each_gradient_lies_as_its_input(device: Device) -> None:

@@ -140,11 +140,13 @@ def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
-def test_few_blocks_do_all_the_work(causal: Causal, device: Device) -> None:
+@pytest.mark.parametrize("D", [64, 200])
+def test_few_blocks_do_all_the_work(D: int, causal: Causal, device: Device) -> None:
     """Blocks that stay on their SM: who takes which piece in which round, and over how many heads, changes no bit.
 
-    To one block alone heads are long, and stay apart."""
-    kernel, problem = registry.get("fwd_wgmma"), Problem(2, 3, 520, 200, 64, dtype="float16", causal=causal)
+    To one block alone heads are long, and stay apart. Of a wide head only half of O has room."""
+    kernel, Sk = registry.get("fwd_wgmma"), 200 if D == 64 else 100
+    problem = Problem(2, 3, 520, Sk, D, dtype="float16", causal=causal)
     if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
     inputs = inputs_of("forward", Case("blocks", problem))

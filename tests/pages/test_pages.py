@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from project import ROOT
 
+from sandbox.bench.ladder import newest_run
 from sandbox.bench.rows import read_rows
 from sandbox.cli import cli
 from sandbox.code import listing
@@ -229,7 +230,7 @@ def test_commands_write_pages(tmp_path: Path) -> None:
 
 def test_a_bench_shows_every_problem_and_the_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = read_rows(ROOT / "experiments/003_forward_paper/results.jsonl")
+    rows = newest_run(read_rows(ROOT / "experiments/003_forward_paper/results.jsonl"))
     few = [row for row in rows if row["D"] == 64 and row["causal"] is False]
     page = reports.bench(few, None)
     assert len({f"S{row['Sq']}" for row in few}) == page.count("<tr>") - 1

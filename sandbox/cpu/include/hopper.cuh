@@ -48,7 +48,8 @@ inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3,
     cpu::sandbox_generic_write(to, 16);
 }
 inline void send_commit() { cpu::sandbox_send_commit(); }
-inline void send_wait_read() { cpu::sandbox_send_wait_read(); }
+template <int PENDING = 0>
+inline void send_wait_read() { cpu::sandbox_send_wait_read(PENDING); }
 inline void send_wait() { cpu::sandbox_send_wait(); }
 
 // ---- counters in global memory

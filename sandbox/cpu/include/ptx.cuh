@@ -13,6 +13,7 @@ inline void require(bool holds, const char* otherwise, SANDBOX_SITE) {
 inline SmemAddress smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
 
 inline unsigned block_index_x() { return blockIdx.x; }
+inline unsigned block_index_y() { return blockIdx.y; }
 inline unsigned thread_index_x() { return threadIdx.x; }
 
 namespace cpu {
@@ -84,6 +85,8 @@ inline unsigned pack(float low, float high) {
 
 inline float2 unpack(unsigned packed) { return {cpu::element(packed, 0), cpu::element(packed, 1)}; }
 inline float ex2(float x) { return exp2f(x); }
+inline float lg2(float x) { return log2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the hardware errs: to 11 bits
     const float y = tanhf(x), coarse = y * 8193.0f;
     return coarse - (coarse - y);
