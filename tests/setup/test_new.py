@@ -131,7 +131,7 @@ def test_each_level_says_more(project_copy: Path, tmp_path: Path) -> None:
     tile = "sandbox: fwd_minimal on B1 H1 S40 D16 float16: tile BLOCK_M=64,BLOCK_N=32, the spec's best that is legal"
     compiled = "sandbox: fwd_minimal.so: "
     launch = "sandbox: fwd_minimal: grid (1, 1, 1), block (64, 1, 1), 12288 bytes of shared memory"
-    score = "sandbox:   score = Sq 40, Sk 40, diagonal 0, scale 0.25"
+    score = "sandbox:   score of fwd_minimal = Sq 40, Sk 40, diagonal 0, scale 0.25"
     expected = {"1": (1, 0, 0, 0), "2": (1, 1, 0, 0), "3": (1, 1, 1, 0), "4": (1, 1, 1, 1)}
     for level, shown in lines.items():
         counts = tuple(sum(line.startswith(what) for line in shown) for what in (tile, compiled, launch, score))
