@@ -113,7 +113,7 @@ struct InOrder {
     }
 };
 
-// Out of line, so that its registers are not the fast path's.
+// dQ of 16 rows, whatever the inputs hold. In line: row_by_row.cuh says why.
 __device__ SLOW_PATH void query_gradients(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
                                              const View<const dtype>& dO, const float* LSE, const float* delta, const View<dtype>& dQ,
                                              int group, const Score& score, int b, int h, int H, int m0) {

@@ -428,8 +428,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     Pieces pieces(smem);
 #pragma unroll 1
     for (bool more = pieces.take(); more;) {
-        // These are the same in all lanes. It is said anew of each piece, since behind a call the compiler no longer counts on it; then
-        // addresses and descriptors are computed once for the warp, and a turn takes 60 instructions, not 84 (D = 128, causal).
+        // These are the same in all lanes, which the compiler does not know of what comes from shared memory. Told so, it computes
+        // addresses and descriptors once for the warp, and a turn takes 60 instructions, not 84 (D = 128, causal).
         const SmemAddress base = uniform(smem_address(smem));
         const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, used = uniform(passed);
         const Piece piece(uniform(pieces.dealt), score);

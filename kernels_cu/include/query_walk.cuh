@@ -41,7 +41,9 @@ struct QueryWalk {
     const int group, row0;
 
     // Computed anew each time it is asked for, unless it is kept: then it takes a register that the accumulators may need.
-    __device__ __forceinline__ int n0() const { return KEPT_N0 ? row0 : static_cast<int>(ABREAST ? block_index_y() : block_index_x()) * BLOCK_N; }
+    __device__ __forceinline__ int n0() const {
+        return KEPT_N0 ? row0 : static_cast<int>(ABREAST ? block_index_y() : block_index_x()) * BLOCK_N;
+    }
     __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
     __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 
