@@ -18,10 +18,12 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q; m and l of every warp's rows; and each warp's stages of K and V, where its O is left in the end."""
+    """Q; m and l of every warp's rows; each warp's stages of K and V, where its O is left in the end; and what a team's
+    members send: O of the columns that a block finishes, four at a time, m and l."""
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
-    return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8)))
+    inbox = t.TEAM * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.TEAM) + 8) if t.TEAM > 1 else 0
+    return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8))) + inbox
 
 
 def group(p: Problem) -> int:
