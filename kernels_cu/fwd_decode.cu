@@ -373,10 +373,10 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     else leave(rows, O_warp, sums + warp * BLOCK_M);
     __syncthreads();  // what every warp has summed up is there
 
-    // Merged, four columns of a row a thread: what the warps left; then, by the member of the team whose columns these are, what the
-    // members have sent.
-    constexpr int QUADS = HEAD_DIM_V / 4;
-    float4* const O_inbox = reinterpret_cast<float4*>(smem + INBOX_AT);                     // [TEAM][BLOCK_M][OWN_QUADS]
+    // Merged, of a row so many times four columns a thread: what the warps left; then, by the member of the team whose columns these are,
+    // what the members have sent.
+    constexpr int QUADS = HEAD_DIM_V / 4, AT_ONCE = TEAM == 1 ? 2 : 1;
+    float4* const O_inbox = reinterpret_cast<float4*>(smem + INBOX_AT);                          // [TEAM][BLOCK_M][OWN_QUADS]
     float2* const sums_inbox = reinterpret_cast<float2*>(O_inbox + TEAM * BLOCK_M * OWN_QUADS);  // [TEAM][BLOCK_M]
     const int rows_there = rows_end - row0, member = team_member();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
@@ -387,24 +387,27 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     };
     team_begun();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows_there * QUADS; i += THREADS) {
-        const int r = i / QUADS, quad = i % QUADS, owner = quad / OWN_QUADS;
+    for (int i = threadIdx.x * AT_ONCE; i < rows_there * QUADS; i += AT_ONCE * THREADS) {
+        const int r = i / QUADS;
         const PackedRow row(row0 + r, kv_head, group);
         const Head head(sequence, row.h);
         float2 of_warps[WARPS];
-        float4 O_of_warps[WARPS];
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            of_warps[w] = sums[w * BLOCK_M + r];
-            O_of_warps[w] = *reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
-        }
-        Merged sum;
-        sum.add(of_warps, O_of_warps, head.unit * Head::LOG2E);
-        if (TEAM == 1) finish(row, head, quad, sum);
-        else {
-            const int to = member * BLOCK_M + r, its_quad = quad - owner * OWN_QUADS;
-            of_teammate(O_inbox, owner)[to * OWN_QUADS + its_quad] = sum.O;
-            if (its_quad == 0) of_teammate(sums_inbox, owner)[to] = make_float2(sum.m, sum.l);
+        for (int w = 0; w < WARPS; ++w) of_warps[w] = sums[w * BLOCK_M + r];
+#pragma unroll
+        for (int quad = i % QUADS; quad < i % QUADS + AT_ONCE; ++quad) {
+            float4 O_of_warps[WARPS];
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w)
+                O_of_warps[w] = *reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
+            Merged sum;
+            sum.add(of_warps, O_of_warps, head.unit * Head::LOG2E);
+            if (TEAM == 1) finish(row, head, quad, sum);
+            else {
+                const int owner = quad / OWN_QUADS, its_quad = quad - owner * OWN_QUADS, to = member * BLOCK_M + r;
+                of_teammate(O_inbox, owner)[to * OWN_QUADS + its_quad] = sum.O;
+                if (its_quad == 0) of_teammate(sums_inbox, owner)[to] = make_float2(sum.m, sum.l);
+            }
         }
     }
     if (TEAM == 1) return;
