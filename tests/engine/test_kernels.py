@@ -77,8 +77,9 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
 
 def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     """What the CPU backend tries, since each head width and mask is a compilation: every second pointed case, those that
-    its neighbour among the dtypes leaves out; of other plain ones the head widths whose turn it is in this dtype, so that
-    each is tried in one, three cases of each by lot; of the rest three by lot. Of a kernel for few problems three of all.
+    its neighbour among the dtypes leaves out; of other plain ones the head widths whose turn it is in this dtype, so
+    that each is tried in one, three cases of each by lot; of the rest three by lot. Of a kernel for few problems three
+    of all.
     """
     lot = random.Random(f"{LOT} {kernel.name} {dtype}")
     if kernel.name in SELDOM:
@@ -88,8 +89,8 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
     usual = [case for case in cases if case not in rare and case not in pointed]
     widths = sorted({case.problem.D for case in usual})[own::several]
-    groups = [[case for case in usual if case.problem.D == width] for width in widths] + [rare]
-    chosen = [case for group in groups for case in lot.sample(group, min(len(group), 3))]
+    of_width = [[case for case in usual if width == case.problem.D] for width in widths]
+    chosen = [case for group in [*of_width, rare] for case in lot.sample(group, min(len(group), 3))]
     return chosen + (pointed[own % 2 :: 2] if several > 1 else pointed)
 
 
