@@ -76,10 +76,11 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
 
 
 def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
-    """What the CPU backend tries, since each head width and mask is a compilation: every second pointed case, those that
-    its neighbour among the dtypes leaves out; of other plain ones the head widths whose turn it is in this dtype, so
-    that each is tried in one, three cases of each by lot; of the rest three by lot. Of a kernel for few problems three
-    of all.
+    """What the CPU backend tries, since each head width and mask is a compilation.
+
+    Every second pointed case, those that the neighbour among the dtypes leaves out; of other plain ones the head widths
+    whose turn it is in this dtype, so that each is tried in one, three cases of each by lot; of the rest three by lot.
+    Of a kernel for few problems three of all.
     """
     lot = random.Random(f"{LOT} {kernel.name} {dtype}")
     if kernel.name in SELDOM:
