@@ -11,7 +11,7 @@
 //   warp 1  keys  16 .. 31, 80 .. 95,  ...        in the end: the warps of a block through shared memory, then the blocks
 //   ...                                           through `partials`, by the second entry, in order: the same bits every time
 //
-//   a team: two blocks of a split, each of which in the end sends the other its part of half of the columns, which that one finishes
+//   a team: two blocks of a split, or four, each of which finishes some of the columns: in the end the others send it their part of these
 //
 //   shared memory: Q [BLOCK_M][D_PAD] | m, l [WARPS][BLOCK_M][2] | warp 0: stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD],
 //   stage 1, ... | warp 1 ...         (a warp's O [BLOCK_M][DV_PAD + 8], fp32, takes the place of its stages) | a team's inbox
@@ -27,7 +27,7 @@
 // second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9), and 8 splits (0.5). What did not: a merge by the
 // last block to arrive (0.5 us more), or by a team of eight (0.5), eight warps a block or four stages (1).
 // Many users: a merge costs 2 ... 4 us, a team of two spares them, and its members' sending what they have merged instead of reading all of
-// each other's warps another 0.9. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's
+// each other's warps another 0.9. Four where keys are of different numbers: 0.3 ... 1 us, 11 ... 39 more where all is one wave. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's
 // evict_first (4 ... 5% more) or by TMA (5 ... 7%: a box asks for 128 bytes of a row at a time), keys requested before it is known how many
 // there are (1 us more), the next block's keys fetched into L2 while one merges (1 ... 5%).
 #include "mma_tiles.cuh"
@@ -375,9 +375,9 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     else leave(rows, O_warp, sums + warp * BLOCK_M);
     __syncthreads();  // what every warp has summed up is there
 
-    // Merged, of a row so many times four columns a thread: what the warps left; then, by the member of the team whose columns these are,
-    // what the members have sent.
-    constexpr int QUADS = HEAD_DIM_V / 4, AT_ONCE = TEAM == 1 ? 2 : 1;
+    // Merged, four columns of a row a thread, or eight of 32 rows: what the warps left; then, by the member of the team whose columns these
+    // are, what the members have sent.
+    constexpr int QUADS = HEAD_DIM_V / 4, AT_ONCE = M_TILES > 1 ? 2 : 1;
     float4* const O_inbox = reinterpret_cast<float4*>(smem + INBOX_AT);                          // [TEAM][BLOCK_M][OWN_QUADS]
     float2* const sums_inbox = reinterpret_cast<float2*>(O_inbox + TEAM * BLOCK_M * OWN_QUADS);  // [TEAM][BLOCK_M]
     const int rows_there = rows_end - row0, member = team_member();
