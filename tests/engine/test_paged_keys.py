@@ -167,9 +167,9 @@ def test_splits_fill_the_multiprocessors() -> None:
 
 
 def test_teams() -> None:
-    """Of two, eight warps each, where that makes one wave; of four, four warps each, where entries have keys of different
-    numbers, none of many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone where waves
-    are many."""
+    """Of two, eight warps each, where that makes one wave; of four, four warps each, where entries have keys of
+    different numbers, none of many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone
+    where waves are many."""
     few, many = (Problem(B, 32, 1, 4096, 128, Hk=8, dtype="bfloat16") for B in (8, 64))
     rows = dataclasses.replace(many, Sq=4, H=64, causal="bottom-right")
     differ = dataclasses.replace(many, key_lengths=True)
