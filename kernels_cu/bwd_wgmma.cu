@@ -9,13 +9,15 @@
 //   warp 1        LSE and delta a tile, ready for use
 //   warps 2, 3    send a consumer's dQ from shared memory to be added in L2
 //   consumers     S = K Q | dP = V dO | dV += P dO | dQ = dS K | dK += dS Q       (time ->, of one query tile)
-//     tensor      dP0  dV0      dQ0  dK0  S1   dP1  dV1      dQ1  dK1  S2 ...     what a warpgroup has queued
-//     other       P0  | dS0 |   ......  dQ0 out |  P1  | dS1 |  ......            what it does meanwhile
+//     tensor      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   what a warpgroup has queued
+//     other           | P1   dS1 |      dQ0 out        | P2   dS2 |      dQ1 out    what it does meanwhile; while one has its
+//                                                                                   turn, | |, the other's products are under way
 //
 //   BLOCK_N = 128: a consumer owns 64 keys. P^T and dS^T stay in its registers; dS also goes to shared memory for dQ, of
-//     which a consumer computes 64 rows, or, where a tile has but 64, half of the columns.
+//     which a consumer computes 64 rows, or, where a tile has but 64, half of the columns, when the other's dS is there too:
+//     during the next tile.
 //   BLOCK_N = 64 (HEAD_DIM > 128): consumers share the keys. Each computes P^T and dS^T for half of the queries, both go to
-//     shared memory, and each has half of the columns of dK, dV and dQ.
+//     shared memory, and each has half of the columns of dK, dV and dQ. No turns: S1 dP1 dV1 dQ1 dK1, dV as soon as P is there.
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | P, dS, two of each [BLOCK_M][BLOCK_N] | dQ |
 //                  bias [STAGES][BLOCK_M][BLOCK_N], where there is one | LSE, delta | mbarriers | what concerns it of a block map
@@ -53,10 +55,9 @@
 constexpr unsigned THREADS = 384;
 
 constexpr bool SHARED_KEYS = BLOCK_N == 64;
-constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one
-// dS is made of P before anything of P is dropped, dV of P afterwards. For both in registers there is no room: dV comes later.
-constexpr bool DROP_IN_PLACE = DROPOUT && !SHARED_KEYS;
-constexpr bool DQ_LAST = LATE_DQ && (Head::STEEP || DROPOUT);          // and after dS: its registers are needed until then
+constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one, in turns
+// Whether a consumer that sees nothing of a block's first tile passes it over: with dropout that is slower.
+constexpr bool PASSES = LATE_DQ && Head::LAST && !DROPOUT;
 constexpr bool BIAS_TILES = BIAS & 8;
 // What is not seen is hidden in P, not in S: ptxas packs derivatives behind the next branch, and both of a pair beside S spill.
 constexpr bool HIDE_LATE = Head::STEEP;
@@ -416,9 +417,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (lane == 0) mbarrier_arrive(base + dS_barrier);
         };
         const auto await_dS = [&](unsigned i) { mbarrier_wait(base + FULL_dS + 8 * (i % 2), i / 2 % 2); };
+        unsigned passed = 0;  // tiles of which nothing is in dK and dV
         const auto step = [&](auto first) {
             constexpr bool FIRST = first.value;
-            const bool begun = LATE_DQ ? !FIRST : i > 0;  // a tile went before
+            const bool begun = LATE_DQ ? !FIRST : i > 0;                // a tile went before
+            const bool summed = PASSES && !FIRST ? i > passed : begun;  // and is in dK and dV
             const unsigned stage = stage_of(i), Q_at = Q_AT + stage * Queries::BYTES, dO_at = dO_AT + stage * Queries::BYTES;
             const unsigned dS_at = dS_AT + i % 2 * Pairs::BYTES, P_at = P_AT + i % 2 * Pairs::BYTES;
             const unsigned dS_before = dS_AT + (i % 2 ^ 1) * Pairs::BYTES;
@@ -515,7 +518,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
             if constexpr (HIDE_LATE) hide_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
-            if (LATE_DQ) named_barrier_arrive(next_turn, 256);
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 4; ++k)
@@ -529,14 +531,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
             TIMELINE(dP);
-            if (!DROP_IN_PLACE) add_rows(dV_rmem, P, P_at, dO_at, begun);
-            const auto multiply_dQ_before = [&] {
-                await_dS(i - 1);
-                multiply_dQ(dQ, dS_before);
-            };
-            if (LATE_DQ && !DQ_LAST && !FIRST) multiply_dQ_before();
-
-            wgmma_wait<!DROP_IN_PLACE + (LATE_DQ && !DQ_LAST && !FIRST)>();  // for dP^T
+            if (!LATE_DQ) add_rows(dV_rmem, P, P_at, dO_at, summed);
+            wgmma_wait<!LATE_DQ>();  // for dP^T
             wgmma_settled(dP);
             TIMELINE(dS);
 #pragma unroll
@@ -552,32 +548,53 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 }
                 dS[k / 8][k / 2 % 4] = pack(dS0, dS1);
             }
-            if (DROP_IN_PLACE) {
-                drop(P);
-                add_rows(dV_rmem, P, P_at, dO_at, begun);
-            }
-            store_pairs<Pairs>(pairs_at(base + dS_at), warp % 4 * 2, dS);
-            if (!LATE_DQ) {
+            if (LATE_DQ) {
+                if (BLOCK_M == 128) named_barrier_arrive(next_turn, 256);  // each measured to be better where it stands
+                if (!FIRST) await_dS(i - 1);  // then nobody multiplies what dS replaces any more
+                store_pairs<Pairs>(pairs_at(base + dS_at), warp % 4 * 2, dS);
+                if (BLOCK_M == 64) named_barrier_arrive(next_turn, 256);
+                if (!FIRST) multiply_dQ(dQ, dS_before);
+                if (DROPOUT) drop(P);  // dS is made of P before anything is dropped
+                add_rows(dV_rmem, P, P_at, dO_at, summed);
+            } else {
+                store_pairs<Pairs>(pairs_at(base + dS_at), warp % 4 * 2, dS);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // dS is whole before it is multiplied
                 multiply_dQ(dQ, dS_at);
             }
-            if (DQ_LAST && !FIRST) multiply_dQ_before();
-            add_rows(dK_rmem, dS, dS_at, Q_at, begun);
+            add_rows(dK_rmem, dS, dS_at, Q_at, summed);
 
             TIMELINE(dQ);
-            wgmma_wait<1>();  // for dV and dQ
-            release(EMPTY_dO, i);
+            const auto dO_read = [&] {
+                wgmma_wait<1>();  // for dV, and for dQ
+                release(EMPTY_dO, i);
+            };
+            if (!LATE_DQ) dO_read();
             if (!LATE_DQ || !FIRST) {
+                wgmma_wait<1 + LATE_DQ>();
                 wgmma_settled(dQ);
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
+            if (LATE_DQ) dO_read();
             m0 += BLOCK_M;
             walk.find(head, m0);
             ++i;
         };
+        // With a last key the block's first tile may end before its queries see the second consumer's keys: nothing to multiply, and
+        // no turn.
+        const auto pass_over = [&] {
+            await(FULL_Q, 0);
+            await(FULL_dO, 0);
+            const unsigned zeros[QUERIES / 16][4] = {};
+            store_pairs<Pairs>(pairs_at(base + dS_AT), warp % 4 * 2, zeros);
+            release(EMPTY_dO, 0);
+            m0 += BLOCK_M;
+            walk.find(head, m0);
+            i = passed = 1;
+        };
         if (LATE_DQ) {
-            step(Constant<true>{});
+            if (PASSES && head0.queries(walk.n0() + own_keys, walk.n0() + own_keys + 64).begin >= m0 + BLOCK_M) pass_over();
+            else step(Constant<true>{});
             wgmma_wait<0>();  // or the compiler would lose its way
             wgmma_settled(dK_rmem);
             wgmma_settled(dV_rmem);
@@ -587,6 +604,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         TIMELINE(store);
         publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
         wgmma_settled(dV_rmem);  // has been waited for in the last step
+        const auto clear = [&](float (&sums)[COLS / 2]) {  // where nothing has been added
+#pragma unroll
+            for (int k = 0; k < COLS / 2; ++k)
+                if (PASSES && i == passed) sums[k] = 0.0f;
+        };
+        clear(dV_rmem);
         if (LATE_DQ) {
             float dQ[DQ_COLS / 2];
             await_dS(i - 1);  // then nobody multiplies the tile before that one any more
@@ -595,6 +618,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_wait<0>();
             wgmma_settled(dQ);
             wgmma_settled(dK_rmem);
+            clear(dK_rmem);
             store_dQ(dQ, i - 1, 0, 0);
             fence_proxy_async();
             __syncwarp();  // all lanes have written

@@ -6,6 +6,7 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wg
 
 SMEM = 232448  # bytes that a block may have
 BLOCKS = 132  # that run at one time, one a multiprocessor
+ABREAST = 16  # heads of a section at least, where a window makes pieces short
 MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
 
 
@@ -84,12 +85,14 @@ def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
 
 def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
     """Where a last key makes pieces of different length, those of a section of heads side by side: as many as run at
-    one time, or of short rows half of them. (ABREAST of include/in_order.cuh.)"""
+    one time, or of short rows half of them; of a window more. (ABREAST of include/in_order.cuh.)"""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if p.ragged or p.bounds[1] is None or not heads:
         return tiles, p.Hk, p.batches
     sections = round(heads * tiles / (BLOCKS if tiles > 4 else BLOCKS / 2))
     width = cdiv(heads, min(max(sections, 1), heads))
+    if p.bounds[0] is not None:
+        width = max(width, min(heads, ABREAST))
     return width, tiles, cdiv(heads, width)
 
 

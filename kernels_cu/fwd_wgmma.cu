@@ -36,12 +36,11 @@
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
 #define SLOW_PATH __forceinline__
-#include "dealing.cuh"
-#include "pieces.cuh"
 #include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
+#include "telling.cuh"
 #include "tile_lists.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;
@@ -52,9 +51,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 #endif
 constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float FAR = 3e38f;
-constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers; so does dealing
-constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS >= 3 ? 32 : RAGGED ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : RAGGED ? 224 : 232;
+constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
+constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS >= 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -87,11 +86,12 @@ constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * O_BYTES : 0);
 static_assert(O_APART || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers, 8 bytes each: of each stage, of each consumer's Q, and of the piece that was dealt, which is after them.
+// The mbarriers, 8 bytes each: of each stage, and of each consumer's Q; then the piece that is next.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
-                   FULL_PIECE = EMPTY_Q + 8 * CONSUMERS, EMPTY_PIECE = FULL_PIECE + 8, PIECE_AT = EMPTY_PIECE + 8;
-constexpr unsigned TOLD_AT = PIECE_AT + 32;  // of each stage, in a walk by the block map; and the tiles to walk
+                   NEXT_AT = EMPTY_Q + 8 * CONSUMERS;
+using Next = Telling<NEXT_AT>;
+constexpr unsigned TOLD_AT = NEXT_AT + Next::BYTES;  // of each stage, in a walk by the block map; and the tiles to walk
 constexpr unsigned LISTS_AT = (TOLD_AT + 4 * STAGES + 7) / 8 * 8;
 static_assert(LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
@@ -106,8 +106,7 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
         mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
     }
-    mbarrier_init(base + FULL_PIECE, 1);
-    mbarrier_init(base + EMPTY_PIECE, 2 + 128 * CONSUMERS);  // everybody who works on it
+    Next::init_barriers(base, 2 + 128 * CONSUMERS);  // everybody who works on it
     if (Head::MAPPED) TileLists::init_barriers(base + LISTS_AT);
     fence_proxy_async();
 }
@@ -155,6 +154,11 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 constexpr unsigned APART = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
 constexpr bool SKEWED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + APART;
 
+// Of a ragged batch a block asks for its next piece when the keys of this one's last two tiles are requested, not when it begins: a
+// piece that waits for a block is one that another does not get (20 documents: +9%, 8 x 2048, D = 256: +6%; asked for with the
+// last tile it comes late: -1%). So who still has tiles to pass must do so before it awaits that piece.
+constexpr bool ASKS_LATE = RAGGED && !Head::MAPPED && !SKEWED;
+
 // Before which of a piece's tiles a consumer takes turns. Skewed: for as many of its own, from `lead` on, as each consumer has.
 // Four, whose pieces are short, as long as all of them have any. Of a causal problem the first one is done before the others,
 // and would wait for turns that it does not need instead of beginning its next piece: +4% at S = 512. (Two or three consumers
@@ -176,79 +180,29 @@ __device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece, i
     return lead_of(piece, first, tiles) + tiles;
 }
 
-// Tells the block's warps their next piece, when all of them know the one before; the one after is found by then.
-struct Teller {
-    char* const smem;
-    unsigned round = 0;
-    __device__ __forceinline__ void tell(const Dealt& piece) {
-        const SmemAddress base = smem_address(smem);
-        mbarrier_wait(base + EMPTY_PIECE, round++ % 2 ^ 1);
-        *reinterpret_cast<Dealt*>(smem + PIECE_AT) = piece;
-        mbarrier_arrive(base + FULL_PIECE);
-    }
-};
-
-// Deals out the block's pieces, by all lanes of a warp.
-#if RAGGED || BLOCK_MAP  // to whoever is ready; of one that is walked by the block map it lists the tiles
+// Finds the block's pieces and tells them, by all lanes of a warp. Of pieces walked by the block map it lists the tiles, too.
 __device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* dealt,
                                             const Score& score) {
+    Next::Teller teller{smem};
+#if RAGGED || BLOCK_MAP
     TileLists lists(smem + LISTS_AT);
 #if RAGGED
     const LongestFirst<QueryTiles> pieces(score);
 #else
     const LongestFirst<QueryTiles> pieces(score, H);
 #endif
-    const bool leader = threadIdx.x % 32 == 0;
-    Teller teller{smem};
-#pragma unroll 1
-    for (unsigned number = blockIdx.x;;) {
-        const Dealt piece = pieces.piece(number, heads, group);
-        if (leader) teller.tell(piece);
-        if (piece.none()) return;
-        if (Head::MAPPED) {
-            const Piece own(piece, score);
-            if (own.tiles > 0) lists.write(Head(own.sequence(score), own.h()), own.row0, own.range);
-        }
-        if (leader) number = gridDim.x + atomicAdd(dealt, 1u);
-        number = __shfl_sync(0xffffffffu, number, 0);
-    }
-}
+    teller.tell_as_asked(pieces, heads, group, dealt, [&](const Dealt& told) {
+        if (!Head::MAPPED) return;
+        const Piece piece(told, score);
+        if (piece.tiles > 0) lists.write(Head(piece.sequence(score), piece.h()), piece.row0, piece.range);
+    });
 #else
-__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned H, unsigned, unsigned*, const Score& score) {
     if (!elect()) return;
-    Teller teller{smem};
     const auto tell = [&](unsigned tile, unsigned head) { teller.tell(Dealt(tile * BLOCK_M, head, H)); };
     if constexpr (SKEWED && CAUSAL) for_each_window_tile(score, query_tiles<BLOCK_M>(score), heads, tell);
     else for_each_query_tile<true>(query_tiles<BLOCK_M>(score), heads, tell);
     teller.tell(Dealt());
-}
 #endif
-
-// The block's pieces, one after the other, as everybody else is told them.
-struct Pieces {
-    const char* const smem;
-    unsigned round = 0;
-    Dealt dealt;
-    __device__ __forceinline__ explicit Pieces(const char* smem) : smem(smem) {}
-    // The next one; whether there is any.
-    __device__ __forceinline__ bool take() {
-        const SmemAddress base = smem_address(smem);
-        mbarrier_wait(base + FULL_PIECE, round++ % 2);
-        dealt = *reinterpret_cast<const Dealt*>(smem + PIECE_AT);
-        if (dealt.none()) return false;
-        mbarrier_arrive(base + EMPTY_PIECE);
-        return true;
-    }
-    // Of the mbarriers that each piece uses once.
-    __device__ __forceinline__ unsigned parity() const { return (round - 1) % 2; }
-};
-
-// The same piece, by all lanes of a warp: so the compiler knows that all were told the same.
-__device__ __forceinline__ Dealt uniform(Dealt piece) {
-    unsigned* const words = reinterpret_cast<unsigned*>(&piece);
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(Dealt) / 4; ++i) words[i] = uniform(words[i]);
-    return piece;
 }
 
 // A thread's scores of a row are two of every 8 keys, from its own column on. A bit for each: those of keys before `end`,
@@ -349,9 +303,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
             TileLists lists(smem + LISTS_AT);
-            Pieces pieces(smem);
+            Next::Pieces pieces(smem);
 #pragma unroll 1
-            while (pieces.take()) {
+            while (pieces.take(!ASKS_LATE)) {
                 const Piece piece(pieces.dealt, score);
                 const int h = piece.h() / group, b = piece.b;
                 const Sequence sequence = piece.sequence(score);
@@ -388,13 +342,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
                     for (int j = 0; j <= piece.tiles; ++j) {
                         if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, piece.keys_at(j));
+                        if (ASKS_LATE && j == max(piece.tiles - 2, 0)) pieces.ask();
                         if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, piece.keys_at(j - 1));
                     }
                     used += piece.tiles;
                 }
             }
         } else if (warp == 1 && elect()) {
-            Pieces pieces(smem);
+            Next::Pieces pieces(smem);
 #pragma unroll 1
             while (pieces.take()) {
                 const Piece piece(pieces.dealt, score);
@@ -425,7 +380,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     // The last consumer lets the first one begin.
     if (CONSUMERS > 1 && warp / 4 == CONSUMERS) named_barrier_arrive(1 + CONSUMERS, 256);
 
-    Pieces pieces(smem);
+    Next::Pieces pieces(smem);
 #pragma unroll 1
     for (bool more = pieces.take(); more;) {
         // These are the same in all lanes, which the compiler does not know of what comes from shared memory. Told so, it computes
@@ -615,7 +570,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const int query_row = first_row + 8 * half + g;
                 if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
             }
-            more = pieces.take();
+            if (!ASKS_LATE || last + 1 >= walked) more = pieces.take();
         };
         if (tiles > 0) {  // again: 40 instructions fewer of a causal kernel, 2.7% at D = 128
             TIMELINE(multiply);
@@ -634,6 +589,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         behind = SKEWED ? min(walked - last - 1, static_cast<int>(STAGES)) : 0;
 #pragma unroll 1
         for (int j = last + 1; j < walked - behind; ++j) pass_on(j);
+        if (ASKS_LATE && last + 1 < walked) more = pieces.take();
         passed += walked;
 
         TIMELINE(store);

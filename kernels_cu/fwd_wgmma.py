@@ -1,5 +1,7 @@
 """Spec of `fwd_wgmma.cu`."""
 
+from dataclasses import replace
+
 from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
@@ -34,11 +36,16 @@ def most_keys(p: Problem) -> int:
     return 256
 
 
+def pure(p: Problem) -> bool:
+    """Whether its scores are plain, of a ragged batch or not."""
+    return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
+
+
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    most = {3: 128, 4: 80}.get(consumers, 200) - (0 if p.plain else 16)
+    most = {3: 128, 4: 80}.get(consumers, 200) - (0 if pure(p) else 16)
     rules = (
         (
             t.BLOCK_M in (64, 128, 192, 256),
@@ -49,9 +56,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
-        (consumers < 4 or p.plain, "BLOCK_M=256 takes plain problems alone (a softcap spills): 192 rows take options"),
+        (consumers < 4 or pure(p), "BLOCK_M=256 takes plain problems alone (a softcap spills): 192 rows take options"),
         (consumers < 3 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 128 rows do not"),
-        (consumers < 3 or not p.ragged, f"BLOCK_M={t.BLOCK_M} spills of a ragged batch: 128 rows do not"),
+        (
+            consumers < 3 or not p.ragged or pure(p),
+            f"BLOCK_M={t.BLOCK_M} spills of a ragged batch with options: 128 rows do not",
+        ),
         (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
             f"tile {t} spills with what is looked up in memory: at most 128 rows and {most_keys(p)} keys do not",
@@ -72,20 +82,22 @@ def rank(p: Problem, t: Tile) -> bool:
 
 def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
-    width, short = max(p.D, p.Dv), p.Sq < (4096 if p.causal else 2048) or p.ragged
+    width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
+    short = p.Sq < (4096 if p.causal and (width > 128 or not simple) else 2048)
     if p.block_map[3]:  # as masks are made: in powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
+    if p.ragged and not simple:
+        return 128, 64 if width > 128 else 128
     if width > 128:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
-    if width <= 64 and p.plain and min(p.Sq, p.Sk) <= 1024:
+    if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
         return 256, 64  # four consumers hide more of the beginnings and ends of short rows
     if width <= 64:
-        return (128, 128) if p.ragged else (192, 128)
-    if width <= 96 and p.plain and p.Sq >= 2048:
+        return 192, 128
+    if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
-    narrow = p.window[0] is not None and not p.ragged and 4 * p.window[0] <= p.Sq >= 1024
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64

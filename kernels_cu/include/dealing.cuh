@@ -23,16 +23,11 @@ struct Dealt {  // a piece as one warp of a block tells the others, whom it save
 
 constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));  // of K and V, or of Q and dO: a third of L2
 
-struct QueryTiles {  // of sequence b; of one that there is not, nothing
+struct QueryTiles {  // of a sequence that lies so
     static constexpr int ROWS = BLOCK_M, LEVEL = 2 * BLOCK_N;  // keys
-    static constexpr bool KEPT = false;                        // a piece is found while another is worked on: nobody waits
-    int tiles = 0, Sk = 0, diagonal = 0;
-    QueryTiles() = default;
-    __device__ __forceinline__ QueryTiles(const Score& score, int b) {
-        if (b >= score.sequences) return;
-        const Sequence own(score, b);
-        tiles = (own.Sq + BLOCK_M - 1) / BLOCK_M, Sk = own.Sk, diagonal = own.diagonal;
-    }
+    int tiles, Sk, diagonal;
+    __device__ __forceinline__ QueryTiles(const Score& score, const Extent& own)
+        : tiles((own.Sq + BLOCK_M - 1) / BLOCK_M), Sk(own.Sk), diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     // So many see keys of level `level` or beyond: the last ones. Of level -1: all there are.
     __device__ __forceinline__ int beyond(int level) const {
         const int key = level * LEVEL, blind = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
@@ -40,8 +35,8 @@ struct QueryTiles {  // of sequence b; of one that there is not, nothing
     }
     // The first of those of a level, beyond which there are none but so many.
     __device__ __forceinline__ int first(int, int last) const { return tiles - last; }
-    // How far levels go; how many heads have a section.
-    static __device__ __forceinline__ int most(const Score& score) { return score.Sk; }
+    // How far levels go, of so many queries and keys; how many heads have a section.
+    static __device__ __forceinline__ int most(int, int Sk) { return Sk; }
     static __device__ __forceinline__ unsigned section(const Score& score, unsigned group) {
         return SECTION_ROWS * group / (score.rows_k + 1) + 1;
     }
@@ -49,51 +44,54 @@ struct QueryTiles {  // of sequence b; of one that there is not, nothing
 
 struct KeyTiles {  // likewise
     static constexpr int ROWS = BLOCK_N, LEVEL = 2 * BLOCK_M;  // queries
-    static constexpr bool KEPT = true;                         // the block waits for its piece
-    int tiles = 0, Sq = 0, Sk = 0, diagonal = 0;
-    KeyTiles() = default;
-    __device__ __forceinline__ KeyTiles(const Score& score, int b) {
-        if (b >= score.sequences) return;
-        const Sequence own(score, b);
-        tiles = (own.key_rows() + BLOCK_N - 1) / BLOCK_N, Sq = own.Sq, Sk = own.Sk, diagonal = own.diagonal;
-    }
+    int tiles, Sq, Sk, diagonal;
+    __device__ __forceinline__ KeyTiles(const Score& score, const Extent& own)
+        : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
+          diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     // So many are seen by more than `level` levels of queries: the first ones, of keys that count.
     __device__ __forceinline__ int beyond(int level) const {
         const int rows = level * LEVEL, keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return level < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
     }
     __device__ __forceinline__ int first(int beyond, int) const { return beyond; }
-    static __device__ __forceinline__ int most(const Score& score) { return score.Sq; }
+    static __device__ __forceinline__ int most(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned section(const Score& score, unsigned group) {
         return SECTION_ROWS / group / (score.rows_q + 1) + 1;
     }
 };
 
+// Little is kept from one piece to the next: three warpgroups of consumers leave a warp that deals 32 registers.
 template <class Tiles>
 struct LongestFirst {
     const Score& score;
-    int lane, all;  // pieces of a head
-    Tiles own;      // of sequence `lane`, where they are kept: few batches have more than 32 sequences
+    const Extent own;  // where the lane's sequence lies: few batches have more than 32
 
-    __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), lane(threadIdx.x % 32) {
-        if (Tiles::KEPT) own = Tiles(score, lane);
-        all = count(-1);
+    __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), own(extent(threadIdx.x % 32)) {}
+
+    // Where sequence b lies; of one that there is not, nowhere.
+    __device__ __forceinline__ Extent extent(int b) const {
+        return b < score.sequences ? Sequence(score, b).extent() : Extent{};
     }
-
-    // Of sequence b, which is the lane's or so many times 32 further.
-    __device__ __forceinline__ Tiles of(int b) const { return Tiles::KEPT && b < 32 ? own : Tiles(score, b); }
+    // Of sequences b0 .. b0 + 32 the lane's. (The lane is asked for anew: addresses would be kept.)
+    __device__ __forceinline__ Extent of(int b0) const { return b0 == 0 ? own : extent(b0 + thread_index_x() % 32); }
 
     // How many tiles of all sequences are of level `level` or beyond.
     __device__ __forceinline__ int count(int level) const {
         int tiles = 0;
 #pragma unroll 1
-        for (int b = lane; b < score.sequences; b += 32) tiles += of(b).beyond(level);
+        for (int b0 = 0; b0 < score.sequences; b0 += 32) tiles += Tiles(score, of(b0)).beyond(level);
         return __reduce_add_sync(0xffffffffu, tiles);
     }
 
+    struct Found {
+        RowTile rows;
+        Extent extent;
+    };
     // The number-th tile of a head.
-    __device__ __forceinline__ RowTile tile(int number) const {
-        int level = -1, end = (Tiles::most(score) + Tiles::LEVEL - 1) / Tiles::LEVEL, at_end = 0;  // more than `number` reach `level`, not `end`
+    __device__ __forceinline__ Found tile(int number) const {
+        int most = __reduce_max_sync(0xffffffffu, Tiles::most(own.Sq, own.Sk));
+        if (score.sequences > 32) most = Tiles::most(score.Sq, score.Sk);
+        int level = -1, end = (most + Tiles::LEVEL - 1) / Tiles::LEVEL, at_end = 0;  // more than `number` reach `level`, not `end`
 #pragma unroll 1
         while (end - level > 1) {
             const int middle = (level + end) / 2, reach = count(middle);
@@ -103,8 +101,9 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // those of the level, one sequence after the other
-            const Tiles tiles = of(b0 + lane);
-            const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), here = last - beyond;
+            const Extent lies = of(b0);
+            const Tiles tiles(score, lies);
+            const int last = tiles.beyond(level), beyond = tiles.beyond(level + 1), here = last - beyond, lane = threadIdx.x % 32;
             int upto = here;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -113,8 +112,10 @@ struct LongestFirst {
             }
             const unsigned found = __ballot_sync(0xffffffffu, upto > number);
             if (found) {
-                const int row0 = (tiles.first(beyond, last) + number - (upto - here)) * Tiles::ROWS, who = __ffs(found) - 1;
-                return {b0 + who, __shfl_sync(0xffffffffu, row0, who)};
+                const int who = __ffs(found) - 1, row0 = (tiles.first(beyond, last) + number - (upto - here)) * Tiles::ROWS;
+                const auto his = [&](int x) { return __shfl_sync(0xffffffffu, x, who); };
+                return {{b0 + who, his(row0)},
+                        {his(lies.first_query), his(lies.Sq), his(lies.first_key), his(lies.all_keys), his(lies.Sk)}};
             }
             number -= __shfl_sync(0xffffffffu, upto, 31);
         }
@@ -123,13 +124,14 @@ struct LongestFirst {
     // The number-th piece of all heads: of queries, of which `group` at a time share keys and values; or of keys, each shared by
     // a group. None when there is no such.
     __device__ __forceinline__ Dealt piece(unsigned number, unsigned heads, unsigned group) const {
+        const unsigned all = count(-1);
         if (number >= all * heads) return {-1};
         const unsigned section = min(Tiles::section(score, group), heads);
         const unsigned sections = heads > 2 * section ? (heads - section - 1) / section : 0;  // before the last
         const unsigned own = min(number / (section * all), sections), first = own * section;
         const unsigned width = own < sections ? section : heads - first, i = number - first * all;
-        const RowTile rows = tile(i / width);
-        return {rows.b, rows.row0, static_cast<int>(first + i % width), Sequence(score, rows.b).extent()};
+        const Found found = tile(i / width);
+        return {found.rows.b, found.rows.row0, static_cast<int>(first + i % width), found.extent};
     }
 };
 #else

@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned thread_index_x() {
     return index;
 }
 
-// Likewise blockIdx.x and blockIdx.y.
+// Likewise blockIdx.x, blockIdx.y and gridDim.x.
 __device__ __forceinline__ unsigned block_index_x() {
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index)::"memory");
@@ -49,6 +49,11 @@ __device__ __forceinline__ unsigned block_index_y() {
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(index)::"memory");
     return index;
+}
+__device__ __forceinline__ unsigned grid_size_x() {
+    unsigned size;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size)::"memory");
+    return size;
 }
 
 // The largest of three integers: on compute capability 9.0 one instruction.
