@@ -53,8 +53,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.MOST_COLUMNS >= 16, f"MOST_COLUMNS={t.MOST_COLUMNS} must be at least 16: one wgmma's width"),
         (
             registers <= most,
-            f"BLOCK_N={t.BLOCK_N} and MOST_COLUMNS={t.MOST_COLUMNS} need {registers} registers for O, S, P and a part of P V "
-            f"at Dv={p.Dv}: at most {most}",
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S, P and part of P V at Dv={p.Dv}: at most {most}",
         ),
         (most_keys(p) >= t.BLOCK_N, f"BLOCK_N={t.BLOCK_N} spills on {p.variant}: {most_keys(p)} keys do not"),
         (
@@ -77,8 +76,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 def rank(p: Problem, t: Tile) -> int:
     """First what was fastest on an H200."""
     width = max(p.D, p.Dv)
-    rows, keys, overlap = (192, 128, 1) if width <= 64 else (128, 128, 2) if width <= 128 else (128, 128, 1)
-    return 2 * (t.OVERLAP != overlap) + ((t.BLOCK_M, t.BLOCK_N) != (rows, keys))
+    overlap = 2 if 64 < width <= 128 else 1
+    best = (192 if width <= 64 else 128, 128)
+    return 2 * (overlap != t.OVERLAP) + (best != (t.BLOCK_M, t.BLOCK_N))
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
