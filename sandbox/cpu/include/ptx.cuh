@@ -17,6 +17,8 @@ inline unsigned block_index_y() { return blockIdx.y; }
 inline unsigned thread_index_x() { return threadIdx.x; }
 inline unsigned grid_size_x() { return gridDim.x; }
 
+inline int max3(int a, int b, int c) { return max(max(a, b), c); }
+
 namespace cpu {
 
 // The 16-bit elements (row, column) and (row, column + 1), or transposed (column, row) and (column + 1, row), of an
