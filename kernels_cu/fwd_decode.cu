@@ -11,10 +11,10 @@
 //   warp 1  keys  16 .. 31, 80 .. 95,  ...        in the end: the warps of a block through shared memory, then the blocks
 //   ...                                           through `partials`, by the second entry, in order: the same bits every time
 //
-//   a team: two blocks of a split, which read each other's shared memory in the end, as if their warps were of one block
+//   a team: two blocks of a split, or four, each of which finishes some of the columns: in the end the others send it their part of these
 //
 //   shared memory: Q [BLOCK_M][D_PAD] | m, l [WARPS][BLOCK_M][2] | warp 0: stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD],
-//   stage 1, ... | warp 1 ...         (a warp's O [BLOCK_M][DV_PAD + 8], fp32, takes the place of its stages)
+//   stage 1, ... | warp 1 ...         (a warp's O [BLOCK_M][DV_PAD + 8], fp32, takes the place of its stages) | a team's inbox
 // clang-format on
 //
 // A tile of keys lies in one page; where the next one begins is looked up while the one before is on its way. m is followed
@@ -26,8 +26,10 @@
 // A user alone waits for latencies, not for memory: B1 H32/8 Sk2048 is 8 MiB, 11 … 12 us, reading alone 8 (H200). What made it of 17: the
 // second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9), and 8 splits (0.5). What did not: a merge by the
 // last block to arrive (0.5 us more), or by a team of eight (0.5), eight warps a block or four stages (1).
-// Many users: a merge costs 2 … 4 us, a team of two spares them; of four or eight, which seldom find room at once, it takes up to a fifth
-// longer. Nor did one line of all keys cut into equal stretches (0 … 5% more), or copies with L2's evict_first (4 … 5% more).
+// Many users: a merge costs 2 ... 4 us, a team of two spares them, and its members' sending what they have merged instead of reading all of
+// each other's warps another 0.9. Four where keys are of different numbers: 0.3 ... 1 us, 11 ... 39 more where all is one wave. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's
+// evict_first (4 ... 5% more) or by TMA (5 ... 7%: a box asks for 128 bytes of a row at a time), keys requested before it is known how many
+// there are (1 us more), the next block's keys fetched into L2 while one merges (1 ... 5%).
 #include "mma_tiles.cuh"
 #include "splits.cuh"
 #include "team.cuh"
@@ -36,7 +38,6 @@
 #endif
 
 constexpr unsigned THREADS = 32 * WARPS;
-constexpr int ALL_WARPS = TEAM * WARPS;  // that share the keys of a split
 constexpr int M_TILES = BLOCK_M / 16;
 constexpr int ITEM = sizeof(dtype), CHUNK = 16 / ITEM;  // bytes of an element of Q, K and V; elements of a chunk
 constexpr int STEP_D = 2 * CHUNK;                      // columns of an MMA step of S, and of a fragment of V
@@ -48,12 +49,14 @@ using VPlace = FragmentPlace<DV_PAD * ITEM / 2>;
 constexpr unsigned K_BYTES = BLOCK_N * Tile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr unsigned O_PITCH = DV_PAD + 8, O_BYTES = BLOCK_M * O_PITCH * 4;  // 8 more: four rows in different banks
 constexpr unsigned RING = STAGES * STAGE > O_BYTES ? STAGES * STAGE : O_BYTES;
-constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8;
+constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, INBOX_AT = RINGS_AT + WARPS * RING;
+constexpr int OWN_QUADS = (HEAD_DIM_V / 4 + TEAM - 1) / TEAM;  // four columns each, of O, that a member of a team finishes
+constexpr unsigned INBOX = TEAM == 1 ? 0 : TEAM * BLOCK_M * (16 * OWN_QUADS + 8);
 constexpr float LAZY = 8.0f;
 constexpr float FAR = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile of whole MMA steps");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a tile of keys lies in one page");
-static_assert(SMEM_BYTES == RINGS_AT + WARPS * RING, "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == INBOX_AT + INBOX, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
 // A row of the packed tile: query i, head h.
@@ -271,8 +274,17 @@ __device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const 
     }
 }
 
-constexpr bool WIDE_O = sizeof(dtype_o) == 4;  // of float8 O may be fp32
-__device__ __forceinline__ float4 scaled(float4 o, float by) { return make_float4(o.x * by, o.y * by, o.z * by, o.w * by); }
+// Writes columns 4 quad .. of O's row, and, with the first of them, its LSE. `number`: of the row, of all of LSE's.
+__device__ __forceinline__ void put(const View<dtype_o>& O, float* LSE, const Head& head, int h, int i, long long number, int quad,
+                                    const Merged& sum) {
+    constexpr bool WIDE = sizeof(dtype_o) == 4;  // of float8 O may be fp32
+    const Total total = head.total(sum.m, sum.l);
+    const float4 o = make_float4(sum.O.x * total.inverse, sum.O.y * total.inverse, sum.O.z * total.inverse, sum.O.w * total.inverse);
+    dtype_o* const to = head.query(O, h, i) + 4 * quad;
+    if (WIDE) *reinterpret_cast<float4*>(to) = o;
+    else *reinterpret_cast<uint2*>(to) = make_uint2(pack(o.x, o.y), pack(o.z, o.w));
+    if (quad == 0) LSE[number] = total.lse;
+}
 
 // A window with a left bound and float8 may have more registers than those at which ptxas stops by itself: 4 bytes spilled.
 extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) void fwd_decode(
@@ -294,6 +306,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     if (DEALT && own.surplus()) return;
     const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x / TEAM, own.b, group);
     if (RAGGED && tile.surplus()) return;
+    team_begin();
     const Sequence sequence(score, tile.b);
     const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
     const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                     // their queries
@@ -360,47 +373,64 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite()))
         leave_row_by_row(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp, sums + warp * BLOCK_M);
     else leave(rows, O_warp, sums + warp * BLOCK_M);
-    team_barrier();  // what every warp has summed up is there
+    __syncthreads();  // what every warp has summed up is there
 
+    // Merged, four columns of a row a thread, or eight of 32 rows: what the warps left; then, by the member of the team whose columns these
+    // are, what the members have sent.
+    constexpr int QUADS = HEAD_DIM_V / 4, AT_ONCE = M_TILES > 1 ? 2 : 1;
+    float4* const O_inbox = reinterpret_cast<float4*>(smem + INBOX_AT);                          // [TEAM][BLOCK_M][OWN_QUADS]
+    float2* const sums_inbox = reinterpret_cast<float2*>(O_inbox + TEAM * BLOCK_M * OWN_QUADS);  // [TEAM][BLOCK_M]
+    const int rows_there = rows_end - row0, member = team_member();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
-    constexpr int CHUNKS = HEAD_DIM_V / 8;
+    const auto finish = [&](const PackedRow& row, const Head& head, int quad, const Merged& sum) {
+        const long long number = head.first_row(H, row.h) + row.i;
+        if (own.splits == 1) put(O, LSE, head, row.h, row.i, number, quad, sum);
+        else parts.put(number, own.split, quad, sum);
+    };
+    team_begun();
 #pragma unroll 1
-    for (int i = threadIdx.x * TEAM + team_member(); i < (rows_end - row0) * CHUNKS; i += TEAM * THREADS) {
-        const int r = i / CHUNKS, chunk = i % CHUNKS;
+    for (int i = threadIdx.x * AT_ONCE; i < rows_there * QUADS; i += AT_ONCE * THREADS) {
+        const int r = i / QUADS;
         const PackedRow row(row0 + r, kv_head, group);
         const Head head(sequence, row.h);
-        const float exponent = head.unit * Head::LOG2E;
-        float m = -INF, l = 0.0f, o[8] = {};
+        float2 of_warps[WARPS];
 #pragma unroll
-        for (int w = 0; w < ALL_WARPS; ++w) m = fmaxf(m, of_teammate(sums, w / WARPS)[w % WARPS * BLOCK_M + r].x);
+        for (int w = 0; w < WARPS; ++w) of_warps[w] = sums[w * BLOCK_M + r];
 #pragma unroll
-        for (int w = 0; w < ALL_WARPS; ++w) {
-            const float2 own = of_teammate(sums, w / WARPS)[w % WARPS * BLOCK_M + r];
-            const float weight = share(own.x, m, exponent);
-            const char* const O_at = smem + RINGS_AT + w % WARPS * RING + (r * O_PITCH + 8 * chunk) * 4;
-            const float4* const from = reinterpret_cast<const float4*>(of_teammate(O_at, w / WARPS));
-            const float4 left = from[0], right = from[1];
-            const float eight[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
-            l += weight * own.y;
+        for (int quad = i % QUADS; quad < i % QUADS + AT_ONCE; ++quad) {
+            float4 O_of_warps[WARPS];
 #pragma unroll
-            for (int e = 0; e < 8; ++e) o[e] += weight * eight[e];
-        }
-        const long long number = head.first_row(H, row.h) + row.i;
-        if (own.splits == 1) {
-            const Total total = head.total(m, l);
-            const float4 left = scaled(make_float4(o[0], o[1], o[2], o[3]), total.inverse);
-            const float4 right = scaled(make_float4(o[4], o[5], o[6], o[7]), total.inverse);
-            dtype_o* const to = head.query(O, row.h, row.i) + 8 * chunk;
-            if (WIDE_O) reinterpret_cast<float4*>(to)[0] = left, reinterpret_cast<float4*>(to)[1] = right;
-            else *reinterpret_cast<uint4*>(to) = make_uint4(pack(left.x, left.y), pack(left.z, left.w), pack(right.x, right.y), pack(right.z, right.w));
-            if (chunk == 0) LSE[number] = total.lse;
-        } else {
-            float4* const to = reinterpret_cast<float4*>(parts.O(number, own.split)) + 2 * chunk;
-            to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);
-            if (chunk == 0) *parts.sums(number, own.split) = make_float2(m, l);
+            for (int w = 0; w < WARPS; ++w)
+                O_of_warps[w] = *reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
+            Merged sum;
+            sum.add(of_warps, O_of_warps, head.unit * Head::LOG2E);
+            if (TEAM == 1) finish(row, head, quad, sum);
+            else {
+                const int owner = quad / OWN_QUADS, its_quad = quad - owner * OWN_QUADS, to = member * BLOCK_M + r;
+                of_teammate(O_inbox, owner)[to * OWN_QUADS + its_quad] = sum.O;
+                if (its_quad == 0) of_teammate(sums_inbox, owner)[to] = make_float2(sum.m, sum.l);
+            }
         }
     }
-    if (TEAM > 1) team_barrier();  // nobody reads this block's shared memory any more
+    if (TEAM == 1) return;
+    team_barrier();  // what every member has sent is there
+    const int first_quad = member * OWN_QUADS, own_quads = min(QUADS - first_quad, OWN_QUADS);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows_there * own_quads; i += THREADS) {
+        const int r = i / own_quads, its_quad = i % own_quads;
+        const PackedRow row(row0 + r, kv_head, group);
+        const Head head(sequence, row.h);
+        float2 of_members[TEAM];
+        float4 O_of_members[TEAM];
+#pragma unroll
+        for (int m = 0; m < TEAM; ++m) {
+            of_members[m] = sums_inbox[m * BLOCK_M + r];
+            O_of_members[m] = O_inbox[(m * BLOCK_M + r) * OWN_QUADS + its_quad];
+        }
+        Merged sum;
+        sum.add(of_members, O_of_members, head.unit * Head::LOG2E);
+        finish(row, head, first_quad + its_quad, sum);
+    }
 }
 
 // Merges what the splits left, a block a row: PARTS parties of COLUMNS / 4 threads take every PARTS-th split each, many on their way
@@ -455,13 +485,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
     whole.add(sums, O_part, exponent);
-    const Total total = head.total(whole.m, whole.l);
-    if (WIDE_O) reinterpret_cast<float4*>(head.query(O, h, tile.row0))[quad] = scaled(whole.O, total.inverse);
-    else {
-        uint2 packed;
-        packed.x = pack(whole.O.x * total.inverse, whole.O.y * total.inverse);
-        packed.y = pack(whole.O.z * total.inverse, whole.O.w * total.inverse);
-        reinterpret_cast<uint2*>(head.query(O, h, tile.row0))[quad] = packed;
-    }
-    if (quad == 0) LSE[number] = total.lse;
+    put(O, LSE, head, h, tile.row0, number, quad, whole);
 }

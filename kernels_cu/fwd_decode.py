@@ -18,10 +18,12 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q; m and l of every warp's rows; and each warp's stages of K and V, where its O is left in the end."""
+    """Q; m and l of every warp's rows; each warp's stages of K and V, where its O is left in the end; and what a team's
+    members send: O of the columns that a block finishes, four at a time, m and l."""
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
-    return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8)))
+    inbox = t.TEAM * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.TEAM) + 8) if t.TEAM > 1 else 0
+    return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8))) + inbox
 
 
 def group(p: Problem) -> int:
@@ -131,15 +133,16 @@ def form(p: Problem, t: Tile) -> tuple[int, int, int]:
     """The warps of a block, the blocks of a team, and the bytes of a column of K that a warp has on their way, as they
     were measured to be best of 16 bits and 256 columns of K and V, with which eight warps fill a multiprocessor.
 
-    A team of two where that makes one wave of all tiles of rows, so that nothing is left to merge; or more, where
-    entries have keys of different numbers, none of many. Alone where there are many waves anyway. Of several waves each
-    has fewer bytes on their way.
+    A team of two where that makes one wave of all tiles of rows, so that nothing is left to merge. Of four small
+    blocks, where entries have keys of different numbers, none of many: two multiprocessors have two teams at a time,
+    one of which reads while the other ends. Alone where there are many waves anyway. Of several waves each has fewer
+    bytes on their way.
     """
     tiles, blocks = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     if sum(row_bytes(p)) != 512 or p.float8 or p.ragged:
         return blocks
     if p.key_lengths:
-        return (8, 2, 32) if 2 * tiles >= 0.75 * SMS and p.Sk <= NO_LONGER else blocks
+        return (4, 4, 32) if 2 * tiles >= 0.75 * SMS and p.Sk <= NO_LONGER else blocks
     if 0.75 * SMS <= 2 * tiles <= SMS:
         return 8, 2, 64
     return (8, 1, 32) if tiles >= 3 * SMS else blocks
@@ -167,7 +170,7 @@ kernel = Kernel(
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, BLOCKS=132, TEAM=2),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=2),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, TEAM=4),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=1),
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=1),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, TEAM=1),  # D >= 128, of 100 KB a multiprocessor
@@ -180,7 +183,7 @@ kernel = Kernel(
         "WARPS": (2, 4, 8),
         "STAGES": (2, 3, 4, 5, 6),
         "BLOCKS": (132,),
-        "TEAM": (1, 2),
+        "TEAM": (1, 2, 4),
     },
     grid=lambda p, t: (row_tiles(p, t) * t.TEAM, p.Hk, blocks(p, t)),
     block=lambda t: (32 * t.WARPS, 1, 1),

@@ -82,22 +82,24 @@ def rank(p: Problem, t: Tile) -> bool:
 
 def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
-    width, narrow = max(p.D, p.Dv), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
-    short = p.Sq < (4096 if p.causal and not p.ragged else 2048)
+    width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
+    short = p.Sq < (4096 if p.causal else 2048)
     if p.block_map[3]:  # as masks are made: in powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
-    if p.ragged and not pure(p):
+    if p.ragged and not simple:
         return 128, 64 if width > 128 else 128
     if width > 128:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
-    if width <= 64 and pure(p) and min(p.Sq, p.Sk) <= 1024:
+    if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
         return 256, 64  # four consumers hide more of the beginnings and ends of short rows
     if width <= 64:
         return 192, 128
-    if width <= 96 and pure(p) and p.Sq >= 2048:
+    if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
+    if width > 96 and simple and p.causal:
+        short = p.Sq < 1500
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64

@@ -6,8 +6,8 @@
 // clang-format off
 //   producer, warp 0       K0 V0  K1 V1  K2 V2 ...         requests tiles; Q of the next piece between
 //             warps 2, 3            V0' ->     V1' -> ...  transpose V: TMA's tile -> another, keys along rows
-//   consumers              S = Q K^T | softmax, P | T = P V' | O = alpha O + T ...      OVERLAP=2: S of the next tile before T,
-//                                                                                       its maxima while T is under way
+//   consumers, OVERLAP=1   T = P V' of a tile, S = Q K^T of the next one | O = alpha O + T | maxima, exponentials, P      by turns
+//              OVERLAP=2   S of the next tile, T | maxima, while T is under way | O beside exponentials | P
 //
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | V' [STAGES] | mbarriers
 // clang-format on
@@ -22,18 +22,21 @@
 // it on in fp32: one FFMA an element, which brings the rescaling with alpha for nothing, and the maximum is followed in every
 // tile. P's largest is the largest number that V's type has.
 #define SLOW_PATH __forceinline__
+#define TIMELINE_BRANCH 1  // registers are few
 #include "float8_hopper.cuh"
 #include "pieces.cuh"
 #include "ring.cuh"
 #include "row_by_row.cuh"
 #include "score.cuh"
 #include "swizzle.cuh"
+#include "timeline.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32;  // the columns beyond are zeros
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 constexpr unsigned TURNERS = 2;  // warps that turn V round
+constexpr bool BY_TURNS = CONSUMERS > 1 && OVERLAP == 1;  // consumers, on the tensor cores
 constexpr float FAR = 3e38f;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
@@ -44,7 +47,6 @@ constexpr int part_columns(int parts) {
     return HEAD_DIM_V % (16 * parts) == 0 && HEAD_DIM_V / parts <= MOST_COLUMNS ? HEAD_DIM_V / parts : part_columns(parts + 1);
 }
 constexpr int PART = part_columns(1), PARTS = HEAD_DIM_V / PART;
-static_assert(OVERLAP == 1 || PARTS == 1, "T and the next tile's S at once need all of V's columns in one product");
 
 using Queries = Swizzled<64, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
@@ -150,29 +152,56 @@ struct Rows {
     float O[HEAD_DIM_V / 2] = {};
     float m[2] = {-INF, -INF}, l[2] = {}, alpha[2], shift[2];  // m: a raw score; l: this lane's part of the sum, times P_MOST
 
-    // Moves m up to the maxima of S.
-    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
-        float top[2][2] = {{-INF, -INF}, {-INF, -INF}};  // two of each row: shorter chains
+    // The largest of a lane's scores in row g or g + 8, as integers: three at a time, four chains.
+    static __device__ __forceinline__ int largest(const float (&S)[BLOCK_N / 2], int half) {
+        const auto score = [&](int k) { return static_cast<int>(__float_as_uint(S[k / 2 * 4 + half * 2 + k % 2])); };
+        int top[4] = {score(0), score(1), score(2), score(3)};
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], S[i]);
+        for (int k = 4; k < BLOCK_N / 4; k += 2) top[k / 2 % 4] = max3(top[k / 2 % 4], score(k), score(k + 1));
+        return max(max3(top[0], top[1], top[2]), top[3]);
+    }
+    __device__ __forceinline__ void move_maximum(const float (&m_new)[2], float exponent) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float m_new = fmaxf(m[half], row_max<4>(fmaxf(top[half][0], top[half][1])));
-            alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
-            m[half] = m_new;
-            shift[half] = fminf(fmaf(-m_new, exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
+            alpha[half] = m[half] == m_new[half] ? 1.0f : ex2((m[half] - m_new[half]) * exponent);  // equal infinities: not NaN
+            m[half] = m_new[half];
+            shift[half] = fminf(fmaf(-m_new[half], exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
         }
     }
-    // S becomes P = P_MOST exp2 of what it exceeds m by.
-    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent) {
+    // Moves m up to the maxima of S. As integers positive numbers are in order, and above all negative ones: only of a row that is
+    // negative as far as it has been seen the largest integer is not the largest score, and it is looked through once more.
+    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+        float m_new[2];
+        bool negative = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int top = row_max<4>(largest(S, half));
+            negative |= top < 0 && m[half] < 0.0f;
+            m_new[half] = fmaxf(m[half], __int_as_float(top));
+        }
+        if (!__any_sync(0xffffffffu, negative)) return move_maximum(m_new, exponent);
+        float top[2] = {-INF, -INF};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) m_new[half] = fmaxf(m[half], row_max<4>(top[half]));
+        move_maximum(m_new, exponent);
+    }
+    // A part of S, one of PARTS, becomes P = P_MOST exp2 of what it exceeds m by.
+    template <int PARTS>
+    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], int part, float exponent) {
+        constexpr int MANY = (BLOCK_N / 2 + PARTS - 1) / PARTS;
         float sums[2][2] = {};
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) {
+        for (int k = 0; k < MANY; ++k) {
+            const int i = part * MANY + k;
+            if (i >= BLOCK_N / 2) break;
             S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
             sums[i / 2 % 2][i % 2] += S[i];
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) l[half] = fmaf(l[half], alpha[half], sums[half][0] + sums[half][1]);
+        for (int half = 0; half < 2; ++half)
+            l[half] = fmaf(l[half], part == 0 ? alpha[half] : 1.0f, sums[half][0] + sums[half][1]);
     }
     // O's columns of that part take on T, the product of a tile, each row being rescaled with alpha.
     __device__ __forceinline__ void take_on(const float (&T)[PART / 2], int part, const float (&alpha)[2]) {
@@ -221,7 +250,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 const auto request = [&](auto tiles, const TensorMap& map, const auto& tensor, unsigned tile, unsigned empty,
                                          unsigned full, int j) {
                     const unsigned i = used + j, stage = stage_of(i);
+                    TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    TIMELINE(load);
                     if (full == FULL_V) more[stage] = true;
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
@@ -252,9 +283,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
 #pragma unroll 1
             for (unsigned i = 0;; ++i) {  // the tiles of all pieces
                 const unsigned stage = stage_of(i);
+                TIMELINE(wait_V);
                 mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));
                 if (!more[stage]) break;
+                TIMELINE(wait_empty);
                 mbarrier_wait(base + EMPTY_T + 8 * stage, parity_of(i) ^ 1);
+                TIMELINE(turn);
                 turn_round(base + V_AT + stage * Values::BYTES, base + T_AT + stage * T_BYTES, warp + TURNERS - 4);
                 fence_proxy_async();
                 __syncwarp();  // every lane has read its part of V, and its part of V' is there, before one says so
@@ -264,6 +298,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 }
             }
         }
+        TIMELINE(done);
         return;
     }
 
@@ -272,7 +307,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0, pieces = 0;
-    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+    if (BY_TURNS && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
     for_each_piece(heads, H, score, [&](const Piece& piece) {
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
@@ -284,7 +319,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         Rows rows;
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
         const auto address = [](SmemAddress tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
-        const auto await = [&](unsigned full, int j) { mbarrier_wait(base + full + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto came = [&](unsigned full, int j) { return mbarrier_ended(base + full + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto await = [&](unsigned full, int j, unsigned came = 0) {
+            mbarrier_wait_unless(came, base + full + 8 * stage_of(used + j), parity_of(used + j));
+        };
         const auto release = [&](unsigned empty, int j) { if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(used + j)); };
         const auto multiply_QK = [&](float (&S)[BLOCK_N / 2], int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
@@ -295,17 +333,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 wgmma8<dtype>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
             wgmma_commit();
         };
-        const auto finish_scores = [&](float (&S)[BLOCK_N / 2], int j) {  // raw scores of tile j; -INF where a row does not see
+        // Raw scores of tile j, -INF where a row does not see, and m. The maxima are sought on each way through the branches: behind
+        // them the compiler would wait for P V before it seeks.
+        const auto find_maximum = [&](float (&S)[BLOCK_N / 2], int j) {
             const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return rows.raise_maximum(S, exponent);
             if (Head::SCATTERED) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
                     if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
-                return;
+                return rows.raise_maximum(S, exponent);
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
             const int end[2] = {seen[0].end - column, seen[1].end - column};
@@ -315,6 +355,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
                 if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
             }
+            rows.raise_maximum(S, exponent);
         };
         const auto drop = [&](float (&S)[BLOCK_N / 2], int j) {  // what dropout drops of tile j's P
             Head::Kept kept[BLOCK_N / 16];
@@ -338,21 +379,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + part * PART * 128), step > 0);
             wgmma_commit();
         };
-        const auto multiply_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, auto then) {
+        // O takes on T = P V of tile j, of which the first part is under way. beside(part): beside the next part, or what takes it on.
+        // then(): once P and V' are no longer needed; of a wide O, for which T and S at once would be too many registers, at the end.
+        const auto finish_PV = [&](float (&T)[PART / 2], const unsigned (&P)[BLOCK_N / 32][4], int j, const float (&alpha)[2],
+                                   auto beside, auto then) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
-                float T[PART / 2];
-                multiply_part(T, P, j, part);
                 wgmma_wait<0>();
+                TIMELINE(softmax);
                 wgmma_settled(T);
                 if (part == PARTS - 1) release(EMPTY_T, j);
-                if (PARTS == 1) then();  // beside a wide O there are no registers for T and S at once
-                rows.take_on(T, part, rows.alpha);
+                if (PARTS == 1) then();
+                rows.take_on(T, part, alpha);
+                if (part < PARTS - 1) multiply_part(T, P, j, part + 1);
+                beside(part);
             }
             if (PARTS > 1) then();
         };
-        const auto take_turn = [&] { if (CONSUMERS > 1) named_barrier_sync(turn, 256); };
-        const auto give_turn = [&] { if (CONSUMERS > 1) named_barrier_arrive(next_turn, 256); };
+        const auto take_turn = [&] { if (BY_TURNS) named_barrier_sync(turn, 256); };
+        const auto give_turn = [&] { if (BY_TURNS) named_barrier_arrive(next_turn, 256); };
         const auto pass_on = [&](int j) {  // a tile that only the other consumers see
             take_turn();
             give_turn();
@@ -374,44 +419,49 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 release(EMPTY_K, j);
                 if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // all of the piece's Q K^T
             };
-            const auto become_P = [&](int j) {  // S does, the maximum being known
-                rows.exponentiate(S, exponent);
+            const auto become_P = [&](int j) {  // S, exponentials already, does
                 drop(S, j);
                 operand(P, S);
             };
             const auto score = [&](int j) {  // S, which is under way, becomes P
                 wgmma_wait<0>();
                 settled(j);
-                finish_scores(S, j);
-                rows.raise_maximum(S, exponent);
+                find_maximum(S, j);
+                rows.exponentiate<1>(S, 0, exponent);
                 become_P(j);
             };
             await(FULL_K, lead);
             multiply_QK(S, lead);
             score(lead);
+            unsigned V_came = 0, K_came = 0;  // what is asked ahead, beside exponentials
 #pragma unroll 1
             for (int j = lead; j < last; ++j) {
-                await(FULL_T, j);
-                await(FULL_K, j + 1);
-                take_turn();
+                float T[PART / 2];
+                TIMELINE(wait_V);
+                await(FULL_T, j, V_came);
+                TIMELINE(wait_K);
+                await(FULL_K, j + 1, K_came);
                 if constexpr (OVERLAP > 1) {
-                    float T[PART / 2];
+                    TIMELINE(multiply);
                     wgmma_discard(S);
                     multiply_QK(S, j + 1);
                     multiply_part(T, P, j, 0);
+                    TIMELINE(wait_S);
                     wgmma_wait<1>();
+                    TIMELINE(maximum);
                     settled(j + 1);
-                    finish_scores(S, j + 1);
                     const float alpha[2] = {rows.alpha[0], rows.alpha[1]};
-                    rows.raise_maximum(S, exponent);
-                    wgmma_wait<0>();
-                    wgmma_settled(T);
-                    release(EMPTY_T, j);
-                    rows.take_on(T, 0, alpha);
-                    give_turn();
+                    find_maximum(S, j + 1);
+                    V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
+                    TIMELINE(wait_T);
+                    finish_PV(T, P, j, alpha, [&](int part) { rows.exponentiate<PARTS>(S, part, exponent); }, [] {});
                     become_P(j + 1);
                 } else {
-                    multiply_PV(P, j, [&] {
+                    TIMELINE(wait_turn);
+                    take_turn();
+                    TIMELINE(multiply);
+                    multiply_part(T, P, j, 0);
+                    finish_PV(T, P, j, rows.alpha, [](int) {}, [&] {
                         wgmma_discard(S);
                         multiply_QK(S, j + 1);
                         give_turn();
@@ -421,7 +471,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             }
             await(FULL_T, last);
             take_turn();
-            multiply_PV(P, last, give_turn);
+            float T[PART / 2];
+            multiply_part(T, P, last, 0);
+            finish_PV(T, P, last, rows.alpha, [](int) {}, give_turn);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1
@@ -447,4 +499,5 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             }
         }
     });
+    TIMELINE(done);
 }

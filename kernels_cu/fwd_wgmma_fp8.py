@@ -23,7 +23,7 @@ def most_keys(p: Problem) -> int:
     if p.bias or p.mask or p.score:  # looked up in memory
         return 64 if width <= 128 else 32
     if not simple(p):
-        return 128 if width <= 64 else 64
+        return 128 if width <= 64 else 96 if width <= 128 and not p.softcap else 64
     return 128 if width <= 128 or unmasked(p) else 96
 
 
@@ -41,8 +41,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     part = next(p.Dv // n for n in range(1, p.Dv // 16 + 1) if p.Dv % (16 * n) == 0 and p.Dv // n <= t.MOST_COLUMNS)
-    registers = p.Dv // 2 + max(t.BLOCK_N // 2 + 8, t.BLOCK_N // 4 + part // 2)
-    most = 128 if consumers == 3 else 200
+    pair = part // 2 + t.BLOCK_N // 4  # T and P
+    registers = p.Dv // 2 + (pair + t.BLOCK_N // 2 if t.OVERLAP > 1 else max(t.BLOCK_N // 2 + 8, pair))
+    most = 128 if consumers == 3 else 200 if t.OVERLAP == 1 else 224
     rules = (
         (
             t.BLOCK_M in (64, 128, 192),
@@ -52,7 +53,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.MOST_COLUMNS >= 16, f"MOST_COLUMNS={t.MOST_COLUMNS} must be at least 16: one wgmma's width"),
         (
             registers <= most,
-            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S, P and part of P V at Dv={p.Dv}: at most {most}",
         ),
         (most_keys(p) >= t.BLOCK_N, f"BLOCK_N={t.BLOCK_N} spills on {p.variant}: {most_keys(p)} keys do not"),
         (
@@ -60,12 +61,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M} spills on {p.variant}: 128 rows do not",
         ),
         (
-            t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
+            t.OVERLAP > 1 or t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
             f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: 32 columns a product do not",
-        ),
-        (
-            t.OVERLAP == 1 or (part == p.Dv <= 128 and unmasked(p)),
-            f"OVERLAP={t.OVERLAP} spills on {p.variant} or at Dv={p.Dv}: OVERLAP=1 does not",
         ),
         (
             t.BLOCK_N % (32 * t.LOADS) == 0,
@@ -76,11 +73,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-def rank(p: Problem, t: Tile) -> bool:
+def rank(p: Problem, t: Tile) -> int:
     """First what was fastest on an H200."""
     width = max(p.D, p.Dv)
-    best = (192, 128, 1) if width <= 64 else (128, 128, 2) if width <= 128 else (128, 128, 1)
-    return best != (t.BLOCK_M, t.BLOCK_N, t.OVERLAP)
+    overlap = 2 if 64 < width <= 128 else 1
+    best = (192 if width <= 64 else 128, 128)
+    return 2 * (overlap != t.OVERLAP) + (best != (t.BLOCK_M, t.BLOCK_N))
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -99,11 +97,13 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=1),
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=2),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=4, OVERLAP=2),
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=4, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=3, OVERLAP=2),
         Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=2, OVERLAP=2),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
     ),

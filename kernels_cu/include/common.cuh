@@ -88,6 +88,11 @@ __device__ __forceinline__ float row_max(float x) {
     return x;
 }
 template <int WIDTH>
+__device__ __forceinline__ int row_max(int x) {
+    for (int lanes = WIDTH / 2; lanes; lanes /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+template <int WIDTH>
 __device__ __forceinline__ float row_sum(float x) {
     for (int lanes = WIDTH / 2; lanes; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
     return x;

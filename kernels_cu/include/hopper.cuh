@@ -38,6 +38,27 @@ __device__ __forceinline__ void mbarrier_wait(SmemAddress barrier, unsigned pari
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether the phase of that parity has ended, as far as is known without waiting; and the wait of who has asked.
+__device__ __forceinline__ unsigned mbarrier_ended(SmemAddress barrier, unsigned parity) {
+    unsigned ended;
+    asm volatile(
+        "{\n.reg .pred ended;\nmbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\nselp.b32 %0, 1, 0, ended;\n}"
+        : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+    return ended;
+}
+__device__ __forceinline__ void mbarrier_wait_unless(unsigned ended, SmemAddress barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "setp.ne.u32 ended, %2, 0;\n"
+        "@ended bra there;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+        "@!ended bra again;\n"
+        "there:\n"
+        "}" ::"r"(barrier), "r"(parity), "r"(ended) : "memory");
+}
+
 // ---- the async proxy: how TMA and wgmma see shared memory
 
 // What this thread wrote to shared memory, barriers it initialised among it, is seen by TMA and wgmma that come after it.

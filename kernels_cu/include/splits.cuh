@@ -2,8 +2,8 @@
 // merged. Everything is in a fixed order, so that the same inputs give the same bits.
 //
 //   const Split own = DEALT ? Deal(score, entries, splits).block(number) : ...     part own.split of own.splits, of batch entry own.b
-//   Partials(partials, blocks, rows, own).O(row, own.split)                        where O lies, not yet divided by l; and m and l: sums
 //   Merged::add                                                                    several parts of four columns, made one
+//   Partials(partials, blocks, rows, own).put(row, own.split, quad, merged)        leaves it for another entry, not yet divided by l
 //
 // Where batch entries have keys of different numbers (key_lengths) only the device knows how many blocks each is worth: they are
 // dealt, by every warp for itself, which reads all lengths.
@@ -74,22 +74,6 @@ struct Deal {
     }
 };
 
-// Where blocks leave their part of row `row` of all: O, not yet divided by l, and m and l. A row's parts lie side by side.
-struct Partials {
-    float* data;
-    long long count, origin;
-    int splits;
-    // `blocks`: those that share keys, of all entries; `rows`: of an entry.
-    __device__ __forceinline__ Partials(float* data, int blocks, long long rows, const Split& of)
-        : data(data), count(blocks * rows), origin((of.before - static_cast<long long>(of.b) * of.splits) * rows), splits(of.splits) {}
-    __device__ __forceinline__ float* O(long long row, int split) const {
-        return data + (origin + row * splits + split) * HEAD_DIM_V;
-    }
-    __device__ __forceinline__ float2* sums(long long row, int split) const {
-        return reinterpret_cast<float2*>(data + count * HEAD_DIM_V) + origin + row * splits + split;
-    }
-};
-
 // Four columns of a row, merged.
 struct Merged {
     float m = -INF, l = 0.0f;
@@ -108,5 +92,26 @@ struct Merged {
             l += weight * sums[i].y;
             O.x += weight * parts[i].x, O.y += weight * parts[i].y, O.z += weight * parts[i].z, O.w += weight * parts[i].w;
         }
+    }
+};
+
+// Where blocks leave their part of row `row` of all: O, not yet divided by l, and m and l. A row's parts lie side by side.
+struct Partials {
+    float* data;
+    long long count, origin;
+    int splits;
+    // `blocks`: those that share keys, of all entries; `rows`: of an entry.
+    __device__ __forceinline__ Partials(float* data, int blocks, long long rows, const Split& of)
+        : data(data), count(blocks * rows), origin((of.before - static_cast<long long>(of.b) * of.splits) * rows), splits(of.splits) {}
+    __device__ __forceinline__ float* O(long long row, int split) const {
+        return data + (origin + row * splits + split) * HEAD_DIM_V;
+    }
+    __device__ __forceinline__ float2* sums(long long row, int split) const {
+        return reinterpret_cast<float2*>(data + count * HEAD_DIM_V) + origin + row * splits + split;
+    }
+    // Leaves columns 4 quad ..; m and l with the first of them.
+    __device__ __forceinline__ void put(long long row, int split, int quad, const Merged& part) const {
+        reinterpret_cast<float4*>(O(row, split))[quad] = part.O;
+        if (quad == 0) *sums(row, split) = make_float2(part.m, part.l);
     }
 };

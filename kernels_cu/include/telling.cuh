@@ -32,8 +32,7 @@ struct Telling {
         }
 #if RAGGED || BLOCK_MAP
         // All pieces that the block gets, by all lanes of a warp: the first is its own, each other one comes from the counter
-        // `dealt`, when all are at work on the one before and no sooner: a piece that waits here is one that others, who are
-        // ready, do not get (two ahead: up to 7% slower). Of each, when it is told, f(piece).
+        // `dealt`, when everybody has asked for it and no sooner. Of each, when it is told, f(piece).
         template <class F>
         __device__ __forceinline__ void tell_as_asked(const LongestFirst<QueryTiles>& pieces, unsigned heads, unsigned group,
                                                       unsigned* dealt, F f) {
@@ -68,15 +67,16 @@ struct Telling {
         unsigned round = 0;
         Dealt dealt;
         __device__ __forceinline__ explicit Pieces(const char* smem) : smem(smem) {}
-        // The next one, whether there is any; and asks for the one after.
-        __device__ __forceinline__ bool take() {
+        // The next one; whether there is any. Asks for the one after, unless the caller does, later.
+        __device__ __forceinline__ bool take(bool asks = true) {
             const SmemAddress base = smem_address(smem);
             mbarrier_wait(base + TOLD, round++ % 2);
             dealt = *reinterpret_cast<const Dealt*>(smem + PIECE);
             if (dealt.none()) return false;
-            mbarrier_arrive(base + ASKED);
+            if (asks) mbarrier_arrive(base + ASKED);
             return true;
         }
+        __device__ __forceinline__ void ask() const { mbarrier_arrive(smem_address(smem) + ASKED); }
         // Of the mbarriers that each piece uses once.
         __device__ __forceinline__ unsigned parity() const { return (round - 1) % 2; }
     };

@@ -222,7 +222,7 @@ struct Stores {
 };
 
 struct Teammate {  // what a block of a team shows the others
-    char* smem;     // where its shared memory begins
+    SharedMemory* smem;
     unsigned turn;  // of the team's barriers that all of its threads have come to
     bool ended;
 };
@@ -445,7 +445,7 @@ void Block::shuffle(dim3 index) {
 bool Block::run(dim3 index, Teammate* its_team) {
     if (message) return false;
     team = its_team, member = index.x % launch.team;
-    team[member].smem = smem.begin;
+    team[member].smem = &smem;
     acquire(&ended);  // the block before this one on the same OS thread
     for (unsigned t = 0; t < threads; ++t) {
         for (unsigned i = 0; i < fibers[t].copy_count; ++i) permit(fibers[t].copies[i]);
@@ -648,7 +648,7 @@ extern "C" void sandbox_team_barrier(Site site) {
 }
 
 extern "C" const char* sandbox_of_teammate(const char* own, unsigned member) {
-    return current->team[member].smem + (own - current->smem.begin);
+    return current->team[member].smem->begin + (own - current->smem.begin);
 }
 
 extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site) {
@@ -759,8 +759,16 @@ extern "C" void __asan_on_error() {
 }
 #elif defined(SANDBOX_SHADOW)
 namespace {
+// Whose of the team's shared memory an address is in; of none's, this block's own.
+SharedMemory& holder(const char* at) {
+    for (unsigned member = 0; member < current->launch.team; ++member) {
+        SharedMemory* const its = current->team[member].smem;
+        if (its && its->holds(at)) return *its;
+    }
+    return current->smem;
+}
 void check_read(const char* at, size_t bytes, const void* where) {
-    if (current->smem.was_written(at, bytes)) return;
+    if (holder(at).was_written(at, bytes)) return;
     void* calls[16];
     char stack[1024] = "";
     size_t used = 0;
@@ -782,14 +790,14 @@ void check_read(const char* at, size_t bytes, const void* where) {
 // What -fsanitize=kernel-address makes of each load and store.
 #define SANDBOX_ACCESS(size) \
     extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
-    extern "C" void __asan_store##size##_noabort(const char* at) { current->smem.mark(at, size, true); }
+    extern "C" void __asan_store##size##_noabort(const char* at) { holder(at).mark(at, size, true); }
 SANDBOX_ACCESS(1)
 SANDBOX_ACCESS(2)
 SANDBOX_ACCESS(4)
 SANDBOX_ACCESS(8)
 SANDBOX_ACCESS(16)
 extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) { check_read(at, bytes, __builtin_return_address(0)); }
-extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { current->smem.mark(at, bytes, true); }
+extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { holder(at).mark(at, bytes, true); }
 extern "C" void __asan_handle_no_return() {}
 #endif
 

@@ -17,7 +17,7 @@ from sandbox.cpu import compiler
 from sandbox.cpu import instrumented as sanitize
 from sandbox.cpu.build import Sanitizer
 from sandbox.cpu.instrumented import Report
-from sandbox.spec import Kernel, Problem
+from sandbox.spec import Kernel, Problem, Tile
 from sandbox.verify.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
 
 KERNELS = list(registry.kernels().values())
@@ -138,6 +138,18 @@ def test_what_hopper_copies_and_multiplies_has_to_be_there(what: str, tmp_path: 
     report = run_kernel("uninitialised", kernel, Problem(1, 1, 64, 64, 64, dtype="float8_e4m3"), source)
     assert said in report.text, report.text
     assert "before anything was written there" in report.text
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_what_a_team_sends_has_been_written(sent: bool, tmp_path: Path) -> None:
+    """By another block than the one whose shared memory it is."""
+    kernel, problem = registry.get("fwd_decode"), Problem(1, 4, 1, 100, 32, Hk=2, dtype="float16")
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=1, TEAM=2)
+    who = "its_quad >= 0" if sent else "its_quad < 0"
+    source = changed(tmp_path, lambda text: text.replace("if (its_quad == 0)", f"if ({who})"), kernel.source)
+    report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
+    assert report.clean is sent, report.text
+    assert sent or "shared memory read before anything was written there" in report.text
 
 
 def test_tensors_of_the_score_are_buffers_too() -> None:

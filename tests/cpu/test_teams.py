@@ -1,4 +1,4 @@
-"""Teams: blocks that run at one time and read each other's shared memory, on the CPU backend and a GPU."""
+"""Teams: blocks that run at one time and read and write each other's shared memory, on the CPU backend and a GPU."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ extern "C" __global__ void sums(int* out) {
     }
 }
 """
+SENT = """
+#include "team.cuh"
+extern "C" __global__ void sent(int* out) {
+    __shared__ int inbox[TEAM][32];
+    team_begin();
+    const int from = team_member(), number = 1000 * blockIdx.x + threadIdx.x;
+    team_begun();
+    for (unsigned m = 0; m < TEAM; ++m) (*of_teammate(&inbox, m))[from][threadIdx.x] = number;
+    team_barrier();
+    int sum = 0;
+    for (int m = 0; m < TEAM; ++m) sum += inbox[m][31 - threadIdx.x] * (m + 1);
+    out[blockIdx.x * 32 + threadIdx.x] = sum;
+}
+"""
 LEFT = """
 #include "team.cuh"
 extern "C" __global__ void left() {
@@ -46,6 +60,15 @@ def test_a_team_reads_each_others_shared_memory(run_cuda: Callable[..., None], m
     first = block // TEAM * TEAM
     wanted = sum((m + 1) * (1000 * (first + m) + 31 - thread) for m in range(TEAM))
     assert np.array_equal(out, block % TEAM + (0 + 1 + 2) * wanted)
+
+
+def test_a_team_writes_each_others_shared_memory(run_cuda: Callable[..., None]) -> None:
+    """As soon as all have begun, and nobody reads anybody else's."""
+    out = np.zeros((3 * TEAM, 32), np.int32)
+    run_cuda(SENT, "sent", out, grid=3 * TEAM, defines=DEFINES, team=TEAM)
+    block, thread = np.mgrid[: 3 * TEAM, :32]
+    first = block // TEAM * TEAM
+    assert np.array_equal(out, sum((m + 1) * (1000 * (first + m) + 31 - thread) for m in range(TEAM)))
 
 
 @pytest.mark.parametrize("device", [("cpu", 0)])

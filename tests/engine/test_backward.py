@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -93,6 +94,18 @@ def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device
     seen = reference.visible(Sq, Sk, causal)
     for gradient, unseen in zip(gradients, (~seen.any(axis=1), ~seen.any(axis=0), ~seen.any(axis=0)), strict=True):
         assert (gradient[:, :, unseen] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "causal"), [((300, 300), "bottom-right"), ((64, 128), "top-left")], ids=["later", "nothing"]
+)
+@pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma")], ids=by_name)
+def test_who_sees_nothing_passes_the_first_tile_over(
+    kernel: Kernel, rows: tuple[int, int], causal: Literal["bottom-right", "top-left"], device: Device
+) -> None:
+    """Keys 64 to 127 of a block see nothing of 64 queries on its diagonal: sums begin a tile later, or are zeros."""
+    problem = spec.Problem(1, 2, *rows, 128, dtype="float16", causal=causal)
+    assert check.verify(kernel, Case("passed over", problem), device).ok
 
 
 @pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma")], ids=by_name)

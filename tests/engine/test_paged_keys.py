@@ -91,7 +91,7 @@ LENGTHS = {
 LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 
 
-@pytest.mark.parametrize(("blocks", "team"), [(1, 1), (7, 1), (264, 1), (7, 2)])
+@pytest.mark.parametrize(("blocks", "team"), [(1, 1), (7, 1), (264, 1), (7, 4)])
 @pytest.mark.parametrize("of", LENGTHS)
 def test_blocks_are_dealt_by_lengths(of: str, blocks: int, team: int) -> None:
     """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer.
@@ -167,8 +167,9 @@ def test_splits_fill_the_multiprocessors() -> None:
 
 
 def test_teams() -> None:
-    """Of two, eight warps each, where that makes one wave, or more of entries with keys of different numbers, none of
-    many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone where waves are many."""
+    """Of two, eight warps each, where that makes one wave; of four, four warps each, where entries have keys of
+    different numbers, none of many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone
+    where waves are many."""
     few, many = (Problem(B, 32, 1, 4096, 128, Hk=8, dtype="bfloat16") for B in (8, 64))
     rows = dataclasses.replace(many, Sq=4, H=64, causal="bottom-right")
     differ = dataclasses.replace(many, key_lengths=True)
@@ -179,7 +180,7 @@ def test_teams() -> None:
         tile = choose.choose_tile(KERNEL, problem, (9, 0))
         found.append((tile.BLOCK_M, tile.WARPS, tile.STAGES, tile.TEAM))
         assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (16, 4, 3, 1))
-    assert found == [(16, 8, 3, 2), *[(16, 8, 2, 2)] * 2, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
+    assert found == [(16, 8, 3, 2), *[(16, 4, 2, 4)] * 2, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
     assert choose.choose_tile(KERNEL, few, (8, 0)).TEAM == 1
     refused = choose.refuses_tile(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
     assert refused

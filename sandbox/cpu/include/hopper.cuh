@@ -15,6 +15,10 @@ inline void mbarrier_arrive_expect(SmemAddress barrier, unsigned bytes, SANDBOX_
 inline void mbarrier_wait(SmemAddress barrier, unsigned parity, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
+inline unsigned mbarrier_ended(SmemAddress, unsigned) { return false; }  // never known without waiting
+inline void mbarrier_wait_unless(unsigned ended, SmemAddress barrier, unsigned parity, SANDBOX_SITE) {
+    if (!ended) cpu::sandbox_mbarrier_wait(barrier, parity, site);
+}
 inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
 
 // ---- tensor maps

@@ -18,6 +18,8 @@ inline unsigned anew(unsigned x) { return x; }
 inline unsigned thread_index_x() { return threadIdx.x; }
 inline unsigned grid_size_x() { return gridDim.x; }
 
+inline int max3(int a, int b, int c) { return max(max(a, b), c); }
+
 namespace cpu {
 
 // The 16-bit elements (row, column) and (row, column + 1), or transposed (column, row) and (column + 1, row), of an

@@ -7,8 +7,13 @@ inline void team_barrier(SANDBOX_SITE) {
     if (TEAM == 1) cpu::sandbox_barrier(site);
     else cpu::sandbox_team_barrier(site);
 }
+inline void team_begin() {}
+inline void team_begun(SANDBOX_SITE) {  // waiting for it is saying it
+    if (TEAM > 1) cpu::sandbox_team_barrier(site);
+}
 template <class T>
-inline const T* of_teammate(const T* own, unsigned member) {
+inline T* of_teammate(T* own, unsigned member) {
     if (TEAM == 1) return own;
-    return reinterpret_cast<const T*>(cpu::sandbox_of_teammate(reinterpret_cast<const char*>(own), member));
+    const char* const there = cpu::sandbox_of_teammate(reinterpret_cast<const char*>(own), member);
+    return reinterpret_cast<T*>(const_cast<char*>(there));
 }
