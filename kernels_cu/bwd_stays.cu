@@ -484,13 +484,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_stays(
         wgmma_settled(dV_rmem);
         // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
         bool spoilt = false;
-        if (Head::HIDES) {
-            spoilt = named_barrier_or(own_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
-            if (threadIdx.x % 128 == 0) spoilt_of(consumer) = spoilt;
-            __syncwarp();
-        }
+        if (Head::HIDES) spoilt = named_barrier_or(own_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
         tell_ship();
         ship_gradients(dV_rmem, 1.0f);
+        // Not before: until dV's place is free the dK of the piece before, which nobody's tile may have told yet, is not sent.
+        if (Head::HIDES && threadIdx.x % 128 == 0) spoilt_of(consumer) = spoilt;
         tell_ship();
         ship_gradients(dK_rmem, score.scale);  // told by the next tile, or after the last one
         if (Head::HIDES && spoilt)

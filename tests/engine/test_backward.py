@@ -131,13 +131,15 @@ def test_pieces_follow_one_another(blocks: int, device: Device) -> None:
         problem = spec.Problem(1, 3, 140, 400, 40, Hk=1, dtype="float16", **options)
         assert check.verify(kernel, Case("stays", problem), device, tile).ok
     case = Case("stays", spec.Problem(1, 3, 140, 400, 40, dtype="float16", causal="top-left"))
-    given = inputs_of("backward", case)
-    whole = trial.launch(kernel, tile, case.problem, given, device).outputs
-    given["Q"][:, 1, 100] = np.nan
-    spoilt = trial.launch(kernel, tile, case.problem, given, device).outputs
-    for name in ("dK", "dV"):
-        assert np.isnan(spoilt[name][0, 1].astype(np.float32)).any(axis=1).tolist() == [True] * 101 + [False] * 299
-        assert all(spoilt[name][0, h].tobytes() == whole[name][0, h].tobytes() for h in (0, 2))
+    for row in (100, 130):  # of the second: the next piece of a block alone is one that nobody sees
+        given = inputs_of("backward", case)
+        whole = trial.launch(kernel, tile, case.problem, given, device).outputs
+        given["Q"][:, 1, row] = np.nan
+        spoilt = trial.launch(kernel, tile, case.problem, given, device).outputs
+        for name in ("dK", "dV"):
+            reached = np.isnan(spoilt[name][0, 1].astype(np.float32)).any(axis=1)
+            assert reached.tolist() == [True] * (row + 1) + [False] * (399 - row)
+            assert all(spoilt[name][0, h].tobytes() == whole[name][0, h].tobytes() for h in (0, 2))
 
 
 def test_each_gradient_lies_as_its_input(device: Device) -> None:
