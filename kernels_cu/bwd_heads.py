@@ -25,17 +25,10 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def short(p: Problem) -> bool:
-    """Where it is faster: 1.04 … 1.22 of `bwd_wgmma`. Of the places in waves of blocks at most a tenth stays empty.
-
-    And rows that the GPU is done with, in 12 … 16 us of either, before the host has launched: two calls of the driver
-    in place of four, 22 us in place of 32 (experiment 001).
+    """Rows that the GPU is done with, in 12 … 16 us of any kernel, before the host has launched: two calls of the
+    driver in place of four, 22 us in place of 32 (experiment 001). Of more and longer ones `bwd_stays` is faster.
     """
-    heads = p.B * p.H
-    if p.D != 64 or p.Hk != p.H or p.Sq != p.Sk:
-        return False
-    if p.Sk <= 128:
-        return heads <= WAVE
-    return 200 <= p.Sk <= 512 and 10 * heads >= 9 * WAVE * cdiv(heads, WAVE)
+    return p.D == 64 and p.Hk == p.H and p.Sq == p.Sk <= 128 and p.B * p.H <= WAVE
 
 
 kernel = Kernel(

@@ -83,7 +83,7 @@ def rank(p: Problem, t: Tile) -> bool:
 def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
-    short = p.Sq < (4096 if p.causal and (width > 128 or not simple) else 2048)
+    short = p.Sq < (4096 if p.causal else 2048)
     if p.block_map[3]:  # as masks are made: in powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
     if p.ragged and not simple:
@@ -98,6 +98,8 @@ def best(p: Problem) -> tuple[int, int]:
         return 192, 128
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
+    if width > 96 and simple:  # below 2048 rows where no consumer of the last tile is without any
+        short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64)
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64

@@ -39,6 +39,13 @@ __device__ __forceinline__ unsigned thread_index_x() {
     return index;
 }
 
+// Likewise a number that is seldom asked for: what follows from it is not kept in registers over a loop.
+__device__ __forceinline__ unsigned anew(unsigned x) {
+    unsigned y;
+    asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x) : "memory");
+    return y;
+}
+
 // Likewise blockIdx.x, blockIdx.y and gridDim.x.
 __device__ __forceinline__ unsigned block_index_x() {
     unsigned index;

@@ -18,8 +18,8 @@ from sandbox.engine import choose
 from sandbox.launch import dlpack
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Entry, Kernel, Tile
-from sandbox.verify import check
-from sandbox.verify.cases import Case
+from sandbox.verify import check, trial
+from sandbox.verify.cases import Case, inputs_of
 
 torch = pytest.importorskip("torch")
 BACKWARD = [kernel for kernel in registry.kernels().values() if kernel.computes == "backward"]
@@ -120,6 +120,24 @@ def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pyt
     problem = spec.Problem(1, 5, 300, 300, 64, dtype="float16", causal="bottom-right")
     assert kernel.grid(problem, tile) == (2, 3, 3)  # a head more than there are
     assert check.verify(kernel, Case("sections", problem), device).ok
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_pieces_follow_one_another(blocks: int, device: Device) -> None:
+    """In a block that stays: some that nobody sees, and of a NaN in a query nothing comes into another piece."""
+    kernel = registry.get("bwd_stays")
+    tile = Tile(**{**kernel.tiles[0], "BLOCKS": blocks})
+    for options in ({"causal": "top-left"}, {"window": (60, 30)}):
+        problem = spec.Problem(1, 3, 140, 400, 40, Hk=1, dtype="float16", **options)
+        assert check.verify(kernel, Case("stays", problem), device, tile).ok
+    case = Case("stays", spec.Problem(1, 3, 140, 400, 40, dtype="float16", causal="top-left"))
+    given = inputs_of("backward", case)
+    whole = trial.launch(kernel, tile, case.problem, given, device).outputs
+    given["Q"][:, 1, 100] = np.nan
+    spoilt = trial.launch(kernel, tile, case.problem, given, device).outputs
+    for name in ("dK", "dV"):
+        assert np.isnan(spoilt[name][0, 1].astype(np.float32)).any(axis=1).tolist() == [True] * 101 + [False] * 299
+        assert all(spoilt[name][0, h].tobytes() == whole[name][0, h].tobytes() for h in (0, 2))
 
 
 def test_each_gradient_lies_as_its_input(device: Device) -> None:
