@@ -98,8 +98,8 @@ def best(p: Problem) -> tuple[int, int]:
         return 192, 128
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
-    if width > 96 and simple and p.causal:
-        short = p.Sq < 1500
+    if width > 96 and simple:  # below 2048 rows where no consumer of the last tile is without any
+        short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64)
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64

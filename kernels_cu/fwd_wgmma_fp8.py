@@ -24,12 +24,7 @@ def most_keys(p: Problem) -> int:
         return 64 if width <= 128 else 32
     if not simple(p):
         return 128 if width <= 64 else 96 if width <= 128 and not p.softcap else 64
-    return 128 if width <= 128 or unmasked(p) else 96
-
-
-def unmasked(p: Problem) -> bool:
-    """Whether nothing is asked for at all, a causal mask included."""
-    return p.plain and not p.causal
+    return 128
 
 
 def simple(p: Problem) -> bool:
@@ -59,6 +54,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             consumers < 3 or (simple(p) and max(p.D, p.Dv) <= 64),
             f"BLOCK_M={t.BLOCK_M} spills on {p.variant}: 128 rows do not",
+        ),
+        (
+            t.OVERLAP == 1 or not p.softcap or max(p.D, p.Dv) <= 128,
+            f"OVERLAP={t.OVERLAP} spills on {p.variant}: OVERLAP=1 does not",
         ),
         (
             t.OVERLAP > 1 or t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
@@ -102,7 +101,6 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=4, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=96, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=3, OVERLAP=2),
-        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=2, OVERLAP=2),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
