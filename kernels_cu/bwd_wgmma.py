@@ -141,19 +141,12 @@ def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
     return supports(p, arch)
 
 
-def narrow_window(p: Problem) -> bool:
-    """Each query tile has few pieces to wait for, and setting dQ_accum to zeros is a larger part: 1.03 of any order."""
-    left = p.bounds[0]
-    return left is not None and 4 * left <= p.Sk and 64 < p.D <= 128 and not p.dropout
-
-
 in_order = replace(
     in_any_order,
     name="bwd_ordered",
     summary="bwd_wgmma, whose blocks add to dQ in the order of the keys: the same bits every time",
     deterministic=True,
     ragged=False,
-    first_for=narrow_window,
     supports=supports_in_order,
     macros={"ORDERED": 1},
     grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),

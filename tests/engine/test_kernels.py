@@ -164,15 +164,6 @@ def test_few_blocks_do_all_the_work(D: int, causal: Causal, device: Device) -> N
             assert output.tobytes() == again.outputs[name].tobytes(), name
 
 
-def test_narrow_windows_are_taken_in_order() -> None:
-    """Of wide ones, of other widths and of dropout nothing is known."""
-    narrow = Problem(2, 4, 8192, 8192, 128, dtype="float16", causal="bottom-right", window=(1024, None))
-    differ = ({"window": (4096, None)}, {"window": (None, None)}, {"D": 192, "Dv": 192}, {"dropout": 0.1})
-    others = [dataclasses.replace(narrow, **fields) for fields in differ]
-    chosen = [choose.choose_kernel(p, "backward", (9, 0)).name for p in (narrow, *others)]
-    assert chosen == ["bwd_ordered"] + ["bwd_wgmma"] * len(others)
-
-
 def test_short_rows_of_narrow_heads_are_taken_by_blocks_that_stay() -> None:
     """Where it was measured, and there are more pieces than blocks; or by heads, where the host is the slower."""
     few = {"B": 1, "H": 4, "Hk": 4}
