@@ -26,10 +26,11 @@
 // A user alone waits for latencies, not for memory: B1 H32/8 Sk2048 is 8 MiB, 11 … 12 us, reading alone 8 (H200). What made it of 17: the
 // second entry has all parts of a row on their way at once (4.5 us) and begins early (0.9), and 8 splits (0.5). What did not: a merge by the
 // last block to arrive (0.5 us more), or by a team of eight (0.5), eight warps a block or four stages (1).
-// Many users: a merge costs 2 ... 4 us, a team of two spares them, and its members' sending what they have merged instead of reading all of
-// each other's warps another 0.9. Four where keys are of different numbers: 0.3 ... 1 us, 11 ... 39 more where all is one wave. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's
-// evict_first (4 ... 5% more) or by TMA (5 ... 7%: a box asks for 128 bytes of a row at a time), keys requested before it is known how many
-// there are (1 us more), the next block's keys fetched into L2 while one merges (1 ... 5%).
+// Many users: a merge costs 2 ... 4 us; a team of two spares them, and its members' sending what they have merged, instead of reading all
+// of each other's warps, another 0.9; a team of four, where keys are of different numbers, 0.3 ... 1, and costs 11 ... 39 where all is one
+// wave. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's evict_first (4 ... 5%) or by TMA
+// (5 ... 7%: a box asks for 128 bytes of a row at a time), keys requested before it is known how many there are (1 us), the next block's
+// keys fetched into L2 while one merges (1 ... 5%).
 #include "mma_tiles.cuh"
 #include "splits.cuh"
 #include "team.cuh"

@@ -15,9 +15,9 @@ from .rows import by_problem, problem_of
 
 Row = Mapping[str, Any]
 _MASKS = {False: "no mask", "bottom-right": "causal", "top-left": "causal, top-left"}
-_KERNEL_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#e6a100", "#9467bd", "#17becf")
+_KERNEL_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#e6a100", "#9467bd", "#17becf", "#8c564b", "#e377c2")
 _PEER_COLOURS = ("#4d4d4d", "#8c6d31", "#7b8fb2", "#b58db6", "#8fae8b", "#a6a6a6")
-_MARKERS = "osD^vP"
+_MARKERS = "osD^vPX<"
 _STYLE = {
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -105,11 +105,11 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     for n, label in enumerate(kernels):
         colour = _KERNEL_COLOURS[n % len(_KERNEL_COLOURS)]
-        styles[label] = {"color": colour, "linewidth": 2.2, "marker": _MARKERS[n % 6], "markersize": 5, "zorder": 4}
+        styles[label] = {"color": colour, "linewidth": 2.2, "marker": _MARKERS[n % 8], "markersize": 5, "zorder": 4}
     for n, label in enumerate(peers):
         colour = _PEER_COLOURS[n % len(_PEER_COLOURS)]
         hollow = {"markerfacecolor": "white", "markeredgecolor": colour, "markersize": 4.5}
-        styles[label] = {"color": colour, "linewidth": 1.3, "marker": _MARKERS[n % 6], "zorder": 3, **hollow}
+        styles[label] = {"color": colour, "linewidth": 1.3, "marker": _MARKERS[n % 8], "zorder": 3, **hollow}
     return styles
 
 
