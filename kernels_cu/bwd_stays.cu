@@ -168,6 +168,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_stays(
             unsigned i = 0, shipped = 0, seen = 0;  // tiles; shipments that are told; pieces that somebody sees
 #pragma unroll 1
             for (unsigned round = 0;; ++round) {
+                const auto tell = [&](unsigned n, int m0, int h) {
+                    volatile Shipment& told = shipment(n);
+                    told.m0 = m0;
+                    told.n0 = slot(round).key_tile * BLOCK_N;
+                    told.h = h;
+                    told.b = slot(round).b;
+                };
+                // With the piece's last tile, or with the piece where nobody sees it: before an mbarrier says that this is there.
+                const auto tell_gradients = [&](unsigned n) {
+#pragma unroll 1
+                    for (int what = Shipment::dV; what >= Shipment::dK; --what) tell(n++, what, slot(round).kv_head);
+                };
                 {  // Claimed late, so that long pieces find blocks that are done: the consumers are STAGES tiles behind.
                     const unsigned number = round ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u) : block_index_x();
                     const Piece piece = piece_of(number, score, Hk, B);
@@ -183,17 +195,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_stays(
                         told.whole[consumer].end = piece.whole[consumer].end;
                     }
                     if (piece.b < 0) shipment(shipped).m0 = Shipment::LAST;
+                    else if (piece.begin >= piece.end) tell_gradients(shipped);
                     mbarrier_arrive(base + FULL_PIECE + 8 * (round % 2));
                     if (piece.b < 0) break;
                 }
                 const volatile Piece& piece = slot(round);
-                const auto tell = [&](int m0, int h) {
-                    volatile Shipment& told = shipment(shipped);
-                    told.m0 = m0;
-                    told.n0 = piece.key_tile * BLOCK_N;
-                    told.h = h;
-                    told.b = piece.b;
-                };
                 bool first = true;
                 int head, m0;
                 start(round, head, m0);
@@ -212,8 +218,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_stays(
                     };
                     TIMELINE(wait_empty);
                     mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
-                    tell(m0, piece.kv_head * group + head);
+                    tell(shipped, m0, piece.kv_head * group + head);
                     next(round, head, m0);
+                    if (head == group) tell_gradients(shipped + 1);
                     if (first) mbarrier_wait(base + EMPTY_K + seen % 2 * 8, seen / 2 % 2 ^ 1);
                     request(Q_tile_map, Q, Q_AT, K_map, K, seen % 2 * OTHER_K, FULL_Q);
                     TIMELINE(wait_empty);
@@ -225,11 +232,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_stays(
                     ++shipped;
                     ++i;
                 }
-#pragma unroll 1
-                for (int what = Shipment::dV; what >= Shipment::dK; --what) {
-                    tell(what, piece.kv_head);
-                    ++shipped;
-                }
+                shipped += 2;  // dV and dK
             }
             TIMELINE(done);
         } else if (warp == 1) {
@@ -465,6 +468,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_stays(
         return (flags & LAST_TILE) != 0;
     };
 
+    const unsigned zeros[BLOCK_M / 16][4] = {};  // dS of the tile before the first one
+    store_pairs<Pairs>(base + dS_AT + Pairs::BYTES + consumer * Pairs::SLAB_BYTES, warp % 4 * 2, zeros);
     if (consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 #pragma unroll 1
     for (unsigned round = 0;; ++round) {
