@@ -15,29 +15,34 @@ from sandbox.bench.peers import Contender, Ready
 
 
 def flash_attention(name: str, module: str, package: str) -> Contender:
-    """`flash_attn_func` of `module`: (B, S, H, D) tensors, groups, causal bottom-right; some return LSE too."""
+    """`flash_attn_func` of `module`: (B, S, H, D) tensors, groups, causal bottom-right; some return LSE too. Of ragged
+    batches `flash_attn_varlen_func`: (rows, H, D) tensors, and where sequences begin."""
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
         try:
-            function = importlib.import_module(module).flash_attn_func
+            of_module = importlib.import_module(module)
+            function = of_module.flash_attn_varlen_func if problem.ragged else of_module.flash_attn_func
         except (ImportError, AttributeError) as error:
             raise UnsupportedProblem(f"{name}: {module} cannot be imported ({error}): install {package}") from error
         if problem.dtype == "float32":
             raise UnsupportedProblem(f"{name}: takes float16 and bfloat16")
-        if problem.causal == "top-left" and problem.Sq != problem.Sk:
+        if problem.causal == "top-left" and any(n != m for n, m in problem.lengths or ((problem.Sq, problem.Sk),)):
             raise UnsupportedProblem(f"{name}: causal is bottom-right here, so that Sq={problem.Sq} must be Sk")
-        queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+        tensors = [x[0].transpose(0, 1) if problem.ragged else x.transpose(1, 2) for x in (q, k, v)]
         options = {"causal": bool(problem.causal), "softmax_scale": problem.scale}
+        if problem.ragged:
+            options |= {f"cu_seqlens_{x}": given[f"cu_seqlens_{x}"] for x in "qk"}
+            options |= {"max_seqlen_q": problem.Sq, "max_seqlen_k": problem.Sk}
         options |= _options(name, problem, given or {}, inspect.signature(function))
 
         def launch() -> tuple[Any, Any]:
-            result = function(queries, keys, values, **options)
+            result = function(*tensors, **options)
             out = result[0] if isinstance(result, tuple) else result
-            return out.transpose(1, 2), None
+            return out.transpose(0, 1)[None] if problem.ragged else out.transpose(1, 2), None
 
         return Ready(launch, lambda: q.new_full((*q.shape[:3], problem.Dv), float("nan")))
 
-    return Contender(name, prepare)
+    return Contender(name, prepare, ragged=True)
 
 
 def _options(name: str, p: Problem, given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def backward(peer: Contender) -> Contender:
 
         return Ready(launch, poison)
 
-    return Contender(peer.name, prepare)
+    return Contender(peer.name, prepare, ragged=peer.ragged)
 
 
 def _poison(q: Any) -> Callable[[], None]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from project import ROOT
 from test_bench import PROBLEMS, SMALL, Counting, tensors
 
 from sandbox.bench import contest, peers
@@ -101,6 +104,33 @@ def test_peers_through_autograd(name: str, causal: Any) -> None:
         line = row.as_json()
         assert line["computes"] == "backward"
         assert line["tflops"] == pytest.approx(2.5 * problem.flops / 1e-3 * 1e-12)
+
+
+@pytest.mark.parametrize("computes", ["forward", "backward"])
+def test_flash_attention_packages_on_a_ragged_batch(computes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        causal: bool, softmax_scale: float,
+    ) -> Any:  # fmt: skip
+        assert (max_seqlen_q, max_seqlen_k) == (70, 70)
+        starts = zip(cu_seqlens_q.tolist()[:-1], cu_seqlens_k.tolist()[:-1], strict=True)
+        ends = zip(cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist()[1:], strict=True)
+        of_each = []
+        for (q0, k0), (q1, k1) in zip(starts, ends, strict=True):
+            own = (x[i:j].transpose(0, 1)[None] for x, i, j in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
+            options = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
+            of_each.append(torch.nn.functional.scaled_dot_product_attention(*own, **options)[0].transpose(0, 1))
+        return torch.cat(of_each), "lse"
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=varlen))
+    *_, fa4 = peers.get(str(ROOT / "experiments" / "flash_attention_peers.py"))
+    lengths = ((33, 33), (70, 70), (1, 1))
+    problem = Problem(0, 4, 0, 0, 16, Hk=2, dtype="bfloat16", causal="bottom-right", lengths=lengths)
+    given = contest.make_inputs(problem, device="cpu", computes=computes)
+    peer, setting = peers.backward(fa4) if computes == "backward" else fa4, {"mode": "events", "commit": "abc"}
+    (row,) = contest.compete(problem, [peer], given, Counting(), Limits(), setting, computes)
+    assert row.ok, row.message
+    assert row.timing
 
 
 def test_a_peer_without_a_backward_is_refused() -> None:
