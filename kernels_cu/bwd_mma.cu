@@ -416,14 +416,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
     const int row0 = own.row0 + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = lane; i < 2 * DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
-        const int nt = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8) % 8, mt = i / DQ_COLS;
-        float sums[2][8];
-        fetch_rows(sums, from + (mt * (DQ_COLS / 8) + nt) * 128, g);
-        put_rows(dQ, sequence, h, row0 + 16 * mt + g, col0 + 8 * nt, sums, score.scale, zero);
-    }
-    if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+    if (put_warp_rows<32, DQ_COLS, 128>(dQ, sequence, h, row0, col0, lane, from, score.scale))
         query_gradients_row_by_row<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

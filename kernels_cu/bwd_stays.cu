@@ -530,14 +530,6 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_stays_dq(
     const int row0 = blockIdx.x * BLOCK_M + 64 * consumer + 16 * warp;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + SUMS_AT + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = lane; i < D_PAD; i += 32) {  // 8 columns of two rows each, neighbours side by side
-        const int chunk = i % (D_PAD / 8), g = i / (D_PAD / 8);
-        float sums[2][8];
-        fetch_rows(sums, from + chunk * 512, g);
-        put_rows(dQ, sequence, h, row0 + g, 8 * chunk, sums, score.scale, zero);
-    }
-    if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+    if (put_warp_rows<16, D_PAD, 512>(dQ, sequence, h, row0, 0, lane, from, score.scale))
         query_gradients_row_by_row<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 0);
 }

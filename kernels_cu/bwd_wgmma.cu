@@ -667,15 +667,6 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
     const unsigned* const added = reinterpret_cast<const unsigned*>(dQ_accum) + ADDED + 2 * tile + consumer;
     const bool untouched = ORDERED ? keys.begin >= keys.end : first_stores(score) && *added == 0;  // nobody sees these rows
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = lane; i < DQ_COLS; i += 32) {  // 8 columns of two rows each, neighbours side by side
-        const int chunk = i % (DQ_COLS / 8), g = i / (DQ_COLS / 8), col = col0 + 8 * chunk;
-        float sums[2][8];
-        fetch_rows(sums, from + chunk * 512, g);
-        for (int k = 0; k < (untouched ? 16 : 0); ++k) sums[k / 8][k % 8] = 0.0f;
-        put_rows(dQ, sequence, h, row0 + g, col, sums, score.scale, zero);
-    }
-    if (Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f))  // NaN or inf of keys that some of these rows do not see
+    if (put_warp_rows<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched))
         query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }
