@@ -1,12 +1,12 @@
 """Spec of `block_map.cu`."""
 
-from sandbox.spec import Dim3, Kernel, Problem, Tile
+from sandbox.spec import Dim3, Kernel, Problem, Tile, cdiv
 
 
 def grid(p: Problem, t: Tile) -> Dim3:
     """A block for each word of the map that tells whether something is seen; none where no map is needed."""
-    B, H, rows, words = p.block_map
-    return rows * words // 2, H, B
+    B, H, rows, _ = p.block_map
+    return rows * 4 * cdiv(p.Sk, 4 * t.BLOCK_N), H, B
 
 
 kernel = Kernel(

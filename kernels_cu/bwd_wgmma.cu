@@ -460,11 +460,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             unsigned seen = 0;  // a bit for each element of S^T, where it takes a look into memory
             const bool scattered = !walk.whole(head, m0);
             if (scattered) {
-                const Place place(first_query, first_key);
+                if constexpr (Head::BY_PAIR) {  // a lane fetches the bits of a query row, or two, and the warp's 16 keys
+                    const unsigned lane = thread_index_x() % 32;
+                    unsigned rows[2][1] = {};
+#pragma unroll
+                    for (int i = 0; i < QUERIES / 32; ++i)
+                        bound.pairs_seen<16>(rows[i], first_query + 32 * i + lane, first_key + warp % 4 * 16);
+#pragma unroll
+                    for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {  // of rows k / 4 * 8 + k % 2, and 32 more
+                        const unsigned from = k / 4 * 8 + k % 2 + lane % 4 * 2;
+                        const unsigned bits = __shfl_sync(0xffffffffu, rows[0][0] | rows[1][0] << 16, from) >> lane / 4;
+                        seen |= (bits & 1) << k | (bits >> 8 & 1) << (k + 2) | (bits >> 16 & 1) << (k + 16) | (bits >> 24 & 1) << (k + 18);
+                    }
+                } else {
+                    const Place place(first_query, first_key);
 #pragma unroll LOOKS
-                for (int k = 0; k < QUERIES / 2; ++k) {  // without a branch: one load does not wait for the other
-                    const int i = min(place.at(k).query_row(), head0.Sq - 1), j = min(place.at(k).key_col(), head0.Sk - 1);
-                    seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;
+                    for (int k = 0; k < QUERIES / 2; ++k) {  // without a branch: one load does not wait for the other
+                        const int i = min(place.at(k).query_row(), head0.Sq - 1), j = min(place.at(k).key_col(), head0.Sk - 1);
+                        seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;
+                    }
                 }
             }
 

@@ -224,6 +224,26 @@ __device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, i
         seen[0] |= some[0] << first, seen[1] |= some[1] << first;
     }
 }
+// Likewise of a map that has a bit for each pair: those of 32 keys a word, from the thread's own column on.
+constexpr int WORDS = (BLOCK_N + 31) / 32;
+struct Seen {
+    unsigned words[2][WORDS];
+    __device__ __forceinline__ void fetch(const Head& head, int row, int n0, bool whole) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (whole) for (unsigned& word : words[half]) word = ~0u;
+            else head.pairs_seen<BLOCK_N>(words[half], row + 8 * half, n0);
+        }
+    }
+    // Only keys from `begin` on and before `end`, both from the thread's column on.
+    __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
+        const auto before = [](int many) { return many <= 0 ? 0u : many < 32 ? ~(~0u << many) : ~0u; };
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k)
+            words[half][k] = words[half][k] >> column & before(end - 32 * k) & ~(Head::FIRST ? before(begin - 32 * k) : 0u);
+    }
+    __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
+};
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
@@ -443,7 +463,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
-        const auto finish_scores = [&](int j, Told tile) {  // raw scores of dot products, -INF where a row does not see
+        const auto fetch_seen = [&](Told tile) {
+            Seen seen;
+            if (Head::BY_PAIR) seen.fetch(bound, first_row + g, tile.n0, tile.whole);
+            return seen;
+        };
+        const auto finish_scores = [&](int j, Told tile, Seen seen_by_pair) {  // raw scores of dot products, -INF where a row does not see
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
             const SmemAddress bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
@@ -467,7 +492,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             const Range sees[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
             const int end[2] = {sees[0].end - column, sees[1].end - column};
             const int begin[2] = {sees[0].begin - column, sees[1].begin - column};
-            if (Head::SCATTERED) {
+            if (Head::BY_PAIR) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) seen_by_pair.clip(half, 2 * q, begin[half], end[half]);
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; ++i)
+                    if (!seen_by_pair.has(i)) S[i] = -INF;
+            } else if (Head::SCATTERED) {
                 unsigned seen[2];
                 if (tile.whole) {
                     for (int half = 0; half < 2; ++half)
@@ -523,12 +554,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (!SKEWED && lead > 0 && lead < turns) named_barrier_sync(turn, 256);
             multiply_QK(lead);
             if (!SKEWED && lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
+            const Told first = told(lead);
+            const Seen seen = fetch_seen(first);
             wgmma_wait<0>();
             wgmma_settled(S);
-            const Told first = told(lead);
             TIMELINE(softmax);
             if (!BIAS_TILES) release_K(lead);
-            finish_scores(lead, first);
+            finish_scores(lead, first, seen);
             rows.take_maximum(S);
             rows.exponentiate(P, S, exponent, rows.l);
             drop(first);
@@ -545,13 +577,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     release_K(j);
                     if (j == last) release_Q();
                 }
+                const Told tile = told(j);
+                const Seen seen = fetch_seen(tile);  // while all this is under way
                 multiplied();
                 TIMELINE(softmax);
-                const Told tile = told(j);
                 release_V(j - 1);
                 if (!K_FIRST && !BIAS_TILES) release_K(j);
                 if (!K_FIRST && j == last) release_Q();
-                finish_scores(j, tile);
+                finish_scores(j, tile, seen);
 #pragma unroll 1
                 while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
                 rows.l[0] += sum[0];

@@ -2,14 +2,22 @@
 // (Dong et al. 2024, arXiv:2412.05496). Causality, windows and lengths are not in it: ranges tell of them.
 //
 // The map has a bit for MAP_M queries x MAP_N keys, so fine that tiles of every kernel are made of whole ones; 32 to a word. A
-// row of it, MAP_M queries: the words that tell whether something is seen, then those that tell whether everything is.
+// row of it, MAP_M queries: the words that tell whether something is seen, then those that tell whether everything is. BY_PAIR,
+// of a mask without a condition, follows a bit for each pair, row after row: kernels then read 32 keys of a row at once, and
+// ask the mask itself, a byte a key, nothing.
 //
-//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][2][4 * ceil(Sk / (4 * 32 * MAP_N))]
+//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][words, words, MAP_M * 16 * words],    words = 4 * ceil(Sk / (4 * 32 * MAP_N))
 //
 // A kernel that walks by it (`MAPPED`) goes from one tile to the next one that holds something, and takes those that hold
 // everything as it takes tiles without a mask. Tiles are multiples of MAP_N keys.
-static constexpr bool MAPPED = BLOCK_MAP;
+static constexpr bool MAPPED = BLOCK_MAP, BY_PAIR = BLOCK_MAP == 2;
 static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
+
+// Words of a row of the map that tell one thing of its keys; and all it has.
+static __device__ __forceinline__ int kind_words(const Score& score) { return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4; }
+static __device__ __forceinline__ int row_words(const Score& score) {
+    return kind_words(score) * (2 + (BY_PAIR ? MAP_M * WORD_KEYS / 32 : 0));
+}
 
 enum Told { SOMETHING, EVERYTHING };
 
@@ -18,7 +26,7 @@ template <Told TOLD>
 __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
     unsigned bits = TOLD == EVERYTHING ? ~0u : 0;
 #if BLOCK_MAP
-    const unsigned* const at = block_map + (TOLD == EVERYTHING ? (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4 : 0) + word;
+    const unsigned* const at = block_map + (TOLD == EVERYTHING ? kind_words(score) : 0) + word;
 #pragma unroll 1
     for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
         const unsigned own = at[row * score.block_map.stride_i];
@@ -53,7 +61,7 @@ template <int KEYS>
 __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
 #if BLOCK_MAP
     static_assert(MAP_M == 64 && KEYS % MAP_N == 0 && KEYS <= WORD_KEYS, "a row of the map, and a word or two of it");
-    const int words = (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4, begin = n0 / MAP_N, word = begin / 32;
+    const int words = kind_words(score), begin = n0 / MAP_N, word = begin / 32;
     const int next = WORD_KEYS % KEYS ? min(word + 1, words - 1) : word;  // where a tile may begin in one and end in the next
     const unsigned* const at = block_map + min(m0, Sq - 1) / MAP_M * score.block_map.stride_i;
     const unsigned own = ~(~0u << min(KEYS / MAP_N, (score.Sk + MAP_N - 1) / MAP_N - begin));
@@ -64,6 +72,21 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
     return {m0 < Sq && some, m0 >= Sq || all == own};
 #else
     return {true, !SCATTERED};
+#endif
+}
+
+// BY_PAIR: of a query row, or of the last one, a bit for each of keys n0 .. n0 + KEYS, in their order: halves of words, from an n0
+// that is a multiple of 16; whole ones, where KEYS and n0 are multiples of 32.
+template <int KEYS>
+__device__ __forceinline__ void pairs_seen(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
+#if BLOCK_MAP
+    static_assert(KEYS % MAP_N == 0, "halves of words");
+    const int row = min(query_row, Sq - 1), words = kind_words(score);
+    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + 2 * words + row % MAP_M * (WORD_KEYS / 32) * words;
+    const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;
+#pragma unroll
+    for (int k = 0; k < (KEYS + 31) / 32; ++k)
+        bits[k] = KEYS % 32 == 0 ? at[n0 / 32 + k] : halves[2 * k] | (2 * k + 1 < KEYS / 16 ? halves[2 * k + 1] << 16 : 0);
 #endif
 }
 

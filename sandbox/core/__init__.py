@@ -2,6 +2,7 @@
 
 __all__ = [
     "batches",
+    "block_map",
     "dtypes",
     "errors",
     "integers",

@@ -12,9 +12,21 @@ if TYPE_CHECKING:
 ROWS, WORD_KEYS = 64, 512  # queries of a row of the map, keys of a word
 
 
+def words_for(p: Problem) -> int:
+    """Words of a row that tell one thing of the keys, in fours."""
+    return 4 * cdiv(p.Sk, 4 * WORD_KEYS)
+
+
+def by_pair(p: Problem) -> bool:
+    """Whether the map has a bit for each pair, too: of a mask alone, in an eighth of its bytes at most. A condition may
+    have no tensor at all, and a bit for each of its pairs would be memory that nobody expects."""
+    return len(p.mask) == 4 and p.mask[3] > 1 and not (p.score and p.score.hides)
+
+
 def shape_for(p: Problem) -> tuple[int, int, int, int]:
-    """(B, H, rows of 64 queries, twice the words of 512 keys, in fours), each of B, H and rows 1 where neither mask nor
-    condition varies along it; zeros where there is neither, and of a ragged or paged batch."""
+    """(B, H, rows of 64 queries, words), each of B, H and rows 1 where neither mask nor condition varies along it;
+    zeros where there is neither, and of a ragged or paged batch. Words: `words_for` for each of two kinds, then by_pair
+    64 rows of a bit for each key."""
     named = p.score.named_by_mask if p.score and p.score.hides else set()
     if p.ragged or p.page_size or not (p.mask or named):
         return 0, 0, 0, 0
@@ -24,4 +36,4 @@ def shape_for(p: Problem) -> tuple[int, int, int, int]:
     varies[2] |= "i" in named
     sizes = p.B, p.H, cdiv(p.Sq, ROWS)
     B, H, rows = (n if v else min(n, 1) for n, v in zip(sizes, varies, strict=True))
-    return B, H, rows, 8 * cdiv(p.Sk, 4 * WORD_KEYS)
+    return B, H, rows, words_for(p) * (2 + (ROWS * WORD_KEYS // 32 if by_pair(p) else 0))

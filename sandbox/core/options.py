@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .block_map import by_pair
 from .problem import Problem
 from .snippet import digest
 
@@ -42,7 +43,7 @@ def macros(problem: Problem) -> dict[str, int]:
         "KEY_LENGTHS": int(problem.key_lengths),
         "RAGGED": int(bool(problem.ragged)),
         "PAGE_SIZE": problem.page_size,
-        "BLOCK_MAP": int(problem.block_map[3] > 0),
+        "BLOCK_MAP": (2 if by_pair(problem) else 1) if problem.block_map[3] else 0,
         "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
         # 8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v
         "DESCALE": sum(bit for bit, one in zip((1, 2, 4), problem.descale, strict=False) if isinstance(one, tuple))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import block_map as block_maps
 from ..core.dtypes import FLOAT8
 from ..core.kernel import Kernel
 from ..core.problem import Problem
@@ -190,12 +192,13 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
 def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
     """What the "block_map" kernels compute, as include/block_map.cuh describes it: 128 keys that no row of 64
     reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own."""
-    B, H, rows, words = p.block_map
+    (B, H, rows, _), words = p.block_map, block_maps.words_for(p)
     hides = bool(p.score and p.score.hides)
     lengths = given["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
     left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), given)
-    bits = np.zeros((B, H, rows, 2, 16 * words), np.bool_)
+    bits = np.zeros((B, H, rows, 2, 32 * words), np.bool_)
     bits[..., 1, :] = True
+    by_pair = np.zeros((B, H, rows, 64, 512 * words) if block_maps.by_pair(p) else (B, H, rows, 0), np.bool_)
     first, last = p.bounds
     by_rows = rows > 1 and (hides or not p.key_lengths)
     for b, h, row in np.ndindex(B, H, rows):
@@ -207,7 +210,11 @@ def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
             if begin < key // 128 * 128 + 128 and key // 128 * 128 < end:
                 pairs = left[b, h, m0 : m0 + 64, min(key, n - 1) : max(min(key, n - 1) + 1, min(key + 16, n))]
                 bits[b, h, row, :, key // 16] = pairs.any(), pairs.all()
-    return np.packbits(bits, axis=-1, bitorder="little").view("<i4").reshape(B, H, rows, words)
+                if by_pair.size:
+                    ends = (0, 64 - pairs.shape[0]), (0, 16 - pairs.shape[1])
+                    by_pair[b, h, row, :, key : key + 16] = np.pad(pairs, ends, mode="edge")
+    both = np.concatenate([x.reshape(B, H, rows, math.prod(x.shape[3:])) for x in (bits, by_pair)], axis=-1)
+    return np.packbits(both, axis=-1, bitorder="little").view("<i4").reshape(p.block_map)
 
 
 def seen_pairs(p: Problem, given: Mapping[str, Any]) -> int | None:
