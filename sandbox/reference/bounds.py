@@ -57,17 +57,23 @@ def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: flo
     return float(factor * naive_error + ulp(abs(ref[truth]).max(initial=0), dtype))
 
 
-def gradient_bound(ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike) -> float:
-    """The largest error that dQ, dK or dV may have: `output_bound` with GRADIENT_FACTOR, and one fp32 ulp at the
-    largest finite `magnitude`, of `backward_magnitudes`: what sums in fp32 lose.
+def gradient_bound(
+    ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike, factor: float = GRADIENT_FACTOR
+) -> float:
+    """The largest error that dQ, dK or dV may have: `output_bound` with `factor`, and one fp32 ulp at the largest
+    finite `magnitude`, of `backward_magnitudes`: what sums in fp32 lose.
 
     Autograd's dP − rowsum(P ∘ dP) is exactly 0 in a row of one key; a kernel's dP − delta, from O, is two roundings of
     a difference of 0, which nothing in ref or naive measures. Nor do they know that a kernel is given LSE in fp32.
+
+    dsink is one number a head, where naive's error is a matter of luck. A kernel's is not: it rounds nothing but what
+    is given to it. There `naive` is the true gradient of O and LSE as they are given, and `factor` 1.
+
     Raises ValueError as `output_bound` does.
     """
     size = np.asarray(magnitude).astype(np.float64)
     lost = ulp(size[np.isfinite(size)].max(initial=0), "float32")
-    return output_bound(ref, naive, dtype, GRADIENT_FACTOR) + float(lost)
+    return output_bound(ref, naive, dtype, factor) + float(lost)
 
 
 def lse_bound(ref_lse: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:

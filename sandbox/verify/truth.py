@@ -89,11 +89,16 @@ def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, Answer]:
     exact = gradients_by(attention_backward, *inputs)
     plain = gradients_by(naive_backward, *inputs, dtype=p.dtype)
     sizes = gradients_by(backward_magnitudes, *inputs, "O", "LSE")
-    dtypes = {"dbias": p.bias_dtype or p.dtype, "dsink": "float32"}
-    return {
+    dtypes = {"dbias": p.bias_dtype or p.dtype}
+    answers = {
         name: Answer(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))
         for name, x in exact.items()
     }
+    if p.sink:
+        as_given = gradients_by(attention_backward, *inputs, "O", "LSE")
+        bound = gradient_bound(exact["dsink"], as_given["dsink"], sizes["dsink"], "float32", 1.0)
+        answers["dsink"] = Answer(exact["dsink"], bound)
+    return answers
 
 
 _ANSWERS = {"block_map": _block_map, "forward": _forward, "delta": _delta, "backward": _backward}

@@ -18,6 +18,7 @@ from sandbox.spec import Problem, Score
 from sandbox.verify import sampled, sampled_gradients, scores, sequences
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
 from sandbox.verify.sampled_sequences import expect_sequences
+from sandbox.verify.truth import truth_of
 
 TRIED = (*((name,) for name in scores.OPTIONS), *scores.TOGETHER)
 P = Problem(2, 4, 130, 97, 8, Hk=2, dtype="float32", causal="bottom-right")
@@ -193,3 +194,18 @@ def test_tensors_of_every_kind_on_the_host() -> None:
     np.testing.assert_allclose(value, wanted, atol=1e-12)
     assert not derivative.any()
     assert seen.all()
+
+
+@pytest.mark.parametrize("Sq", [1, 7, 50])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_sinks_gradient_that_lacks_a_row(dtype: str, Sq: int) -> None:
+    """One number for all rows, of which plain attention may happen to be right: what rounding O takes from it is
+    allowed, and no row."""
+    case = Case("sink", Problem(2, 1, Sq, 130, 64, dtype=dtype, causal="top-left", sink=True))
+    truth = truth_of("backward", case)
+    dO, O, LSE = (truth.given[name].astype(np.float32) for name in ("dO", "O", "LSE"))
+    rows = -np.exp(truth.given["sink"][0] - LSE) * (dO * O).sum(axis=3)
+    right, bound = truth.answers["dsink"].values, truth.answers["dsink"].bound
+    assert reference.max_error([rows.sum()], right) <= bound
+    caught = [reference.max_error([rows.sum() - row], right) > bound for row in rows.flat]
+    assert np.mean(caught) > 0.9
