@@ -320,17 +320,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_heads(
         const Range whole = head0.queries_that_see_all<true>(first_key, first_key + 64);
         if ((m0 < whole.begin) | (m0 + BLOCK_M > whole.end)) {  // also rows from Sq on: 0 * inf is NaN
             const Place place(m0, first_key);
-            int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Range rows = head0.queries_that_see(place.key + 8 * half);
-                begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
-            }
-#pragma unroll
-            for (int k = 0; k < BLOCK_M / 2; ++k) {
-                const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
-                if ((Head::LAST && row < begin[half]) || row >= end[half]) S[k] = -INF;
-            }
+            hide_unseen<BLOCK_M / 2>(head0, place, [&](int k) { S[k] = -INF; });
         }
 #pragma unroll
         for (int k = 0; k < BLOCK_M / 2; k += 2) {

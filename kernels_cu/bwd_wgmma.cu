@@ -504,7 +504,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     S[k] = bound.raw(S[k], at0, bias.x), S[k + 1] = bound.raw(S[k + 1], at1, bias.y);
                 }
             }
-            const auto hide_unseen = [&](auto hide) {
+            const auto hide_all_unseen = [&](auto hide) {
                 if (scattered) {
 #pragma unroll
                     for (int k = 0; k < QUERIES / 2; ++k)
@@ -512,26 +512,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 }
                 const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
                 if ((first_query < whole.begin) | (first_query + QUERIES > whole.end)) {  // also rows from Sq on: 0 * inf is NaN
-                    int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const Range rows = head0.queries_that_see(place.key + 8 * half);
-                        begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
-                    }
-#pragma unroll
-                    for (int k = 0; k < QUERIES / 2; ++k) {
-                        const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
-                        if ((Head::LAST && row < begin[half]) || row >= end[half]) hide(k);
-                    }
+                    hide_unseen<QUERIES / 2>(head0, place, hide);
                 }
             };
-            if constexpr (!HIDE_LATE) hide_unseen([&](int k) { S[k] = -INF; });
+            if constexpr (!HIDE_LATE) hide_all_unseen([&](int k) { S[k] = -INF; });
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
                 const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
-            if constexpr (HIDE_LATE) hide_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
+            if constexpr (HIDE_LATE) hide_all_unseen([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
             const auto drop = [&](unsigned (&left)[QUERIES / 16][4]) {
 #pragma unroll
                 for (int k = 0; k < QUERIES / 4; ++k)

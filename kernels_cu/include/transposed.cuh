@@ -13,6 +13,22 @@ struct Place {
     __device__ __forceinline__ At at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
 };
 
+// Calls `hide` with those of the lane's elements of S^T, 2 N keys, whose query does not see their key.
+template <int N, class Hide>
+__device__ __forceinline__ void hide_unseen(const Head& head, const Place& place, const Hide& hide) {
+    int begin[2], end[2];  // of the queries that see the lane's keys, from its first on
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Range rows = head.queries_that_see(place.key + 8 * half);
+        begin[half] = rows.begin - place.row, end[half] = rows.end - place.row;
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
+        if ((Head::LAST && row < begin[half]) || row >= end[half]) hide(k);
+    }
+}
+
 // P^T or dS^T of a warp (16 keys, from chunk `chunk` on, times 16 * STEPS queries) to rows of queries in shared memory.
 template <class Pairs, int STEPS>
 __device__ __forceinline__ void store_pairs(SmemAddress rows, unsigned chunk, const unsigned (&pairs)[STEPS][4]) {
