@@ -32,20 +32,25 @@ struct Telling {
         }
 #if RAGGED || BLOCK_MAP
         // All pieces that the block gets, by all lanes of a warp: the first is its own, each other one comes from the counter
-        // `dealt`, when everybody has asked for it and no sooner. Of each, when it is told, f(piece).
+        // `dealt`, when everybody has asked for it and no sooner, or after a brief one while that is still told. Of each, when it
+        // is told, f(piece).
         template <class F>
         __device__ __forceinline__ void tell_as_asked(const LongestFirst<QueryTiles>& pieces, unsigned heads, unsigned group,
                                                       unsigned* dealt, F f) {
             const bool leader = threadIdx.x % 32 == 0;
-            await_asked();
+            bool ahead = true;
 #pragma unroll 1
             for (unsigned number = blockIdx.x;;) {
                 const Dealt piece = pieces.piece(number, heads, group);
-                if (leader) write(piece);
+                if (leader) {
+                    if (ahead) await_asked();
+                    write(piece);
+                }
                 if (piece.none()) return;
                 f(piece);
+                ahead = pieces.brief(piece);
                 if (leader) {
-                    await_asked();
+                    if (!ahead) await_asked();
                     number = atomicAdd(dealt, 1u);
                 }
                 number = __shfl_sync(0xffffffffu, number, 0) + grid_size_x();
