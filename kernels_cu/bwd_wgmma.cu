@@ -30,13 +30,12 @@
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
-// order of the keys, so that they do not. Where rows or pieces are few (first_stores) the first to come stores, and nothing but counters
+// order of the keys, up or down (in_order.cuh), so that they do not. Where rows or pieces are few (first_stores) the first to come stores, and nothing but counters
 // has to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
 // lanes hold them; `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
 #define ORDERED 0
-#define BLOCKS 1  // nobody asks
 #else
 #define bwd_wgmma bwd_ordered
 #define bwd_wgmma_dq bwd_ordered_dq
@@ -87,7 +86,7 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
 // Each block begins at its own diagonal also where no mask says so: those of a head, which begin together, do not meet.
 constexpr bool ROUND = COUNTED && !ORDERED && !Head::FIRST && !Head::LAST && !Head::MAPPED;
-using Walk = QueryWalk<KEPT_N0, ROUND, ABREAST>;
+using Walk = QueryWalk<KEPT_N0, ROUND, ABREAST, TURNS>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -185,7 +184,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if ((RAGGED && piece.b < 0) || (ABREAST && piece.b >= B)) return;  // surplus
     const int kv_head = piece.kv_head, b = piece.b, H = Hk * group;
     const Head head0(piece.sequence(score), kv_head * group);
-    const Walk walk{head0, map, group, piece.key_tile * BLOCK_N};
+    const Walk walk{head0, map, group, piece.key_tile * BLOCK_N, piece.down};
     const auto tile_number = [&](int head, int m0) {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
     };
@@ -256,10 +255,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 } else {
-                    TIMELINE(wait_dQ);
+                    TIMELINE(wait_dQ);  // first for its turn in memory, while there is nothing to send yet
+                    if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                     TIMELINE(send_dQ);
-                    if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
                     float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
                     const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
                     bool first = ORDERED && piece.before(head0, m0) == 0;
@@ -580,7 +579,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 store_dQ(dQ, i - LATE_DQ, head, m0);
             }
             if (LATE_DQ) dO_read();
-            m0 += BLOCK_M;
+            m0 = walk.next(m0);
             walk.find(head, m0);
             ++i;
         };
@@ -592,7 +591,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const unsigned zeros[QUERIES / 16][4] = {};
             store_pairs<Pairs>(pairs_at(base + dS_AT), warp % 4 * 2, zeros);
             release(EMPTY_dO, 0);
-            m0 += BLOCK_M;
+            m0 = walk.next(m0);
             walk.find(head, m0);
             i = passed = 1;
         };

@@ -83,17 +83,22 @@ def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
     return numbers, counters if first_stores(p) else numbers
 
 
-def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Where a last key makes pieces of different length, those of a section of heads side by side: as many as run at
-    one time, or of short rows half of them; of a window more. (ABREAST of include/in_order.cuh.)"""
+def abreast(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """Pieces of a section of heads side by side: as many as run at one time, or of short rows half of them; of a
+    window more. (ABREAST of include/in_order.cuh.)"""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
-    if p.ragged or p.bounds[1] is None or not heads:
-        return tiles, p.Hk, p.batches
+    if not heads:
+        return 1, tiles, 0
     sections = round(heads * tiles / (BLOCKS if tiles > 4 else BLOCKS / 2))
     width = cdiv(heads, min(max(sections, 1), heads))
     if p.bounds[0] is not None:
         width = max(width, min(heads, ABREAST))
     return width, tiles, cdiv(heads, width)
+
+
+def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """Abreast where a last key makes pieces of different length."""
+    return (p.key_tiles(t.BLOCK_N), p.Hk, p.batches) if p.ragged or p.bounds[1] is None else abreast(p, t)
 
 
 in_any_order = Kernel(
@@ -134,6 +139,16 @@ in_any_order = Kernel(
 )
 
 
+def in_sections(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """Abreast; of a window, whose pieces are alike, no more heads than make as many as run at one time."""
+    width, tiles, sections = abreast(p, t)
+    if p.bounds[0] is not None and tiles:
+        heads = p.batches * p.Hk
+        width = min(cdiv(BLOCKS, tiles), heads)
+        sections = cdiv(heads, width) if heads else 0
+    return width, tiles, sections
+
+
 def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
     """Who adds to a query tile, and when, has to follow from numbers."""
     if mapped(p):
@@ -149,8 +164,7 @@ in_order = replace(
     ragged=False,
     supports=supports_in_order,
     macros={"ORDERED": 1},
-    grid=lambda p, t: (p.key_tiles(t.BLOCK_N), p.Hk, p.batches),
-    tiles=tuple(Tile(**tile, BLOCKS=BLOCKS) for tile in in_any_order.tiles),
+    grid=in_sections,
     scratch={"dQ_accum": counted_dQ},
     then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
 )

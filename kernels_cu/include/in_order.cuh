@@ -28,26 +28,29 @@ __device__ __forceinline__ bool first_stores(const Score& score) {
 // ABREAST, where a last key (causal) makes the first keys of a head the longest piece: the heads of a section come side by side,
 // first all their first pieces, so that short ones even out what long ones left uneven; the grid is (heads of a section, key tiles,
 // sections). Head after head, the last head's longest pieces would begin when the other blocks end.
-// ORDERED: as many as they claim one after the other, so that whoever waits for a piece waits for one that a block has begun.
-// Heads come in sections of BLOCKS pieces at least, as many as run at one time; of a section first the first piece of each head,
-// then the second. With a last key (causal) the last keys come first, which see fewest queries: then blocks that begin together
-// do not meet, since each walks from its own diagonal, and without waiting each adds to a query tile after those it has to wait
-// for.
-constexpr bool ABREAST = Head::LAST && !ORDERED && !RAGGED;
+// ORDERED: as many as they claim one after the other, abreast, so that whoever waits for a piece waits for one that a block has
+// begun. With a last key (causal) sections take turns: in one the last keys come first and each piece walks its queries up from its
+// own diagonal, so that blocks which begin together do not meet and the longest pieces come last; in the next, and in the last of
+// all, the first keys come first, the longest pieces, and are walked from the last query `down`. Either way pieces that follow one
+// another are of like length, also where two sections meet, a piece comes to a query tile after those that it has to wait for, and
+// the shortest ones come at the end.
+constexpr bool ABREAST = (Head::LAST || ORDERED) && !RAGGED;
+constexpr bool TURNS = ORDERED && Head::LAST && !Head::FIRST;  // of a window pieces are alike: the last keys come first in all
 struct Piece {
     int key_tile, kv_head, b;
+    bool down = false;
 
     __device__ __forceinline__ Piece(unsigned number, unsigned Hk, unsigned B)
         : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
-        if (ABREAST) {
+        if (ORDERED) {
+            const unsigned row = number / gridDim.x, section = row / gridDim.y, head = section * gridDim.x + number % gridDim.x;
+            key_tile = row % gridDim.y, kv_head = head % Hk, b = head / Hk;
+            down = TURNS && (gridDim.z - section) % 2;
+            if (Head::LAST && !down) key_tile = gridDim.y - 1 - key_tile;
+        } else if (ABREAST) {
             const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
             key_tile = blockIdx.y, kv_head = head % Hk, b = head / Hk;
         }
-        if (!ORDERED) return;
-        const unsigned heads = Hk * B, most = (BLOCKS + gridDim.x - 1) / gridDim.x;  // of a section
-        const unsigned first = number / (most * gridDim.x) * most, own = min(most, heads - first), place = number - first * gridDim.x;
-        const unsigned head = first + place % own;
-        key_tile = Head::LAST ? gridDim.x - 1 - place / own : place / own, kv_head = head % Hk, b = head / Hk;
     }
 #if RAGGED
     Extent extent;
@@ -61,6 +64,6 @@ struct Piece {
     // How many pieces of the head add to query tile m0 before this one.
     __device__ __forceinline__ int before(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
-        return Head::LAST ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
+        return Head::LAST && !down ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
     }
 };

@@ -33,12 +33,14 @@ struct TileMap {
 
 // The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
 // where there is a block map, those that it leaves.
-// Whether n0 is kept in a register; whether it goes from the row of its number round to it; whether key tiles are the grid's y.
-template <bool KEPT_N0, bool ROUND, bool ABREAST>
+// Whether n0 is kept in a register; whether it goes from the row of its number round to it; whether key tiles are the grid's y;
+// whether some walks go `down`.
+template <bool KEPT_N0, bool ROUND, bool ABREAST, bool BOTH_WAYS = false>
 struct QueryWalk {
     const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
     const TileMap& map;
     const int group, row0;
+    const bool down = false;  // from the last tile of each head to the first: BOTH_WAYS, and then neither ROUND nor by a map
 
     // Computed anew each time it is asked for, unless it is kept: then it takes a register that the accumulators may need.
     __device__ __forceinline__ int n0() const {
@@ -47,13 +49,28 @@ struct QueryWalk {
     __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
     __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 
+    __device__ __forceinline__ bool backwards() const {
+        if constexpr (BOTH_WAYS) return down;
+        return false;
+    }
     // Where the walk of a head begins.
-    __device__ __forceinline__ int first() const { return !ROUND ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0; }
+    __device__ __forceinline__ int first() const {
+        if (backwards()) return (end() - 1) / BLOCK_M * BLOCK_M;
+        return !ROUND ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0;
+    }
+
+    // Where it ends, if there is a tile.
+    __device__ __forceinline__ int stop() const {
+        return backwards() ? begin() - BLOCK_M : (end() + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
+    }
+
+    // The tile behind m0, or a row where there is none.
+    __device__ __forceinline__ int next(int m0) const { return backwards() ? m0 - BLOCK_M : m0 + BLOCK_M; }
 
     // From row m0 of a head of the group on, the next tile; or head = group: there is none.
     __device__ __forceinline__ void find(int& head, int& m0) const {
         if (!Head::MAPPED) {
-            if (m0 >= end()) head += !ROUND, m0 = begin();
+            if (BOTH_WAYS ? m0 == stop() : m0 >= end()) head += !ROUND, m0 = ROUND ? begin() : first();
             if (ROUND && m0 == first()) ++head;
             return;
         }
@@ -70,7 +87,7 @@ struct QueryWalk {
     }
     // The first tile.
     __device__ __forceinline__ void start(int& head, int& m0) const {
-        m0 = first(), head = m0 < end() ? 0 : group;
+        m0 = first(), head = (BOTH_WAYS ? begin() : m0) < end() ? 0 : group;
         if (Head::MAPPED) find(head, m0);
     }
     // Whether all rows of a tile may see all of the block's keys, as far as the map tells.
@@ -86,6 +103,6 @@ struct QueryWalk {
         int head, m0;
         start(head, m0);
 #pragma unroll 1
-        for (unsigned i = 0; head < group; m0 += BLOCK_M, find(head, m0)) f(i++, head, m0);
+        for (unsigned i = 0; head < group; m0 = next(m0), find(head, m0)) f(i++, head, m0);
     }
 };

@@ -108,9 +108,10 @@ def test_who_sees_nothing_passes_the_first_tile_over(
     assert check.verify(kernel, Case("passed over", problem), device).ok
 
 
-@pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma")], ids=by_name)
+@pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma"), registry.get("bwd_ordered")], ids=by_name)
 def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pieces are of different length, first all first pieces of a few heads: every head once, none too many."""
+    """Where pieces are of different length, first all first pieces of a few heads: every head once, none too many. In
+    order sections are walked up and down in turn."""
     tile = kernel.tiles[0]
     for heads, rows in ((1, 1), (5, 300), (96, 1024), (128, 2048), (16, 8191), (7, 100000)):
         width, tiles, sections = kernel.grid(spec.Problem(1, heads, rows, rows, 64, causal="bottom-right"), tile)
