@@ -203,11 +203,12 @@ struct Rows {
         for (int half = 0; half < 2; ++half)
             l[half] = fmaf(l[half], part == 0 ? alpha[half] : 1.0f, sums[half][0] + sums[half][1]);
     }
-    // O's columns of that part take on T, the product of a tile, each row being rescaled with alpha.
-    __device__ __forceinline__ void take_on(const float (&T)[PART / 2], int part, const float (&alpha)[2]) {
+    // O's columns from this one on take on T, the product of a tile, each row being rescaled with alpha.
+    template <int R>
+    __device__ __forceinline__ void take_on(const float (&T)[R], int column, const float (&alpha)[2]) {
 #pragma unroll
-        for (int i = 0; i < PART / 2; ++i) {
-            float& o = O[part * (PART / 2) + i];
+        for (int i = 0; i < R; ++i) {
+            float& o = O[column / 2 + i];
             o = fmaf(o, alpha[i / 2 % 2], T[i]);
         }
     }
@@ -371,30 +372,56 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 P[i / 4][i % 4] = pack4<dtype_v>(s[0], s[1], s[4], s[5]);
             }
         };
-        const auto multiply_part = [&](float (&T)[PART / 2], const unsigned (&P)[BLOCK_N / 32][4], int j, int part) {
+        const auto multiply_PV = [&](auto& T, const unsigned (&P)[BLOCK_N / 32][4], int j, int column) {  // T's columns, from this one on
             const Descriptor T_smem = Turned::k_major(address(base + T_AT + stage_of(used + j) * T_BYTES));
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 32; ++step)
-                wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + part * PART * 128), step > 0);
+                wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + column * 128), step > 0);
             wgmma_commit();
         };
         // O takes on T = P V of tile j, of which the first part is under way. beside(part): beside the next part, or what takes it on.
-        // then(): once P and V' are no longer needed; of a wide O, for which T and S at once would be too many registers, at the end.
         const auto finish_PV = [&](float (&T)[PART / 2], const unsigned (&P)[BLOCK_N / 32][4], int j, const float (&alpha)[2],
-                                   auto beside, auto then) {
+                                   auto beside) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 wgmma_wait<0>();
                 TIMELINE(softmax);
                 wgmma_settled(T);
                 if (part == PARTS - 1) release(EMPTY_T, j);
-                if (PARTS == 1) then();
-                rows.take_on(T, part, alpha);
-                if (part < PARTS - 1) multiply_part(T, P, j, part + 1);
+                rows.take_on(T, part * PART, alpha);
+                if (part < PARTS - 1) multiply_PV(T, P, j, (part + 1) * PART);
                 beside(part);
             }
-            if (PARTS > 1) then();
+        };
+        // O takes on P V of tile j. then(): once P and V' are no longer needed. The compiler begins what it multiplies before the last
+        // part is taken on: a wide one is halved, or there would be too few registers for both.
+        const auto take_on_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, auto then) {
+            constexpr bool HALVES = PARTS > 1 && PART % 64 == 0;
+            float T[PART / 2], half[PART / 4];
+            const auto multiply = [&](auto& T, int column) {
+                multiply_PV(T, P, j, column);
+                wgmma_wait<0>();
+                TIMELINE(softmax);
+                wgmma_settled(T);
+            };
+            const auto finish = [&](auto& T, int column) {
+                multiply(T, column);
+                release(EMPTY_T, j);
+                then();
+                rows.take_on(T, column, rows.alpha);
+            };
+#pragma unroll
+            for (int column = 0; column < HEAD_DIM_V - PART; column += PART) {
+                multiply(T, column);
+                rows.take_on(T, column, rows.alpha);
+            }
+            if constexpr (HALVES) {
+                multiply(half, HEAD_DIM_V - PART);
+                rows.take_on(half, HEAD_DIM_V - PART, rows.alpha);
+                finish(half, HEAD_DIM_V - PART / 2);
+            } else
+                finish(T, HEAD_DIM_V - PART);
         };
         const auto take_turn = [&] { if (BY_TURNS) named_barrier_sync(turn, 256); };
         const auto give_turn = [&] { if (BY_TURNS) named_barrier_arrive(next_turn, 256); };
@@ -436,16 +463,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             unsigned V_came = 0, K_came = 0;  // what is asked ahead, beside exponentials
 #pragma unroll 1
             for (int j = lead; j < last; ++j) {
-                float T[PART / 2];
                 TIMELINE(wait_V);
                 await(FULL_T, j, V_came);
                 TIMELINE(wait_K);
                 await(FULL_K, j + 1, K_came);
                 if constexpr (OVERLAP > 1) {
                     TIMELINE(multiply);
+                    float T[PART / 2];
                     wgmma_discard(S);
                     multiply_QK(S, j + 1);
-                    multiply_part(T, P, j, 0);
+                    multiply_PV(T, P, j, 0);
                     TIMELINE(wait_S);
                     wgmma_wait<1>();
                     TIMELINE(maximum);
@@ -454,14 +481,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                     find_maximum(S, j + 1);
                     V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
                     TIMELINE(wait_T);
-                    finish_PV(T, P, j, alpha, [&](int part) { rows.exponentiate<PARTS>(S, part, exponent); }, [] {});
+                    finish_PV(T, P, j, alpha, [&](int part) { rows.exponentiate<PARTS>(S, part, exponent); });
                     become_P(j + 1);
                 } else {
                     TIMELINE(wait_turn);
                     take_turn();
                     TIMELINE(multiply);
-                    multiply_part(T, P, j, 0);
-                    finish_PV(T, P, j, rows.alpha, [](int) {}, [&] {
+                    take_on_PV(P, j, [&] {
                         wgmma_discard(S);
                         multiply_QK(S, j + 1);
                         give_turn();
@@ -471,9 +497,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             }
             await(FULL_T, last);
             take_turn();
-            float T[PART / 2];
-            multiply_part(T, P, last, 0);
-            finish_PV(T, P, last, rows.alpha, [](int) {}, give_turn);
+            take_on_PV(P, last, give_turn);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1

@@ -24,7 +24,7 @@ def most_keys(p: Problem) -> int:
         return 64 if width <= 128 else 32
     if not simple(p):
         return 128 if width <= 64 else 96 if width <= 128 and not p.softcap else 64
-    return 128
+    return 192 if width <= 64 and p.window == (None, None) else 128
 
 
 def simple(p: Problem) -> bool:
@@ -38,7 +38,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     part = next(p.Dv // n for n in range(1, p.Dv // 16 + 1) if p.Dv % (16 * n) == 0 and p.Dv // n <= t.MOST_COLUMNS)
     pair = part // 2 + t.BLOCK_N // 4  # T and P
     registers = p.Dv // 2 + (pair + t.BLOCK_N // 2 if t.OVERLAP > 1 else max(t.BLOCK_N // 2 + 8, pair))
-    most = 128 if consumers == 3 else 200 if t.OVERLAP == 1 else 224
+    most = 136 if consumers == 3 else 200 if t.OVERLAP == 1 else 224
+    wide = 64 if p.D > 128 and not p.causal else 32
     rules = (
         (
             t.BLOCK_M in (64, 128, 192),
@@ -60,8 +61,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"OVERLAP={t.OVERLAP} spills on {p.variant}: OVERLAP=1 does not",
         ),
         (
-            t.OVERLAP > 1 or t.BLOCK_N < 96 or p.Dv <= 128 or part <= 32,
-            f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: 32 columns a product do not",
+            t.OVERLAP > 1 or t.BLOCK_N < 96 or p.Dv <= 128 or part <= wide,
+            f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: {wide} columns a product do not",
+        ),
+        (
+            t.BLOCK_N <= 128 or part <= 32,
+            f"MOST_COLUMNS={t.MOST_COLUMNS} spills with BLOCK_N={t.BLOCK_N}: 32 columns a product do not",
         ),
         (
             t.BLOCK_N % (32 * t.LOADS) == 0,
@@ -76,7 +81,8 @@ def rank(p: Problem, t: Tile) -> int:
     """First what was fastest on an H200."""
     width = max(p.D, p.Dv)
     overlap = 2 if 64 < width <= 128 else 1
-    best = (192 if width <= 64 else 128, 128)
+    many = p.Sk >= (1024 if p.causal else 2048)  # of few keys, tiles of 192 leave much of the last one empty
+    best = (192, 192 if many and most_keys(p) == 192 else 128) if width <= 64 else (128, 128)
     return 2 * (overlap != t.OVERLAP) + (best != (t.BLOCK_M, t.BLOCK_N))
 
 
@@ -97,8 +103,10 @@ kernel = Kernel(
     arch_suffix="a",
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=4, OVERLAP=2),
+        Tile(BLOCK_M=192, BLOCK_N=192, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=4, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=4, OVERLAP=1),
         Tile(BLOCK_M=128, BLOCK_N=96, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=3, OVERLAP=2),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=2, OVERLAP=2),
