@@ -169,14 +169,15 @@ def test_short_rows_of_narrow_heads_are_taken_by_blocks_that_stay() -> None:
     few = {"B": 1, "H": 4, "Hk": 4}
     window = {"Sq": 8192, "Sk": 8192, "window": (512, None)}
     short = Problem(32, 32, 512, 512, 64, dtype="float16", causal="bottom-right")
-    stay = ({}, {"causal": False}, {"Sq": 200, "Sk": 200}, {"dtype": "bfloat16"}, {"D": 40, "Dv": 40}, window,
+    narrow = {"D": 32, "Dv": 32}
+    stay = ({}, narrow, {"causal": False}, {"Sq": 200, "Sk": 200}, {"dtype": "bfloat16"}, {"D": 40, "Dv": 40}, window,
             {"Sq": 2048, "Sk": 2048, "B": 1}, {"Sq": 77, "Sk": 4096}, {"Hk": 8}, {"Sq": 1})  # fmt: skip
-    host = ({**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1})
+    host = ({**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1}, {**few, **narrow, "Sq": 128, "Sk": 128})
     differ = (
         {"B": 1},
         {"Sq": 2049, "Sk": 2049},
         {"Hk": 4},
-        {"D": 32, "Dv": 32},
+        {**few, "D": 40, "Dv": 40, "Sq": 128, "Sk": 128},
         {"softcap": 9.0},
         {**few, "Sq": 129, "Sk": 129},
         {**few, "Sq": 1},
