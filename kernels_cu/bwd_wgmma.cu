@@ -30,8 +30,8 @@
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
 // the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
-// order of the keys, up or down (in_order.cuh), so that they do not. Where rows or pieces are few (first_stores) the first to come stores, and nothing but counters
-// has to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
+// order of the keys, up or down (in_order.cuh), so that they do not. Up to D = 128 the first to come stores (FIRST_STORES), and nothing but
+// counters has to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
 // lanes hold them; `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
 #ifndef ORDERED
@@ -153,7 +153,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     int B, int Hk,
     int group,                                     // H / Hk
     const __grid_constant__ Score score,
-    const __grid_constant__ TensorMap bias_map) {  // boxes of 64 rows, where BIAS_TILES
+    const __grid_constant__ TensorMap bias_map,    // boxes of 64 rows, where BIAS_TILES
+    const int* pieces) {                           // as bwd_wgmma_pieces has found them, where RAGGED
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
@@ -165,10 +166,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         const Piece own(0, Hk, B);
         if (own.b < B) map.fill<THREADS / 32>(own.sequence(score), own.kv_head * group, group, own.key_tile * BLOCK_N);
     }
+    await_previous_entry();
 #if RAGGED
     if (threadIdx.x / 32 == 1) {
-        const Dealt dealt = LongestFirst<KeyTiles>(score).piece(blockIdx.y * gridDim.x + blockIdx.x, gridDim.y, group);
-        if (threadIdx.x % 32 == 0) *reinterpret_cast<Dealt*>(smem + CLAIM_AT) = dealt;
+        const int *const from = pieces + 8 * (blockIdx.y * gridDim.x + blockIdx.x), lane = threadIdx.x % 32;
+        if (lane < 8) reinterpret_cast<int*>(smem + CLAIM_AT)[lane] = from[lane];
     }
 #endif
     __syncthreads();  // the mbarriers, and the map or the claim, are there before anybody uses them
@@ -216,13 +218,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                                      base + full + 8 * stage, full == FULL_Q ? BIAS_BYTES : 0);
                 };
                 if (i == 0) request_keys(K_map, K, K_AT, FULL_K);
+                if (i == 0 && Head::MAPPED) request_keys(V_map, V, V_AT, FULL_V);  // later would be spills
                 request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
 #if BIAS
                 Pairs::add(base + BIAS_AT + stage * BIAS_BYTES, bias_map, walk.n0(), m0,
                            score.bias.stride_h ? kv_head * group + head : 0, score.bias.stride_b ? b : 0,
                            base + FULL_Q + 8 * stage);
 #endif
-                if (i == 0) request_keys(V_map, V, V_AT, FULL_V);
+                if (i == 0 && !Head::MAPPED) request_keys(V_map, V, V_AT, FULL_V);
                 request(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
             });
             TIMELINE(done);
@@ -248,8 +251,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             });
             TIMELINE(done);
         } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
-            const unsigned consumer = warp - 2;
             walk.for_each([&](unsigned i, int head, int m0) {
+                const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;  // asked again, or it would be spilled
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
                     await_count(added(head, m0, consumer), piece.before(head0, m0));
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
@@ -257,12 +260,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 } else {
                     TIMELINE(wait_dQ);  // first for its turn in memory, while there is nothing to send yet
                     if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
+                    // Mostly somebody has: then the counter need not be asked when the numbers are there.
+                    const bool stored = ASKED_EARLY && has_counted(added(head, m0, consumer), STORED);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                     TIMELINE(send_dQ);
                     float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
                     const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
                     bool first = ORDERED && piece.before(head0, m0) == 0;
-                    if (first_stores(score)) {  // asked with the numbers at hand, so that whoever is first does not wait
+                    if (FIRST_STORES && !stored) {  // asked with the numbers at hand, so that whoever is first does not wait
                         const unsigned before = arrive_and_count(added(head, m0, consumer));
                         first = before == 0;
                         if (!first && before < STORED) await_count(added(head, m0, consumer), STORED);
@@ -273,7 +278,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     send_wait_read();
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     if (ORDERED) send_wait();
-                    if (first_stores(score) && first) {
+                    if (FIRST_STORES && first) {
                         send_wait();
                         arrive_at_count(added(head, m0, consumer), STORED);
                     }
@@ -382,7 +387,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         leave_dK(0);
     } else {
         mbarrier_wait(base + FULL_K, 0);
-        mbarrier_wait(base + FULL_V, 0);
+        if (!LATE_DQ) mbarrier_wait(base + FULL_V, 0);  // else in the first tile
         unsigned i = 0;
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
@@ -434,6 +439,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_wait<1>();  // for dK of the tile before
             if (begun) release(EMPTY_Q, i - 1);
             TIMELINE(wait_dO);
+            if (LATE_DQ && FIRST) mbarrier_wait(base + FULL_V, 0);
             await(FULL_dO, i);
             TIMELINE(S);
             multiply_rows(dP, V_AT, dO_at);
@@ -586,6 +592,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         // With a last key the block's first tile may end before its queries see the second consumer's keys: nothing to multiply, and
         // no turn.
         const auto pass_over = [&] {
+            mbarrier_wait(base + FULL_V, 0);
             await(FULL_Q, 0);
             await(FULL_dO, 0);
             const unsigned zeros[QUERIES / 16][4] = {};
@@ -646,6 +653,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     TIMELINE(done);
 }
 
+// Who works on which keys of a ragged batch, the longest pieces first (dealing.cuh): a warp finds a piece. Found by the blocks
+// that work on them, each would begin a microsecond later.
+extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_pieces(
+    int* pieces,  // eight numbers each
+    int Hk,
+    int group,    // H / Hk
+    const __grid_constant__ Score score) {
+#if RAGGED
+    static_assert(sizeof(Dealt) == 32, "eight numbers");
+    await_previous_entry();
+    const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
+    if (number >= key_offsets(score).tiles<BLOCK_N>() * Hk) return;
+    const Dealt dealt = LongestFirst<KeyTiles>(score).piece(number, Hk, group);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<Dealt*>(pieces)[number] = dealt;
+#endif
+}
+
 // dQ = scale * dQ_accum: every warp puts into order what the consumers' warps of its index have added.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
@@ -658,6 +682,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
+    await_previous_entry();
     const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && own.surplus()) return;
     const Sequence sequence(score, own.b);
@@ -669,7 +694,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
     const unsigned* const added = reinterpret_cast<const unsigned*>(dQ_accum) + ADDED + 2 * tile + consumer;
-    const bool untouched = ORDERED ? keys.begin >= keys.end : first_stores(score) && *added == 0;  // nobody sees these rows
+    const bool untouched = ORDERED ? keys.begin >= keys.end : FIRST_STORES && *added == 0;  // nobody sees these rows
     if (put_warp_rows<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched))
         query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

@@ -60,9 +60,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
-FIRST_STORES = 2048  # query rows at most
-
-
 def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
     """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums, of which the
     first is stored."""
@@ -71,16 +68,15 @@ def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
     return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
 
 
-def first_stores(p: Problem) -> bool:
-    """As in include/in_order.cuh."""
-    few_pieces = not p.ragged and (p.bounds[0] is not None or mapped(p))
-    return 64 < p.D <= 128 and (few_pieces or p.Sq <= FIRST_STORES)
-
-
 def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
     """The same where the first is stored, else all zeros."""
     numbers, counters = counted_dQ(p, t)
-    return numbers, counters if first_stores(p) else numbers
+    return numbers, counters if p.D <= 128 and not (p.ragged and p.D <= 64) else numbers  # COUNTED of in_order.cuh
+
+
+def table_of_pieces(p: Problem, t: Tile) -> tuple[int, int]:
+    """Of a ragged batch: eight numbers a piece."""
+    return 8 * p.key_tiles(t.BLOCK_N) * p.Hk if p.ragged else 0, 0
 
 
 def abreast(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -110,7 +106,8 @@ in_any_order = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     deterministic=False,
-    scratch={"dQ_accum": dQ_in_any_order},
+    early=True,
+    scratch={"dQ_accum": dQ_in_any_order, "pieces": table_of_pieces},
     default=True,
     ragged=True,
     tiles=(
@@ -125,11 +122,22 @@ in_any_order = Kernel(
     check_tile=check_tile,
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
-        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score", "bias_map"),
+        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score"),
+        *("bias_map", "pieces"),
     ),
     then=(
         Entry(
+            name="bwd_wgmma_pieces",
+            first=True,
+            early=True,
+            grid=lambda p, t: (cdiv(table_of_pieces(p, t)[0], 8 * 8), 1, 1),
+            block=lambda t: (256, 1, 1),
+            smem_bytes=lambda p, t: 0,
+            args=("pieces", "Hk", "group", "score"),
+        ),
+        Entry(
             name="bwd_wgmma_dq",
+            early=True,
             grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
@@ -165,8 +173,8 @@ in_order = replace(
     supports=supports_in_order,
     macros={"ORDERED": 1},
     grid=in_sections,
-    scratch={"dQ_accum": counted_dQ},
-    then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then),
+    scratch={"dQ_accum": counted_dQ, "pieces": table_of_pieces},
+    then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then if not entry.first),
 )
 
 kernels = (in_any_order, in_order)

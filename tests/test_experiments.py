@@ -47,7 +47,7 @@ def test_an_older_state_of_the_hopper_backward(monkeypatch: pytest.MonkeyPatch, 
     beside = load("013_hopper_backward", "beside", monkeypatch)
     shutil.copytree(ROOT / "kernels_cu", tmp_path / "kernels_cu")
     kernel = beside.older("copy", tmp_path / "kernels_cu")
-    assert [entry.name for entry in kernel.entries] == ["bwd_copy", "bwd_copy_dq"]
+    assert [entry.name for entry in kernel.entries] == ["bwd_copy", "bwd_copy_pieces", "bwd_copy_dq"]
     case = Case("copy", sandbox.Problem(1, 1, 70, 70, 64, dtype="float16"))
     assert check.verify(kernel, case, HOST).ok
     assert [len(beside.problems(stage)) for stage in beside.STAGES] == [24, 7, 7, 4]

@@ -50,9 +50,10 @@ def older(name: str, folder: Path) -> Kernel:
     spec.loader.exec_module(module)
     found: Kernel = next(iter(getattr(module, "kernels", ()))) if hasattr(module, "kernels") else module.kernel
     called, source = f"bwd_{name}", folder / f"bwd_{name}.cu"
-    renamed = f"#define bwd_wgmma {called}\n#define bwd_wgmma_dq {called}_dq\n"
+    names = {entry.name: called + entry.name.removeprefix("bwd_wgmma") for entry in found.entries}
+    renamed = "".join(f"#define {old} {new}\n" for old, new in names.items())
     source.write_text(renamed + (folder / "bwd_wgmma.cu").read_text())
-    then = tuple(dataclasses.replace(entry, name=f"{called}_dq") for entry in found.then)
+    then = tuple(dataclasses.replace(entry, name=names[entry.name]) for entry in found.then)
     return dataclasses.replace(found, name=called, source=source, then=then)
 
 

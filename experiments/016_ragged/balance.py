@@ -56,10 +56,10 @@ def there_and_back(costs: list[int], causal: bool) -> list[float]:
     return loads
 
 
-def longest_first(costs: list[int], rows: int) -> Iterator[int]:
-    """The pieces in the order in which include/dealing.cuh hands them out."""
-    ordered, head = sorted((cost for cost in costs if cost), key=lambda cost: -(cost // 2)), 0  # two key tiles a level
-    section = SECTION_BYTES // (rows * ROW_BYTES) + 1
+def longest_first(costs: list[int], rows: int, level: int = 2, more: int = 1) -> Iterator[int]:
+    """The pieces in the order in which include/dealing.cuh hands them out: within so many tiles equally long."""
+    ordered, head = sorted((cost for cost in costs if cost), key=lambda cost: -(cost // level)), 0
+    section = max(SECTION_BYTES // (rows * ROW_BYTES) + more, 1)
     while head < HEADS:
         size = section if HEADS - head > 2 * section else HEADS - head
         yield from (cost for cost in ordered for _ in range(size))
@@ -94,7 +94,7 @@ def backward() -> None:
         for causal in (True, False):
             costs, rows = numbered_keys(lengths, causal), sum(lengths)
             in_grid = (cost for _ in range(HEADS) for cost in costs if cost)
-            found = [dealt(order, 0) for order in (in_grid, longest_first(costs, rows))]
+            found = [dealt(order, 0) for order in (in_grid, longest_first(costs, rows, 4, 0))]
             print(f"| {name}{', causal' if causal else ''} | {' | '.join(map(balance, found))} |")
 
 

@@ -7,8 +7,9 @@
 //   pieces.piece(number, heads, group)                the number-th; numbers come from a counter in memory, or are a block's own
 //
 // Heads come in sections, so that the keys and values that are read at one time stay in L2; the last section is up to
-// two of them, whose short pieces then even out what long ones left uneven. Pieces count as equally long within two of the tiles
-// they walk, so that those of one sequence and head come together. (Four sections, one key tile: 3% slower, for L2.)
+// two of them, whose short pieces then even out what long ones left uneven. Pieces count as equally long within two of the key tiles
+// that they walk, or four query tiles, so that those of one sequence and head come together. (Of queries four sections, one key tile:
+// 3% slower, for L2; of keys a head more in a section: 0 ... 4%.)
 #pragma once
 #include "score.cuh"
 
@@ -52,7 +53,7 @@ struct QueryTiles {  // of a sequence that lies so
 };
 
 struct KeyTiles {  // likewise
-    static constexpr int ROWS = BLOCK_N, LEVEL = 2 * BLOCK_M;  // queries
+    static constexpr int ROWS = BLOCK_N, LEVEL = 4 * BLOCK_M;  // queries
     static constexpr bool HALVED = false;
     int tiles, Sq, Sk, diagonal;
     __device__ __forceinline__ KeyTiles(const Score& score, const Extent& own)
@@ -66,7 +67,7 @@ struct KeyTiles {  // likewise
     __device__ __forceinline__ int first(int beyond, int) const { return beyond; }
     static __device__ __forceinline__ int most(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned section(const Score& score, unsigned group) {
-        return SECTION_ROWS / group / (score.rows_q + 1) + 1;
+        return max(SECTION_ROWS / group / (score.rows_q + 1), 1u);
     }
 };
 

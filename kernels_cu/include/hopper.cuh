@@ -136,6 +136,12 @@ __device__ __forceinline__ void send_wait() { asm volatile("cp.async.bulk.wait_g
 
 // Until so many have arrived. What they, and those whom they had waited for, did before is seen from here on, also by what this
 // thread sends.
+__device__ __forceinline__ bool has_counted(const unsigned* counter, unsigned arrivals) {
+    unsigned arrived;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    return arrived >= arrivals;
+}
 __device__ __forceinline__ void await_count(const unsigned* counter, unsigned arrivals) {
     unsigned arrived;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");

@@ -8,21 +8,17 @@
 // but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
 // added to it. Where the sums begin, with so many query tiles of all heads, at a whole number of L2's lines of 128 bytes:
 constexpr long long ADDED = 4;
-constexpr bool COUNTED = ORDERED || (64 < HEAD_DIM && HEAD_DIM <= 128);
+constexpr bool COUNTED = ORDERED || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));  // there 1% slower
 __device__ __forceinline__ long long sums_at(long long query_tiles) {
     return COUNTED ? (ADDED + 2 * query_tiles + 31) / 32 * 32 : 0;
 }
 
-// In any order: the first to come stores too, where few pieces add to a query tile, those of a window or what a block map leaves, or
-// where there are at most so many query rows, and else adds to zeros. (Of a ragged batch few pieces are no reason: 1% slower.) The
-// counters count those who come, and hold STORED more once the first one's numbers are there. Who is first waits for nobody:
-// nobody waits for ever.
-constexpr int FIRST_STORES = COUNTED && !ORDERED ? 2048 : 0;
-constexpr bool FEW_PIECES = !RAGGED && (Head::FIRST || Head::MAPPED);
+// In any order: the first to come stores too. The counters count those who come before the first one's numbers are there, and hold
+// STORED more from then on. Who is first waits for nobody: nobody waits for ever.
+constexpr bool FIRST_STORES = COUNTED && !ORDERED;
 constexpr unsigned STORED = 1 << 16;
-__device__ __forceinline__ bool first_stores(const Score& score) {
-    return FIRST_STORES > 0 && (FEW_PIECES || score.Sq <= FIRST_STORES);
-}
+// Whether a block asks before it has numbers if they are there: where few pieces add to a query tile it is 0.5% slower, or spills.
+constexpr bool ASKED_EARLY = FIRST_STORES && !Head::FIRST && !Head::MAPPED;
 
 // The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (dealing.cuh).
 // ABREAST, where a last key (causal) makes the first keys of a head the longest piece: the heads of a section come side by side,

@@ -179,8 +179,7 @@ struct Sequence {
     __device__ __forceinline__ long long first_row(Number, int h) const { return first_row(h); }
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
-        const Offsets offsets = query_offsets(score);
-        return static_cast<long long>(h) * offsets.template tiles<ROWS>() + offsets.template first_tile<ROWS>(b);
+        return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
     }
 
     // Coordinates, of row and batch entry, of a box that begins with query row i, or key j, in a tensor map: the row counted

@@ -51,6 +51,8 @@ class Entry:
     """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
     early: bool = False
     """True: it may begin while the entry before it ends, and itself waits for that, by `await_previous_entry`."""
+    first: bool = False
+    """True, of an entry in `then`: it is launched before the kernel."""
     team: Callable[[Tile], int] = lambda tile: 1
     """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/team.cuh)."""
 
@@ -116,7 +118,7 @@ class Kernel(Entry):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry point, in the order of the launches."""
+        """Every entry point, in the order of the launches but for those to be launched `first`."""
         return (self, *self.then)
 
     def entry(self, name: str) -> Entry:

@@ -104,7 +104,8 @@ def _launches(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
 ) -> Iterator[EntryLaunch]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
-    for entry, function in zip(kernel.entries, loaded.functions, strict=True):
+    both = zip(kernel.entries, loaded.functions, strict=True)
+    for entry, function in sorted(both, key=lambda of: not of[0].first):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
             continue
         grid = entry.grid(problem, tile)

@@ -82,6 +82,7 @@ ARGUMENTS: dict[str, Row] = {
     "bias_map": Row(TensorMap, tensor="bias", rows=lambda t: _WARPGROUP_ROWS, used=lambda p: p.bias_tiles),
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
     "dealt": Row(ctypes.c_void_p, tensor="dealt"),
+    "pieces": Row(ctypes.c_void_p, tensor="pieces"),
     "partials": Row(ctypes.c_void_p, tensor="partials"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
@@ -109,6 +110,8 @@ SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
     # A counter of the pieces that blocks have taken, where nobody knows how long they will take (include/dealing.cuh).
     "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=True),
+    # Who works on what of a ragged batch, where a kernel has it found before (include/dealing.cuh); it says how much.
+    "pieces": Scratch(lambda p: (0,), zeroed=False),
     # What blocks that share a row's keys have summed up, before another entry merges it; its kernel says how much.
     "partials": Scratch(lambda p: (0,), zeroed=False),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),

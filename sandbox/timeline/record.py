@@ -140,8 +140,9 @@ def _no_blocks(problem: Problem, tile: Tile) -> Dim3:
 
 
 def _alone(kernel: Kernel) -> Kernel:
-    """The kernel's first entry: the later ones, which have marks of their own, are not launched."""
-    return dataclasses.replace(kernel, then=tuple(dataclasses.replace(e, grid=_no_blocks) for e in kernel.then))
+    """The kernel's own entry: those after it, which have marks of their own, are not launched."""
+    then = (e if e.first else dataclasses.replace(e, grid=_no_blocks) for e in kernel.then)
+    return dataclasses.replace(kernel, then=tuple(then))
 
 
 def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:

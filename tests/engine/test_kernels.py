@@ -206,20 +206,20 @@ def test_the_ordered_backward_in_sections_up_and_down(D: int, device: Device, mo
     assert all(x.tobytes() == outputs[1][name].tobytes() for name, x in outputs[0].items())
 
 
-FEW_PIECES = [{"window": (30, 40)}, {"mask": (1, 1, 2049, 70)}]
 PLAIN = [
     (Sq, Sk, {"causal": causal})
     for Sq, Sk in ((2049, 70), (260, 300), (300, 130), (70, 0), (60, 300))
     for causal in (False, "bottom-right")
 ]
+FEW_PIECES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"mask": (1, 1, 2049, 70)})]
 
 
-@pytest.mark.parametrize(("Sq", "Sk", "options"), [*PLAIN, *((2049, 70, options) for options in FEW_PIECES)], ids=str)
-def test_sums_of_dq_begin_with_zeros_or_with_who_comes_first(
+@pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_PIECES, ids=str)
+def test_sums_of_dq_begin_with_who_comes_first(
     Sq: int, Sk: int, options: dict, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To either side of `FIRST_STORES`; some rows see no key, so that nobody comes. Scratch is ones before: where keys
-    are hidden, rows of NaN are computed anew, and rightly.
+    """Some rows see no key, so that nobody comes. Scratch is ones before: where keys are hidden, rows of NaN are
+    computed anew, and rightly.
 
     Of two blocks at a time the CPU backend lets what is stored come when the other can do nothing more without it.
     """

@@ -245,7 +245,7 @@ def test_every_piece_is_dealt_once_and_long_ones_first(run_cuda: Callable[..., N
         n, keys = lengths[b]
         if of_keys:
             first = row - (keys - n) * (causal == "bottom-right") if causal else 0
-            return -(-max(0, n - max(0, first)) // (2 * M))
+            return -(-max(0, n - max(0, first)) // (4 * M))
         rows = min(n, row + M) if causal == "bottom-right" else row + M
         end = min(keys, max(0, rows + (keys - n) * (causal == "bottom-right"))) if causal else keys
         return -(-end // (2 * N))

@@ -58,6 +58,9 @@ inline void send_wait() { cpu::sandbox_send_wait(); }
 
 // ---- counters in global memory
 
+inline bool has_counted(const unsigned* counter, unsigned arrivals) {
+    return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= arrivals;
+}
 inline void await_count(const unsigned* counter, unsigned arrivals) {
     while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield();
 }
