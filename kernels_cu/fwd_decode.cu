@@ -29,7 +29,7 @@
 // Many users: a merge costs 2 ... 4 us; a team of two spares them, and its members' sending what they have merged, instead of reading all
 // of each other's warps, another 0.9; a team of four, where keys are of different numbers, 0.3 ... 1, and costs 11 ... 39 where all is one
 // wave. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's evict_first (4 ... 5%) or by TMA
-// (5 ... 7% where maps promote 256 bytes in L2, as ours do; else nothing), keys requested before it is known how many there are (1 us), the
+// (5 ... 7% where maps promote 256 bytes in L2, as ours did; else nothing), keys requested before it is known how many there are (1 us), the
 // next block's keys fetched into L2 while one merges (1 ... 5%), blocks that stay (1% less at B64 Sq4 Sk8192, 2% more at B32 Sk4096).
 #include "mma_tiles.cuh"
 #include "splits.cuh"

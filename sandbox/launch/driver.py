@@ -180,7 +180,7 @@ def device(ordinal: int = 0) -> Device:
 
 _MAP_DTYPES = {"float8_e4m3": 0, "float8_e5m2": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 _ONES = (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
-_NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+_NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_128B, _FILL_ZEROS = 0, 3, 2, 0
 
 
 def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
@@ -190,7 +190,7 @@ def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
     """
     arguments = (
         ctypes.c_void_p(address), _MAP_DTYPES[dtype], box.rank, ctypes.c_void_p(box.data), box.size, box.stride,
-        box.box, _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS,
+        box.box, _ONES, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_128B, _FILL_ZEROS,
     )  # fmt: skip
     if status := _called(device(), _libcuda().cuTensorMapEncodeTiled, *arguments):
         about = f"{dtype}, address={box.data:#x}, size={[*box.size]}, stride={[*box.stride]}, box={[*box.box]}"
