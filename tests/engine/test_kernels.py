@@ -171,12 +171,15 @@ def test_short_rows_of_narrow_heads_are_taken_by_blocks_that_stay() -> None:
     short = Problem(32, 32, 512, 512, 64, dtype="float16", causal="bottom-right")
     narrow = {"D": 32, "Dv": 32}
     stay = ({}, narrow, {"causal": False}, {"Sq": 200, "Sk": 200}, {"dtype": "bfloat16"}, {"D": 40, "Dv": 40}, window,
-            {"Sq": 2048, "Sk": 2048, "B": 1}, {"Sq": 77, "Sk": 4096}, {"Hk": 8}, {"Sq": 1})  # fmt: skip
+            {"Sq": 1024, "Sk": 1024, "B": 1}, {"Sq": 77, "Sk": 4096}, {**window, **narrow}, {"Sq": 1})  # fmt: skip
     host = ({**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1}, {**few, **narrow, "Sq": 128, "Sk": 128})
     differ = (
         {"B": 1},
-        {"Sq": 2049, "Sk": 2049},
-        {"Hk": 4},
+        {"Sq": 1026, "Sk": 1026},
+        {"Sq": 513, "Sk": 513, "causal": False},
+        {"Hk": 8},
+        {**window, "window": (900, None)},
+        {**narrow, "B": 4},
         {**few, "D": 40, "Dv": 40, "Sq": 128, "Sk": 128},
         {"softcap": 9.0},
         {**few, "Sq": 129, "Sk": 129},
