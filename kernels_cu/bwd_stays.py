@@ -30,7 +30,7 @@ def short(p: Problem) -> bool:
     else:
         rows, most = p.Sq if right is None else p.Sq // 2, 512
     pieces = p.B * p.Hk * cdiv(p.Sk, 128)
-    return p.D <= 64 and p.H // p.Hk * rows <= most and pieces >= (1.5 if p.D > 32 else 6) * ROUND
+    return p.D <= 64 and p.H * rows <= p.Hk * most and pieces >= (1.5 if p.D > 32 else 6) * ROUND
 
 
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:

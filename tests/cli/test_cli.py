@@ -122,7 +122,7 @@ def test_doctor() -> None:
 
 def test_doctor_names_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shown = call("doctor", SANDBOX_CACHE_DIR=str(tmp_path / "file"), CXX="no-such-compiler")
+    shown = call("doctor", SANDBOX_CACHE_DIR=str(tmp_path / "file"), CXX="no-such-compiler", COLUMNS="400")
     assert shown.exit_code == 1
     lines = {line.split()[1]: line for line in shown.stdout.splitlines()[1:]}
     assert lines["cache"].startswith("needed")
