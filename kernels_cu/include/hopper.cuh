@@ -134,8 +134,8 @@ __device__ __forceinline__ void send_wait() { asm volatile("cp.async.bulk.wait_g
 
 // ---- counters in global memory, by which blocks wait for each other
 
-// Until so many have arrived. What they, and those whom they had waited for, did before is seen from here on, also by what this
-// thread sends.
+// Whether so many have arrived; and until so many have. What they, and those whom they had waited for, did before is then seen from
+// here on, also by what this thread sends.
 __device__ __forceinline__ bool has_counted(const unsigned* counter, unsigned arrivals) {
     unsigned arrived;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
