@@ -65,6 +65,15 @@ def test_kernels_walk_by_it(name: str, score: Score, device: Device) -> None:
         assert result.ok, result
 
 
+@pytest.mark.parametrize("name", ["fwd_wgmma", "bwd_wgmma"])
+def test_kernels_read_the_pairs_of_a_mask(name: str, device: Device) -> None:
+    """A bit each, of heads that differ, beside what ranges hide."""
+    kernel = registry.get(name)
+    problem = Problem(1, 2, S, S - 60, 32, Hk=1, dtype="float16", mask=(1, 2, S, S - 60), window=(170, 30))
+    result = check.verify(kernel, Case("mask", problem), device)
+    assert result.ok or (result.ok is None and device != HOST), result
+
+
 def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape) + shape[-2]).standard_normal(shape).astype(np.float16)
 
