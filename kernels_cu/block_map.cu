@@ -42,7 +42,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void block_map(
         }
     }
     if (Head::BY_PAIR && lane < ROWS) {
-        unsigned* const to = own_row + 2 * words + (first_row - m0 + lane) * (words * Head::WORD_KEYS / 32) + first_key / 32;
+        unsigned* const to = own_row + Head::pairs_at(score, first_row - m0 + lane) + first_key / 32;
         *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
     unsigned something = 0, everything = 0;  // two bits of each ballot, 16 keys a bit

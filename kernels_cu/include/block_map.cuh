@@ -13,11 +13,10 @@
 static constexpr bool MAPPED = BLOCK_MAP, BY_PAIR = BLOCK_MAP == 2;
 static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
 
-// Words of a row of the map that tell one thing of its keys; and all it has.
+// Words of a row of the map that tell one thing of its keys; where the pairs of its row-th query begin; and all it has.
 static __device__ __forceinline__ int kind_words(const Score& score) { return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4; }
-static __device__ __forceinline__ int row_words(const Score& score) {
-    return kind_words(score) * (2 + (BY_PAIR ? MAP_M * WORD_KEYS / 32 : 0));
-}
+static __device__ __forceinline__ int pairs_at(const Score& score, int row) { return kind_words(score) * (2 + row * (WORD_KEYS / 32)); }
+static __device__ __forceinline__ int row_words(const Score& score) { return pairs_at(score, BY_PAIR ? MAP_M : 0); }
 
 enum Told { SOMETHING, EVERYTHING };
 
@@ -81,8 +80,8 @@ template <int KEYS>
 __device__ __forceinline__ void pairs_seen(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP
     static_assert(KEYS % MAP_N == 0, "halves of words");
-    const int row = min(query_row, Sq - 1), words = kind_words(score);
-    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + 2 * words + row % MAP_M * (WORD_KEYS / 32) * words;
+    const int row = min(query_row, Sq - 1);
+    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + pairs_at(score, row % MAP_M);
     const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;
 #pragma unroll
     for (int k = 0; k < (KEYS + 31) / 32; ++k)
