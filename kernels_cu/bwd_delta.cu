@@ -23,8 +23,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
     const float* dLSE,     // (B, H, Sq), contiguous; null where LSE has no gradient of its own
     float* delta,          // (B, H, Sq), contiguous
     Score score) {
-    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
+    const RowTile tile = query_tile_by_warp<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile.surplus()) return await_previous_entry();
     const int lane = threadIdx.x % LANES, h = blockIdx.y, b = tile.b;
     const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
     const Sequence sequence(score, b);
@@ -56,6 +56,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_delta(
         if (lane == 0 && first_row + i * ROWS < sequence.Sq)
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
+    if (RAGGED || BLOCK_MAP) await_previous_entry();  // who waits for delta waits for that too
 }
 
 // ---- the gradient of the bias: dbias = sum of dx = P * (dP - delta) over all that the bias was broadcast to.

@@ -27,6 +27,7 @@ kernel = Kernel(
     min_arch=(7, 5),
     default=True,
     ragged=True,
+    early=True,
     tiles=(Tile(BLOCK_M=64, WARPS=8, BIAS_M=32, BIAS_N=32),),
     grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
     block=lambda t: (32 * t.WARPS, 1, 1),

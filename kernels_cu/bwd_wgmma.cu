@@ -182,6 +182,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0, Hk, B);
 #endif
     };
+#if RAGGED
+    if (threadIdx.x / 32 == 3) {  // the block that follows on this SM finds its piece in L1: mostly it is one of these 128
+        const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
+        fetch_to_L1(pieces + 8 * min(next, gridDim.x * gridDim.y - 1));
+    }
+#endif
     const Piece piece = claimed();
     if ((RAGGED && piece.b < 0) || (ABREAST && piece.b >= B)) return;  // surplus
     const int kv_head = piece.kv_head, b = piece.b, H = Hk * group;
@@ -654,15 +660,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 }
 
 // Who works on which keys of a ragged batch, the longest pieces first (dealing.cuh): a warp finds a piece. Found by the blocks
-// that work on them, each would begin a microsecond later.
+// that work on them, each would begin a microsecond later. Launched before delta, which is computed meanwhile; clears the counters.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_pieces(
     int* pieces,  // eight numbers each
+    float* dQ_accum,
+    int counters,  // of dQ_accum
     int Hk,
     int group,    // H / Hk
     const __grid_constant__ Score score) {
 #if RAGGED
     static_assert(sizeof(Dealt) == 32, "eight numbers");
-    await_previous_entry();
+    let_next_entry_begin();
+    for (int i = blockIdx.x * 256 + threadIdx.x; COUNTED && i < counters; i += gridDim.x * 256)
+        reinterpret_cast<unsigned*>(dQ_accum)[i] = 0;
     const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
     if (number >= key_offsets(score).tiles<BLOCK_N>() * Hk) return;
     const Dealt dealt = LongestFirst<KeyTiles>(score).piece(number, Hk, group);
@@ -683,7 +693,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     await_previous_entry();
-    const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    const RowTile own = query_tile_by_warp<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && own.surplus()) return;
     const Sequence sequence(score, own.b);
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;

@@ -69,9 +69,11 @@ def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
-    """The same where the first is stored, else all zeros."""
+    """The same where the first is stored, of a ragged batch with zeros by `bwd_wgmma_pieces`; else all zeros."""
     numbers, counters = counted_dQ(p, t)
-    return numbers, counters if p.D <= 128 and not (p.ragged and p.D <= 64) else numbers  # COUNTED of in_order.cuh
+    if p.D > 128 or (p.ragged and p.D <= 64):  # not COUNTED of in_order.cuh
+        return numbers, numbers
+    return numbers, 0 if p.ragged else counters
 
 
 def table_of_pieces(p: Problem, t: Tile) -> tuple[int, int]:
@@ -129,11 +131,11 @@ in_any_order = Kernel(
         Entry(
             name="bwd_wgmma_pieces",
             first=True,
-            early=True,
             grid=lambda p, t: (cdiv(table_of_pieces(p, t)[0], 8 * 8), 1, 1),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
-            args=("pieces", "Hk", "group", "score"),
+            args=("pieces", "dQ_accum", "counters", "Hk", "group", "score"),
+            numbers={"counters": lambda p, t: counted_dQ(p, t)[1]},
         ),
         Entry(
             name="bwd_wgmma_dq",

@@ -296,6 +296,19 @@ struct Rows {
     }
 };
 
+// Clears the counter of pieces. The blocks begin beside it, look for their first pieces, and wait for it before they draw.
+extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* dealt, const __grid_constant__ Score score) {
+    let_next_entry_begin();
+    if (threadIdx.x == 0) *dealt = 0;
+#if RAGGED
+    const int b = threadIdx.x;  // the first offsets, which all blocks ask for at once
+    if (b <= score.sequences) {
+        fetch_to_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
+        fetch_to_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
+    }
+#endif
+}
+
 extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
@@ -315,6 +328,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
+    if (Head::MAPPED) await_previous_entry();  // which has made the block map
     __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_wgmma
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 
@@ -120,6 +120,7 @@ kernel = Kernel(
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
     arch_suffix="a",
+    early=True,
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
@@ -143,5 +144,15 @@ kernel = Kernel(
     args=(
         *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_warp_map", "bias_map"),
         *("H", "heads", "group", "score", "dealt"),
+    ),
+    then=(
+        Entry(
+            name="fwd_wgmma_clear",
+            first=True,
+            grid=lambda p, t: (1 if p.ragged or p.block_map[3] else 0, 1, 1),
+            block=lambda t: (32, 1, 1),
+            smem_bytes=lambda p, t: 0,
+            args=("dealt", "score"),
+        ),
     ),
 )

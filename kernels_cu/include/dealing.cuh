@@ -24,17 +24,22 @@ struct Dealt {  // a piece as one warp of a block tells the others, whom it save
 
 constexpr unsigned SECTION_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));  // of K and V, or of Q and dO: a third of L2
 
+// Where a level begins. Where the first one would be of several tiles of a sequence, it is two: the very last pieces even out what
+// others leave (16 x 512: +3%, of keys +0.5%). But where all sequences end within it: short pieces alone wait for each other (32 x 256: -4%).
+template <class Tiles>
+__device__ __forceinline__ int level_begins(int level) {
+    return !Tiles::HALVED ? level * Tiles::LEVEL : level > 1 ? (level - 1) * Tiles::LEVEL : level * Tiles::LEVEL / 2;
+}
+
 struct QueryTiles {  // of a sequence that lies so
     static constexpr int ROWS = BLOCK_M, LEVEL = 2 * BLOCK_N;  // keys
     int tiles, Sk, diagonal;
     __device__ __forceinline__ QueryTiles(const Score& score, const Extent& own)
         : tiles((own.Sq + BLOCK_M - 1) / BLOCK_M), Sk(own.Sk), diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
-    // Where the first level would be of several tiles of a sequence, it is two: the very last pieces even out what others leave
-    // (16 x 512: +3%). But where all sequences end within it: short pieces alone wait for each other (32 x 256: -4%).
     static constexpr bool HALVED = LEVEL >= 2 * ROWS;
     // So many see keys of level `level` or beyond: the last ones. Of level -1: all there are.
     __device__ __forceinline__ int beyond(int level) const {
-        const int key = !HALVED ? level * LEVEL : level > 1 ? (level - 1) * LEVEL : level * LEVEL / 2;
+        const int key = level_begins<QueryTiles>(level);
         const int blind = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
         return level < 0 ? tiles : Sk <= key ? 0 : max(tiles - blind, 0);
     }
@@ -54,20 +59,21 @@ struct QueryTiles {  // of a sequence that lies so
 
 struct KeyTiles {  // likewise
     static constexpr int ROWS = BLOCK_N, LEVEL = 4 * BLOCK_M;  // queries
-    static constexpr bool HALVED = false;
+    static constexpr bool HALVED = LEVEL >= 2 * ROWS;
     int tiles, Sq, Sk, diagonal;
     __device__ __forceinline__ KeyTiles(const Score& score, const Extent& own)
         : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
           diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     // So many are seen by more than `level` levels of queries: the first ones, of keys that count.
     __device__ __forceinline__ int beyond(int level) const {
-        const int rows = level * LEVEL, keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
+        const int rows = level_begins<KeyTiles>(level), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return level < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
     }
     __device__ __forceinline__ int first(int beyond, int) const { return beyond; }
     static __device__ __forceinline__ int most(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned section(const Score& score, unsigned group) {
-        return max(SECTION_ROWS / group / (score.rows_q + 1), 1u);
+        // L2 holds dQ's sums, too. (16 x 512: +1.9%; D = 64, with zeros to be added to: -0.7%.)
+        return max(SECTION_ROWS / (HEAD_DIM > 64 ? 2 : 1) / group / (score.rows_q + 1), 1u);
     }
 };
 

@@ -154,6 +154,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Asks for the line of an address, and does not wait for it: to be in L2, or also in this SM's L1.
+__device__ __forceinline__ void fetch_to_L2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void fetch_to_L1(const void* from) {
+    asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
+}
+
 // Lets the next entry begin as soon as every block of this one has begun, where it may (`early` in its spec); it then has to
 // wait for what this one writes. Before compute capability 9.0 it begins afterwards in any case.
 __device__ __forceinline__ void let_next_entry_begin() {

@@ -46,6 +46,7 @@ struct Telling {
                     if (ahead) await_asked();
                     write(piece);
                 }
+                await_previous_entry();  // which clears the counter
                 if (piece.none()) return;
                 f(piece);
                 ahead = pieces.brief(piece);

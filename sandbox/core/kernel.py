@@ -50,9 +50,10 @@ class Entry:
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
     """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
     early: bool = False
-    """True: it may begin while the entry before it ends, and itself waits for that, by `await_previous_entry`."""
+    """True: it may begin while the entry before it ends, if there is any, and itself waits for that before it ends, by
+    `await_previous_entry`."""
     first: bool = False
-    """True, of an entry in `then`: it is launched before the kernel."""
+    """True, of an entry in `then`: it is launched before the kernel, and before what that needs of other kernels."""
     team: Callable[[Tile], int] = lambda tile: 1
     """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/team.cuh)."""
 

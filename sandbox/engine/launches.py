@@ -37,6 +37,7 @@ def in_order(
     """One launch of all that have blocks, on tensors whose addresses come in `order`, after so many bytes of those that
     are `zeroed` have been made zeros."""
     launches = [one for one in launches if all(one.grid)]
+    launches[:1] = [one._replace(early=False) for one in launches[:1]]  # of what is before nobody knows what it does
     zeroed = {name: nbytes for name, nbytes in zeroed.items() if nbytes}
     launch = _on_host(launches, zeroed, order) if device == HOST else _on_gpu(launches, zeroed, order, device)
     return _logged(launch, launches) if log.logger.isEnabledFor(log.LAUNCHES) else launch

@@ -83,6 +83,7 @@ def prepare(
     launches: list[EntryLaunch] = []
     for (each, its_tile), its_load in zip(kernels, loads, strict=True):
         launches += _launches(each, its_tile, problem, tensors, device, its_load)
+    launches.sort(key=lambda one: not one.entry.first)
     loaded = loads[-1]
     names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
     order = tuple(order) or names
@@ -104,8 +105,7 @@ def _launches(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
 ) -> Iterator[EntryLaunch]:
     encode = encode_for_host if device == HOST else driver.encode_tensor_map
-    both = zip(kernel.entries, loaded.functions, strict=True)
-    for entry, function in sorted(both, key=lambda of: not of[0].first):
+    for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
             continue
         grid = entry.grid(problem, tile)

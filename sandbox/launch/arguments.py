@@ -109,7 +109,8 @@ class Scratch(NamedTuple):
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
     # A counter of the pieces that blocks have taken, where nobody knows how long they will take (include/dealing.cuh).
-    "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=True),
+    # An entry clears it.
+    "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=False),
     # Who works on what of a ragged batch, where a kernel has it found before (include/dealing.cuh); it says how much.
     "pieces": Scratch(lambda p: (0,), zeroed=False),
     # What blocks that share a row's keys have summed up, before another entry merges it; its kernel says how much.

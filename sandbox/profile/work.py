@@ -34,6 +34,9 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
     if "delta" in names and "LSE" not in names:
         least = _once(p, read=("dO", "O"), written=("delta",))
         return Work(0, least, least)
+    if not names & {"Q", "dQ", "LSE", "block_map"}:  # it clears, or finds for others, few numbers
+        few = HbmBytes({}, {name: FP32 * many(p, tile) for name, many in entry.numbers.items()} or {"dealt": FP32})
+        return Work(0, few, few)
     if {"dQ", "dQ_accum"} <= names:
         least = _once(p, read=("dQ_accum",), written=("dQ",))
         return Work(0, least, least)

@@ -19,7 +19,7 @@ from project import ROOT
 from sandbox.core import registry
 from sandbox.core.errors import LaunchError, UnsupportedProblem
 from sandbox.core.options import macros
-from sandbox.engine import choose, pipeline
+from sandbox.engine import choose, launches, pipeline
 from sandbox.launch import dlpack, driver
 from sandbox.launch.arguments import score_argument
 from sandbox.launch.dlpack import HOST, Device
@@ -39,7 +39,8 @@ def drawn(kernel: Kernel, seed: int) -> Problem:
     lengths = [(lot.choice((0, 1, 5, M - 1, M, M + 1)), lot.choice((0, 1, 7, N, N + 1, 2 * N + 3))) for _ in range(6)]
     window = lot.choice(((None, None), (7, 3), (None, 0)))
     causal: Any = lot.choice((False, "bottom-right", "top-left"))
-    return Problem(0, 2, 0, 0, 32, Hk=1, dtype=kernel.dtypes[-1], lengths=tuple(lengths), causal=causal, window=window)
+    D = (32, 96)[seed % 2]  # bwd_wgmma adds to zeros, and to what the first to come has stored
+    return Problem(0, 2, 0, 0, D, Hk=1, dtype=kernel.dtypes[-1], lengths=tuple(lengths), causal=causal, window=window)
 
 
 def launch(kernel: Kernel, problem: Problem, given: dict[str, Any], device: Device, tile: Any) -> dict[str, Any]:
@@ -184,6 +185,39 @@ def test_pieces_are_counted_anew_at_each_launch() -> None:
         assert np.array_equal(arrays["O"], launch(kernel, problem, given, HOST, tile)["O"])
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths", "wanted", "zeroed"),
+    [
+        ("fwd_wgmma", (), {"fwd_wgmma": False}, ()),
+        ("fwd_wgmma", ((70, 70),), {"fwd_wgmma_clear": False, "fwd_wgmma": True}, ()),
+        ("bwd_wgmma", (), {"bwd_delta": False, "bwd_wgmma": True, "bwd_wgmma_dq": True}, ("dQ_accum",)),
+        (
+            *("bwd_wgmma", ((70, 70),)),
+            {"bwd_wgmma_pieces": False, "bwd_delta": True, "bwd_wgmma": True, "bwd_wgmma_dq": True},
+            (),
+        ),
+    ],
+)
+def test_who_is_launched_when(
+    name: str, lengths: Any, wanted: dict[str, bool], zeroed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What finds pieces, or clears their counter, before all others; who may begin early does, beside the one before,
+    but nobody beside what others have launched."""
+    kernel, (B, S) = registry.get(name), (0, 0) if lengths else (2, 70)
+    problem = Problem(B, 2, S, S, 96, dtype="float16", lengths=lengths)
+    given = inputs_of(kernel.computes, Case("when", problem))
+    tile = choose.choose_tile(kernel, problem, None)
+    made = trial.made_for(kernel, problem, tile).items()
+    arrays = {of: np.zeros(shape, dlpack.numpy_dtype(dtype)) for of, (shape, dtype) in made}
+    said: list[Any] = []
+    monkeypatch.setattr(launches, "_on_host", lambda *what: said.append(what[:2]))
+    views = {of: dlpack.view(x) for of, x in {**given, **arrays}.items()}
+    pipeline.prepare(kernel, tile, problem, views, HOST)
+    [(launched, cleared)] = said
+    assert [(one.entry.name, one.early) for one in launched] == [*wanted.items()]
+    assert tuple(cleared) == zeroed
+
+
 def test_a_kernel_that_does_not_take_them_says_so() -> None:
     problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((5, 5),))
     for kernel in registry.kernels().values():
@@ -200,6 +234,33 @@ def test_every_tile_has_its_number(seed: int) -> None:
     numbers = [begin // size + b for b, begin in enumerate(begins)]
     assert all(after - before >= -(-n // size) for before, after, n in zip(numbers, numbers[1:], lengths, strict=False))
     assert numbers[-1] == problem.query_tiles(size) == problem.key_tiles(size)
+
+
+TILES = """
+#include "score.cuh"
+extern "C" __global__ void tiles(const int* cu_seqlens, int* found, int sequences, int rows, int count) {
+    const Offsets offsets = {cu_seqlens, 1, sequences, rows, rows};
+    for (int number = blockIdx.x; number < count; number += gridDim.x) {
+        const RowTile alone = offsets.tile<16>(number), together = offsets.tile_by_warp<16>(number);
+        if (threadIdx.x != number % 32) continue;
+        found[4 * number] = alone.b, found[4 * number + 1] = alone.row0;
+        found[4 * number + 2] = together.b, found[4 * number + 3] = together.row0;
+    }
+}"""
+
+
+@pytest.mark.parametrize("sequences", [1, 31, 32, 33, 64, 70])
+def test_a_warp_finds_the_tile_that_bisection_finds(run_cuda: Callable[..., None], sequences: int) -> None:
+    lot = random.Random(sequences)
+    offsets = np.cumsum([0, *(lot.choice((0, 0, 1, 16, 40)) for _ in range(sequences))], dtype=np.int32)
+    rows = int(offsets[-1]) + 20  # beyond the last one
+    found = np.full((rows // 16 + sequences, 4), 7, np.int32)
+    p = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((16, 16),))
+    defines = {"BLOCK_M": 16, "BLOCK_N": 16, "HEAD_DIM": 64, "CAUSAL": 0, "DTYPE_float16": 1, **macros(p)}
+    run_cuda(TILES, "tiles", offsets, found, *map(ctypes.c_int, (sequences, rows, len(found))), grid=2, defines=defines)
+    assert np.array_equal(found[:, :2], found[:, 2:])
+    wanted = {(b, row) for b in range(sequences) for row in range(0, offsets[b + 1] - offsets[b], 16)}
+    assert {(b, row) for b, row, *_ in found.tolist()} - {(-1, 0)} == wanted
 
 
 DEAL = """

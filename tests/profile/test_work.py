@@ -47,6 +47,14 @@ def test_a_backward_that_sums_in_memory() -> None:
     assert (converted.flops, converted.model.read, converted.model.written) == (0, {"dQ_accum": SUMS}, {"dQ": Q})
 
 
+def test_who_clears_or_finds_for_others() -> None:
+    for name in ("fwd_wgmma_clear", "bwd_wgmma_pieces"):
+        kernel = registry.entry_owner(name)
+        w = work_of(kernel.entry(name), P, kernel.tiles[1])
+        assert (w.flops, w.model.read, w.model) == (0, {}, w.least)
+        assert 0 < w.model.total < Q
+
+
 def test_keys_that_blocks_share() -> None:
     """Four query heads of a group in one tile: keys are read once; and what two splits leave is merged."""
     p, tile = (

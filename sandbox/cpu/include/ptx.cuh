@@ -113,6 +113,8 @@ inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
 template <int PENDING>
 inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
 
+inline void fetch_to_L2(const void*) {}
+inline void fetch_to_L1(const void*) {}
 inline void let_next_entry_begin() {}  // one entry after the other
 inline void await_previous_entry() {}
 
