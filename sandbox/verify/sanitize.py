@@ -8,6 +8,7 @@ other orders. On a GPU it is compute-sanitizer, whose initcheck knows global mem
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from ..core import registry
 from ..core.dtypes import FLOAT8
 from ..core.errors import ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
+from ..core.normalise import Causal
 from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -94,10 +96,12 @@ def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
 
 
 def shipped(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
-    """The tiles that a large problem gets, each at the first of its head widths and with lengths it does not divide."""
+    """The tiles that large problems get, causal and not, each at the first of its head widths and with lengths it does
+    not divide."""
     found: dict[Tile, Problem] = {}
-    for D in _SHIPPED_WIDTHS:
-        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=usual_dtypes(kernel)[-1], causal="bottom-right")
+    masks: tuple[Causal, ...] = ("bottom-right", False)
+    for causal, D in itertools.product(masks, _SHIPPED_WIDTHS):
+        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=usual_dtypes(kernel)[-1], causal=causal)
         try:
             tile = choose_tile(kernel, whole, arch)
         except UnsupportedProblem:

@@ -17,8 +17,9 @@ from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
 from sandbox.core.place import Place
 from sandbox.cpu import compiler
+from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
-from sandbox.spec import Problem
+from sandbox.spec import Causal, Problem
 from sandbox.toolchain import tools
 from sandbox.verify import compute_sanitizer, findings, sanitize
 
@@ -127,6 +128,13 @@ def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
 LARGE = ("query_row < head.Sq ? to_float", "query_row < head.Sq + (BLOCK_M == 64) ? to_float")
 
 
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+def test_tiles_of_either_mask_are_shipped(causal: Causal) -> None:
+    """Of wide heads they differ."""
+    kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 2, 4096, 4096, 256, dtype="float8_e4m3", causal=causal)
+    assert choose_tile(kernel, problem, (9, 0)) in dict(sanitize.shipped(kernel, (9, 0)))
+
+
 @needs_sanitizers
 @pytest.mark.parametrize("command", ["sanitize", "watch"])
 def test_what_is_shipped_is_examined(command: str, project_copy: Path) -> None:
@@ -151,6 +159,7 @@ def test_the_command(project_copy: Path) -> None:
     assert done.stdout.count("clean") == 3 * len(sanitize.HOST_TOOLS)  # two small problems, one shipped tile
     source.write_text(source.read_text().replace("O_smem[d * BLOCK_M + t] = 0.0f;", ";"))
     (line,) = [n for n, text in enumerate(source.read_text().splitlines(), 1) if "float o = alpha" in text]
+    command = (*command, "--shape", "1,2,70,70,16")
     done = in_project(project_copy, *command)
     assert done.returncode == 1
     assert f"      fwd_minimal.cu:{line}  float o = alpha * O_smem[d * BLOCK_M + t];" in done.stdout.splitlines()
