@@ -462,6 +462,13 @@ FUNCTIONS = {
     "float(__float2int_rn(x))": lambda x, a: np.rint(x), "copysignf(a, x)": lambda x, a: x,
     "max(x, 1.0f) - min(x, 1.0f)": lambda x, a: np.abs(x - 1),
     "float(min(threadIdx.x + 3, n - 9))": lambda x, a: np.minimum(np.arange(256) + 3.0, 247),
+    "exp(x)": lambda x, a: np.exp(x), "float(exp(double(x)))": lambda x, a: np.exp(x), "abs(x)": lambda x, a: a,
+    "pow(a, 2)": lambda x, a: a**2, "fmax(x, 0.5f)": lambda x, a: np.maximum(x, 0.5),
+    "fma(x, a, x)": lambda x, a: x * a + x,
+    "float(abs(t - 99))": lambda x, a: abs(np.arange(256.0) - 99),
+    "float(sizeof(exp(x)) + sizeof(abs(x)) + sizeof(exp(1.0)))": lambda x, a: np.full(256, 16.0),
+    "float(isnan(x + NAN32) + 2 * isnan(x) + 4 * isinf(a * INF32) + 8 * isfinite(x))": lambda x, a: np.full(256, 13.0),
+    "float(signbit(x))": lambda x, a: x < 0,
 }  # fmt: skip
 
 
@@ -470,6 +477,7 @@ def test_mathematics(run_cuda: Run) -> None:
     body = "\n".join(f"out[{i} * n + t] = {name};" for i, name in enumerate(FUNCTIONS))
     text = f"""
     #define NAN32 __int_as_float(0x7fffffff)
+    #define INF32 __int_as_float(0x7f800000)
     extern "C" __global__ void maths(const float* in, float* out, int n) {{
         const int t = threadIdx.x;
         const float x = in[t], a = fabsf(x);

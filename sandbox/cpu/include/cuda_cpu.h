@@ -3,6 +3,10 @@
 // The generated translation unit is: this header, the unmodified `.cu`, the dynamic shared memory, and SANDBOX_ENTRY.
 // Where a call has a place in the file to report, the place is a default argument filled in by the compiler.
 #pragma once
+#if __has_include(<bits/c++config.h>)
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's own: what libstdc++ puts around it takes 0.1 s to parse, in every compilation
+#define SANDBOX_OVERLOADS
+#endif
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -203,6 +207,37 @@ inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; 
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // ---- arithmetic. glibc has names of its own for some of these (__expf), hence the macros.
+
+#ifdef SANDBOX_OVERLOADS  // of float and double, as NVRTC has them
+#define SANDBOX_OF_ONE(name) inline float name(float x) { return name##f(x); }
+#define SANDBOX_OF_TWO(name) inline float name(float x, float y) { return name##f(x, y); }
+SANDBOX_OF_ONE(acos) SANDBOX_OF_ONE(asin) SANDBOX_OF_ONE(atan) SANDBOX_OF_ONE(cbrt) SANDBOX_OF_ONE(ceil)
+SANDBOX_OF_ONE(cos) SANDBOX_OF_ONE(cosh) SANDBOX_OF_ONE(erf) SANDBOX_OF_ONE(erfc) SANDBOX_OF_ONE(exp)
+SANDBOX_OF_ONE(exp2) SANDBOX_OF_ONE(expm1) SANDBOX_OF_ONE(fabs) SANDBOX_OF_ONE(floor) SANDBOX_OF_ONE(log)
+SANDBOX_OF_ONE(log10) SANDBOX_OF_ONE(log1p) SANDBOX_OF_ONE(log2) SANDBOX_OF_ONE(rint) SANDBOX_OF_ONE(round)
+SANDBOX_OF_ONE(sin) SANDBOX_OF_ONE(sinh) SANDBOX_OF_ONE(sqrt) SANDBOX_OF_ONE(tan) SANDBOX_OF_ONE(tanh)
+SANDBOX_OF_ONE(trunc) SANDBOX_OF_TWO(atan2) SANDBOX_OF_TWO(copysign) SANDBOX_OF_TWO(fmax) SANDBOX_OF_TWO(fmin)
+SANDBOX_OF_TWO(fmod) SANDBOX_OF_TWO(hypot) SANDBOX_OF_TWO(pow)
+#undef SANDBOX_OF_ONE
+#undef SANDBOX_OF_TWO
+inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
+#undef isnan
+#undef isinf
+#undef isfinite
+#undef signbit
+#define SANDBOX_ASKED(T, name) \
+    inline bool isnan(T x) { return __builtin_isnan(x); } \
+    inline bool isinf(T x) { return __builtin_isinf(x); } \
+    inline bool isfinite(T x) { return __builtin_isfinite(x); } \
+    inline bool signbit(T x) { return __builtin_signbit(x); } \
+    inline T abs(T x) { return name(x); }
+SANDBOX_ASKED(float, fabsf)
+SANDBOX_ASKED(double, fabs)
+#undef SANDBOX_ASKED
+inline int abs(int x) { return x < 0 ? -x : x; }
+inline long abs(long x) { return x < 0 ? -x : x; }
+inline long long abs(long long x) { return x < 0 ? -x : x; }
+#endif
 
 #define SANDBOX_MIN_MAX(T, A, B) \
     inline T min(A a, B b) { return b < a ? b : a; } \
