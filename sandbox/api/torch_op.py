@@ -210,22 +210,21 @@ _forward.register_autograd(_gradients, setup_context=_remember)
 _backward.register_autograd(refuse)
 
 
-class _Watched(torch.autograd.Function):
+def function_of(operator: Any, remember: Any, gradients: Any) -> type[torch.autograd.Function]:
     """The operator as torch.func and forward-mode differentiation take it."""
 
-    generate_vmap_rule = True
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_remember)
-    backward = staticmethod(_gradients)
-    jvp = staticmethod(refuse_forward_mode)
+    class Watched(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(operator)
+        setup_context = staticmethod(remember)
+        backward = staticmethod(gradients)
+        jvp = staticmethod(refuse_forward_mode)
+
+    return Watched
 
 
-class _WatchedBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward = staticmethod(_backward)
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-    backward = staticmethod(refuse)
-    jvp = staticmethod(refuse_forward_mode)
+_Watched = function_of(_forward, _remember, _gradients)
+_WatchedBackward = function_of(_backward, lambda ctx, inputs, output: None, refuse)
 
 
 # Subclasses that have a rule of their own for each operator that they know: of ours they have none.

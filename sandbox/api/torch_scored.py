@@ -23,10 +23,10 @@ from .torch_op import (
     Results,
     chosen_kernel,
     empty_like,
+    function_of,
     gradients,
     or_zeros,
     refuse,
-    refuse_forward_mode,
     results_like,
     watched,
 )
@@ -178,20 +178,8 @@ def _gradients_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     return tuple(found)
 
 
-class _Watched(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_remember)
-    backward = staticmethod(_gradients)
-    jvp = staticmethod(refuse_forward_mode)
-
-
-class _WatchedBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward = staticmethod(_backward)
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-    backward = staticmethod(refuse)
-    jvp = staticmethod(refuse_forward_mode)
+_Watched = function_of(_forward, _remember, _gradients)
+_WatchedBackward = function_of(_backward, lambda ctx, inputs, output: None, refuse)
 
 
 _forward.register_autograd(_gradients_of_lists, setup_context=_remember)
