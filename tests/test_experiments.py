@@ -121,6 +121,22 @@ def test_training(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {path.suffix for path in tmp_path.glob(f"{name}.*")} == {".png", ".svg"}
 
 
+def test_steps_are_timed(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In turns: launched, on a GPU queued as well."""
+    run = load("011_train_gpt", "run", monkeypatch)
+    monkeypatch.setattr(run, "LIMITS", run.Limits(rounds=2, least=2, slow=60, warmup=1))
+    monkeypatch.setattr(run.Wall, "STEPS", 1)
+    run.main(["time", "--backend", device[0], "--steps", "1", "--length", "32", "--out", str(tmp_path)])
+    rows = read(tmp_path)
+    expected = {(how, name) for how in ("launched", "queued") for name in ("ours", "sdpa-flash")}
+    assert {(row["step"], row["contender"]) for row in rows} & expected == {
+        (how, name) for how, name in expected if how == "launched" or device[0] == "cuda"
+    }
+    assert all(0 < row["ms"]["q1"] <= row["ms"]["median"] <= row["ms"]["q3"] and row["samples"] == 2 for row in rows)
+    config = run.CONFIGS[device[0]]
+    assert {row["config"]["batch"] for row in rows} == {config.batch * config.length // 32}
+
+
 def test_documents_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each window is cut into documents of its own, none of them empty, and a query sees its own alone."""
     run = load("011_train_gpt", "run", monkeypatch)

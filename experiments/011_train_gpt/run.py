@@ -4,6 +4,7 @@ python experiments/011_train_gpt/run.py                   trains, appends rows t
 python experiments/011_train_gpt/run.py --compile         also inside torch.compile
 python experiments/011_train_gpt/run.py --task packed     documents, none of which looks at another; or dropout
 python experiments/011_train_gpt/run.py --wrong           attention that is wrong on purpose in place of ours
+python experiments/011_train_gpt/run.py time              how long a step takes; --length 4096 --task dropout
 python experiments/011_train_gpt/run.py plot              draws the curves again
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from sandbox.bench import environment
+from sandbox.bench import environment, timing
+from sandbox.bench.timing import Limits, Stopwatch, Timed
 from sandbox.core import jsonl
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +45,8 @@ STARTS = 8  # other weights and other batches
 WARM = 10  # steps before the clock starts
 TASKS = ("causal", "dropout", "packed")
 CUTS = 3  # of each window: into four documents
+UNTIMED = ("plain", "sdpa-math")  # nobody trains with these for their speed
+LIMITS = Limits(noise=0.001, rounds=24, seconds=2.0, warmup=2)  # of the time of a step
 
 
 # ---- training
@@ -62,6 +68,37 @@ def documents(config: Config, device: str) -> Tensor:
     return torch.cat((inner, total), 1).to(torch.int32).to(device)
 
 
+class Training:
+    """A model, its batches and its optimizer: of one config, task and start the same weights and the same batches."""
+
+    def __init__(
+        self, attend: Attend, config: Config, device: str, task: str, compiler: str | None = None, start: int = 0
+    ):
+        text, characters = read_text()
+        torch.manual_seed(start)
+        model = GPT(config, characters, attend).to(device)
+        places = torch.randint(len(text) - config.length, (config.steps, config.batch, 1))
+        windows = (places + torch.arange(config.length + 1)).to(device)
+        self.windows, self.text = windows, text.to(device)
+        self.ends = documents(config, device) if task == "packed" else None
+        self.parameters = list(model.parameters())
+        self.model = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.rate, betas=(0.9, 0.95), weight_decay=0.1)
+        self.half = layers_in(config, device)
+
+    def step(self, number: int) -> Tensor:
+        """The loss, which stays on the device: reading it would wait for the GPU."""
+        tokens = self.text[self.windows[number]]
+        with self.half:
+            logits = self.model(tokens[:, :-1], None if self.ends is None else self.ends[number])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+
 def train(
     attend: Attend,
     config: Config,
@@ -71,37 +108,19 @@ def train(
     start: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The loss of every step, and milliseconds a step. The same config, task and start give the same weights and
-    batches; `seed` is dropout's."""
-    text, characters = read_text()
-    text = text.to(device)
-    torch.manual_seed(start)
-    model = GPT(config, characters, attend).to(device)
-    places = torch.randint(len(text) - config.length, (config.steps, config.batch, 1))
-    windows = (places + torch.arange(config.length + 1)).to(device)
-    ends = documents(config, device) if task == "packed" else None
-    run = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    """The loss of every step, and milliseconds a step; `seed` is dropout's."""
+    training = Training(attend, config, device, task, compiler, start)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.rate, total_steps=config.steps + 1, pct_start=0.1, cycle_momentum=False
+        training.optimizer, config.rate, total_steps=config.steps + 1, pct_start=0.1, cycle_momentum=False
     )
-    half = layers_in(config, device)
     losses = torch.empty(config.steps, device=device)
     torch.manual_seed(seed)
-    for step, window in enumerate(windows):
+    for step in range(config.steps):
         if step == min(WARM, config.steps - 1):
             wait(device)
             began = time.perf_counter()
-        tokens = text[window]
-        with half:
-            logits = run(tokens[:, :-1], None if ends is None else ends[step])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        losses[step] = training.step(step)
         schedule.step()
-        losses[step] = loss.detach()  # stays there: reading it would wait for the GPU
     wait(device)
     seconds = (time.perf_counter() - began) / max(1, config.steps - WARM)
     return {"losses": losses.tolist(), "ms_per_step": seconds * 1e3}
@@ -114,6 +133,75 @@ def layers_in(config: Config, device: str) -> torch.autocast:
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+# ---- how long a step takes
+
+
+class Wall:
+    """Steps as the host launches them, by the host's clock."""
+
+    STEPS = 3  # of a sample
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def ready(self, step: Callable[[], object]) -> Timed:
+        step()
+        return Timed(lambda: [step() for _ in range(self.STEPS)], self.STEPS)
+
+    def sample(self, timed: Sequence[Timed]) -> list[float]:
+        return [self._seconds(each) / each.launches for each in timed]
+
+    def _seconds(self, each: Timed) -> float:
+        self.synchronize()
+        began = time.perf_counter()
+        each.call()
+        self.synchronize()
+        return time.perf_counter() - began
+
+    def synchronize(self) -> None:
+        wait(self.device)
+
+
+class Queued(timing.Events):
+    """Steps that wait in the GPU's queue as a whole before it begins: what it needs of them, host or no host."""
+
+    LEAD = 80_000_000  # cycles, some 40 ms
+
+    def sample(self, timed: Sequence[Timed]) -> list[float]:
+        return [self._seconds(each) for each in timed]
+
+    def _seconds(self, each: Timed) -> float:
+        torch.cuda._sleep(self.LEAD)
+        before, after = self._between_events(each.call)
+        self.synchronize()
+        return before.elapsed_time(after) * 1e-3
+
+
+def measure_times(
+    contenders: dict[str, Attend], config: Config, device: str, task: str, write: Callable[..., None]
+) -> None:
+    """Whole steps, contenders in turns: as the host launches them, and queued. One that refuses is left out."""
+    stopwatches: dict[str, Stopwatch] = {"launched": Wall(device)}
+    if device == "cuda":
+        stopwatches["queued"] = Queued()
+    for how, stopwatch in stopwatches.items():
+        ready: dict[str, Timed] = {}
+        for name, attend in contenders.items():
+            if name.startswith(UNTIMED):
+                continue
+            training = Training(attend, config, device, task)
+            try:
+                ready[name] = stopwatch.ready(partial(training.step, 0))
+            except RuntimeError as error:
+                print(f"{name}: left out, it refuses: {str(error).splitlines()[0]}", flush=True)
+        for name, samples in timing.measure(ready, stopwatch, LIMITS).items():
+            found = timing.Timing.of(samples)
+            ms = {key: value * 1e3 for key, value in dataclasses.asdict(found).items() if key in ("median", "q1", "q3")}
+            write({"contender": name, "step": how, "ms": ms, "samples": found.samples})
+            said = f"{ms['median']:.3f} ms a step ({ms['q1']:.3f} … {ms['q3']:.3f}, {found.samples} samples)"
+            print(f"{task}, S {config.length}, {how:8} {name:20}  {said}", flush=True)
 
 
 # ---- the verb
@@ -139,12 +227,22 @@ def measure_errors(contenders: dict[str, Attend], config: Config, device: str, t
 
 
 def measure_curves(
-    contenders: dict[str, Attend], config: Config, device: str, task: str, starts: int, write: Callable[..., None]
+    contenders: dict[str, Attend],
+    config: Config,
+    device: str,
+    task: str,
+    starts: int,
+    seconds: float,
+    write: Callable[..., None],
 ) -> dict[str, Any]:
-    """Trains every contender from each start; one that refuses is left out."""
-    losses: list[dict[str, list[float]]] = [{} for _ in range(starts)]
+    """Trains every contender from each start, as many as begin within `seconds`; one that refuses is left out."""
+    losses: list[dict[str, list[float]]] = []
     times: dict[str, list[float]] = {}
+    end = time.monotonic() + seconds
     for start in range(starts):
+        if start and time.monotonic() > end:
+            break
+        losses.append({})
         for name, attend in list(contenders.items()):
             compiler = ("inductor" if device == "cuda" else "aot_eager") if name.endswith("compiled") else None
             try:
@@ -160,8 +258,8 @@ def measure_curves(
             losses[start][name] = row["losses"]
             times.setdefault(name, []).append(row["ms_per_step"])
             write({"contender": name, "start": start, **row})
-            end = statistics.fmean(row["losses"][-WARM:])
-            said = f"loss {row['losses'][0]:.4f} … {end:.4f}  {row['ms_per_step']:.1f} ms a step"
+            last = statistics.fmean(row["losses"][-WARM:])
+            said = f"loss {row['losses'][0]:.4f} … {last:.4f}  {row['ms_per_step']:.1f} ms a step"
             print(f"start {start}  {name:20}  {said}", flush=True)
     for name, ms in times.items():
         print(f"{name:20}  {statistics.median(ms):.2f} ms a step, {min(ms):.2f} at best", flush=True)
@@ -174,21 +272,25 @@ def measure_curves(
     return verdict
 
 
-def measure(config: Config, device: str, task: str, compiled: bool, wrong: bool, starts: int, out: Path) -> bool:
-    """Errors, but with dropout, and curves; a row for each curve, and one for each verdict."""
-    contenders = contenders_for(task, device, compiled, wrong)
+def measure(what: str, config: Config, device: str, options: argparse.Namespace) -> bool:
+    """Times of steps; or errors, but with dropout, and curves, a row for each curve, and one for each verdict."""
+    task = options.task
+    contenders = contenders_for(task, device, options.compile, options.wrong)
     head = {"backend": device, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "config": dataclasses.asdict(config)}
     where = {**head, "task": task, **environment.describe()}
 
     def write(row: dict[str, Any]) -> None:
-        with (out / "results.jsonl").open("a") as file:
+        with (options.out / "results.jsonl").open("a") as file:
             file.write(json.dumps({**row, **where}) + "\n")
 
+    if what == "time":
+        measure_times(contenders, config, device, task, write)
+        return True
     verdicts = []
     if task != "dropout":  # no two drop the same elements
         verdicts.append(measure_errors(contenders, config, device, task))
         write({"contender": "verdict on errors", **verdicts[-1]})
-    verdicts.append(measure_curves(contenders, config, device, task, starts, write))
+    verdicts.append(measure_curves(contenders, config, device, task, options.starts, options.seconds, write))
     write({"contender": "verdict", **verdicts[-1]})
     return all(verdict["ok"] for verdict in verdicts)
 
@@ -196,24 +298,28 @@ def measure(config: Config, device: str, task: str, compiled: bool, wrong: bool,
 def main(argv: list[str] | None = None) -> int:
     """1 when errors are larger than PyTorch's own or curves do not coincide."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["measure", "plot"], default="measure")
+    parser.add_argument("what", nargs="?", choices=["measure", "time", "plot"], default="measure")
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="also inside torch.compile")
     parser.add_argument("--task", choices=TASKS, default="causal")
     parser.add_argument("--wrong", action="store_true", help="attention that is wrong on purpose in place of ours")
     parser.add_argument("--steps", type=int, help="instead of the config's")
+    parser.add_argument("--length", type=int, help="of a window; a batch has as many characters as ever")
     parser.add_argument("--starts", type=int, default=STARTS, help="of one alone the verdict says little")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no start begins but the first")
     parser.add_argument("--no-picture", action="store_true", help="run.py plot draws later, elsewhere")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
     options = parser.parse_args(argv)
     config, ok = CONFIGS[options.backend], True
-    if options.what == "measure":
-        config = dataclasses.replace(config, steps=options.steps or config.steps)
-        ok = measure(config, options.backend, options.task, options.compile, options.wrong, options.starts, options.out)
-        if options.no_picture:
+    if options.what != "plot":
+        length = options.length or config.length
+        batch = config.batch * config.length // length
+        config = dataclasses.replace(config, steps=options.steps or config.steps, length=length, batch=batch)
+        ok = measure(options.what, config, options.backend, options)
+        if options.what == "time" or options.no_picture:
             return 0 if ok else 1
     rows = jsonl.read(options.out / "results.jsonl")
-    latest = {(row["backend"], row.get("task", "causal")): row["time"] for row in rows}
+    latest = {(row["backend"], row.get("task", "causal")): row["time"] for row in rows if "losses" in row}
     for (backend, task), when in latest.items():
         run = [
             row
