@@ -51,7 +51,7 @@ def named_cases(small: bool) -> list[Case]:
 # H, Hk. Where Hk is neither 1 nor H, h // group, h % Hk and h are three different things.
 _HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
-_LONG = ((1023, 1024), (1024, 203))  # one head: many tiles, for the CPU backend too
+_LONG = ((1023, 1024), (1024, 203))  # one head, also a narrow one: many tiles, for the CPU backend too
 _WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
 
 
@@ -64,12 +64,14 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     masks = (False, "bottom-right", "top-left")
     layouts, heads = itertools.cycle(LAYOUTS), itertools.cycle(_HEADS)
     for dtype in kernel.dtypes:
-        widths = itertools.cycle(D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None)
+        taken = [D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None]
+        widths, narrow = itertools.cycle(taken), itertools.cycle(D for D in taken if D <= 64)
         for (Sq, Sk), causal in itertools.product(lengths, masks):
-            B, (H, Hk) = (1, (1, 1)) if (Sq, Sk) in _LONG else (2, next(heads))
-            problem = Problem(B, H, Sq, Sk, next(widths), Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
-            layout = next(layouts)
-            yield Case(f"{problem} {layout}", problem, layout=layout)
+            long, layout = (Sq, Sk) in _LONG, next(layouts)
+            B, (H, Hk) = (1, (1, 1)) if long else (2, next(heads))
+            for D in (next(widths), next(narrow))[: 1 + long]:
+                problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+                yield Case(f"{problem} {layout}", problem, layout=layout)
         yield from pointed_cases(kernel, dtype)
     places = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
     sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
