@@ -4,9 +4,11 @@ from sandbox.spec import Dim3, Kernel, Problem, Tile, cdiv
 
 
 def grid(p: Problem, t: Tile) -> Dim3:
-    """A block for each word of the map that tells whether something is seen; none where no map is needed."""
-    B, H, rows, _ = p.block_map
-    return rows * 4 * cdiv(p.Sk, 4 * t.BLOCK_N), H, B
+    """A block for each word of the map that tells whether something is seen, or, where it has pairs, for such words of
+    two rows; none where no map is needed."""
+    B, H, rows, has = p.block_map
+    words = 4 * cdiv(p.Sk, 4 * t.BLOCK_N)
+    return cdiv(rows, 2 if has > 2 * words else 1) * words, H, B
 
 
 kernel = Kernel(

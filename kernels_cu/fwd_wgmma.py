@@ -67,6 +67,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"tile {t} spills with what is looked up in memory: at most 128 rows and {most_keys(p)} keys do not",
         ),
         (
+            not p.block_map[3] or 512 % t.BLOCK_N == 0,
+            f"BLOCK_N={t.BLOCK_N} must divide 512 with a mask: so many keys are a word of the block map",
+        ),
+        (
             cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > fed_bytes(p, t),
             f"STAGES={t.STAGES} leave no room for rows of O, Dv={p.Dv} wide, which do not fit where Q was, at D={p.D}",
         ),

@@ -4,7 +4,8 @@
 // The map has a bit for MAP_M queries x MAP_N keys, so fine that tiles of every kernel are made of whole ones; 32 to a word. A
 // row of it, MAP_M queries: the words that tell whether something is seen, then those that tell whether everything is. BY_PAIR,
 // of a mask without a condition, follows a bit for each pair, row after row: kernels then read 32 keys of a row at once, and
-// ask the mask itself, a byte a key, nothing.
+// ask the mask itself, a byte a key, nothing. Not all pairs are written: of the 512 keys of a word only those that somebody asks
+// for whose tiles are within a word, and of one or two rows of the map, where they see part of it.
 //
 //   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][words, words, MAP_M * 16 * words],    words = 4 * ceil(Sk / (4 * 32 * MAP_N))
 //
@@ -80,6 +81,7 @@ template <int KEYS>
 __device__ __forceinline__ void pairs_seen(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP
     static_assert(KEYS % MAP_N == 0, "halves of words");
+    static_assert(!BY_PAIR || WORD_KEYS % KEYS == 0, "who asks for pairs asks within a word: others may not be written");
     const int row = min(query_row, Sq - 1);
     const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + pairs_at(score, row % MAP_M);
     const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;

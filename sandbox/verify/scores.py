@@ -191,11 +191,13 @@ def seen(p: Problem, given: Mapping[str, Array]) -> Array:
 
 def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
     """What the "block_map" kernels compute, as include/block_map.cuh describes it: 128 keys that no row of 64
-    reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own."""
+    reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own. Pairs that
+    are not written are ones."""
     (B, H, rows, _), words = p.block_map, block_maps.words_for(p)
     hides = bool(p.score and p.score.hides)
     lengths = given["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
-    left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), given)
+    alone = {name: x for name, x in given.items() if hides or name != "key_lengths"}
+    left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), alone)
     bits = np.zeros((B, H, rows, 2, 32 * words), np.bool_)
     bits[..., 1, :] = True
     by_pair = np.zeros((B, H, rows, 64, 512 * words) if block_maps.by_pair(p) else (B, H, rows, 0), np.bool_)
@@ -213,6 +215,11 @@ def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
                 if by_pair.size:
                     ends = (0, 64 - pairs.shape[0]), (0, 16 - pairs.shape[1])
                     by_pair[b, h, row, :, key : key + 16] = np.pad(pairs, ends, mode="edge")
+    if by_pair.size:  # nobody asks for those of 512 keys that a row sees whole, or that it and its neighbour do not see
+        some, holes = (x.reshape(B, H, rows, words, 32).any(-1) for x in (bits[..., 0, :], ~bits[..., 1, :]))
+        either = np.repeat(np.logical_or.reduceat(some, range(0, rows, 2), axis=2), 2, axis=2)[:, :, :rows]
+        unwritten = np.repeat(~(holes & either), 512, axis=-1)[..., None, :]
+        by_pair |= unwritten  # as outputs are before a launch
     both = np.concatenate([x.reshape(B, H, rows, math.prod(x.shape[3:])) for x in (bits, by_pair)], axis=-1)
     return np.packbits(both, axis=-1, bitorder="little").view("<i4").reshape(p.block_map)
 
