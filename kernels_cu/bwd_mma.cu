@@ -398,7 +398,9 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
-extern "C" __global__ __launch_bounds__(THREADS) void bwd_mma_dq(
+// To have more blocks side by side than are asked for, ptxas spills.
+constexpr int DQ_BLOCKS = HEAD_DIM > 128 || Head::SCATTERED ? 512 / THREADS : 0;
+extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_dq(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)

@@ -34,6 +34,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (columns(widest, t) <= 64 * share, f"dK and dV of D={widest} spill: {share} warps hold 64 columns each"),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} at D={widest} are not built: 4 warps hold it"),
         (not p.ragged or t.BLOCK_N < 128 or t.WARPS > 4, "BLOCK_N=128 of a ragged batch spills with WARPS=4"),
+        (
+            not p.dropout or widest <= 64 or t.WARPS > 4 or arch != (9, 0),
+            f"WARPS={t.WARPS} at D={widest} spill with dropout on compute capability 9.0: 8 do not",
+        ),
         (not arch or arch < (10, 0) or t.BLOCK_N < 128, "BLOCK_N=128 spills on compute capability 10.0 and later"),
         (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
     )

@@ -69,7 +69,8 @@ constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T 
 constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
-constexpr bool FEW_SERVE = COLS > 96 || BLOCK_M == 128;                  // registers: else the consumers spill
+// Registers: else the consumers spill, or, where keys are shared, who walks by a map.
+constexpr bool FEW_SERVE = BLOCK_M == 128 || (COLS > 96 && !(SHARED_KEYS && Head::MAPPED));
 constexpr int SERVER_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");

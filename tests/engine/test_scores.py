@@ -73,14 +73,10 @@ def test_what_float8_has_besides(kernel: Kernel, more, device: Device) -> None:
     assert result.ok, result
 
 
-# Bytes, with some releases of NVRTC: docs/limits.md.
-SPILLS = {("bwd_wgmma", "mask"): 32, ("bwd_wgmma", "padding"): 32, ("bwd_ordered", "alibi"): 4}
-
-
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
 def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
-    """At the tile that is chosen, for long and for short problems."""
+    """At the tile that is chosen. `score` has everything that there is in a snippet, and may (docs/limits.md)."""
     target, draw = arch.parse(arch_name), random.Random(f"{LOT} {kernel.name} {arch_name}")
     if target < kernel.min_arch:
         pytest.skip(f"{kernel.name} is not for {arch_name}")
@@ -95,7 +91,7 @@ def test_no_option_spills(kernel: Kernel, arch_name: str) -> None:
         for compiled in pipeline.compile_problem(kernel, problem, tile, arch_name):
             found = compiled.resources
             said = f"SANDBOX_LOT={LOT}: {compiled.entry} {found}: {problem} {tile}"
-            assert found.spill_stores <= SPILLS.get((kernel.name, name), 0), said
+            assert (found.spill_stores, found.spill_loads) == (0, 0), said
             assert not found.warnings, said
 
 
