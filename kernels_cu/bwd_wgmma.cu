@@ -57,6 +57,9 @@ constexpr bool SHARED_KEYS = BLOCK_N == 64;
 constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile's dQ is multiplied during the next one, in turns
 // Whether a consumer that sees nothing of a block's first tile passes it over: with dropout that is slower.
 constexpr bool PASSES = LATE_DQ && Head::LAST && !DROPOUT;
+// In order: whose turn is next is asked while numbers are under way, with one fence for what is told and what is seen. Where a tile is
+// brief, as at D = 96, 8% faster; of 128 queries a tile 0.7% slower.
+constexpr bool ASKED_AHEAD = ORDERED && LATE_DQ && BLOCK_M == 64;
 constexpr bool BIAS_TILES = BIAS & 8;
 // What is not seen is hidden in P, not in S: ptxas packs derivatives behind the next branch, and both of a pair beside S spill.
 constexpr bool HIDE_LATE = Head::STEEP;
@@ -68,6 +71,8 @@ constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK a
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
 constexpr int HALF = SHARED_KEYS ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;  // of the columns of a row of dQ
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : HALF;                    // of 64 rows of dQ, of a consumer
+// Of the second consumer's columns those that are not zeros throughout.
+constexpr int DQ_COLS_2 = BLOCK_M == 128 || SHARED_KEYS || D_PAD <= HALF ? DQ_COLS : D_PAD - HALF;
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
 // Registers: else the consumers spill, or, where keys are shared, who walks by a map.
 constexpr bool FEW_SERVE = BLOCK_M == 128 || (COLS > 96 && !(SHARED_KEYS && Head::MAPPED));
@@ -258,15 +263,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             });
             TIMELINE(done);
         } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
+            bool admitted = false;  // to add to the tile that is next
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;  // asked again, or it would be spilled
+                TIMELINE(wait_dQ);  // first for its turn in memory, while there is nothing to send yet
+                if (ORDERED && !(ASKED_AHEAD && admitted)) await_count(added(head, m0, consumer), piece.before(head0, m0));
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
-                    await_count(added(head, m0, consumer), piece.before(head0, m0));
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 } else {
-                    TIMELINE(wait_dQ);  // first for its turn in memory, while there is nothing to send yet
-                    if (ORDERED) await_count(added(head, m0, consumer), piece.before(head0, m0));
                     // Mostly somebody has: then the counter need not be asked when the numbers are there.
                     const bool stored = ASKED_EARLY && has_counted(added(head, m0, consumer), STORED);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
@@ -279,18 +284,28 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                         first = before == 0;
                         if (!first && before < STORED) await_count(added(head, m0, consumer), STORED);
                     }
-                    if (first) send_floats(to, from, 4 * DQ_SHARE);
-                    else send_sums(to, from, 4 * DQ_SHARE);
+                    const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
+                    if (first) send_floats(to, from, bytes);
+                    else send_sums(to, from, bytes);
                     send_commit();
                     send_wait_read();
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
-                    if (ORDERED) send_wait();
+                    if (ORDERED && !ASKED_AHEAD) send_wait();
+                    if (ASKED_AHEAD) {
+                        int next_head = head, next_m0 = walk.next(m0);
+                        walk.find(next_head, next_m0);
+                        if (next_head == group) next_head = head, next_m0 = m0;
+                        const unsigned arrived = arrived_at(added(next_head, next_m0, consumer));
+                        send_wait();
+                        arrive_and_see(added(head, m0, consumer));
+                        admitted = arrived >= piece.before(head0, next_m0);
+                    }
                     if (FIRST_STORES && first) {
                         send_wait();
                         arrive_at_count(added(head, m0, consumer), STORED);
                     }
                 }
-                if (ORDERED) arrive_at_count(added(head, m0, consumer));
+                if (ORDERED && !ASKED_AHEAD) arrive_at_count(added(head, m0, consumer));
             });
             TIMELINE(done);
         }
@@ -398,26 +413,28 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         unsigned i = 0;
         if (LATE_DQ && consumer == 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
         // dQ of the i-th tile leaves the registers; `publish` tells whoever waits for it, and for dS, when it is there.
-        const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, int head, int m0) {
+        const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, float* to, bool stored) {
             if (SHARED_KEYS) {
-                if (ORDERED) mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2);
-                const bool first = ORDERED && piece.before(head0, m0) == 0;
-                float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128;
+                TIMELINE(send_dQ);
+                const auto add = [&](auto stores) {  // two rows without a branch
 #pragma unroll
-                for (int k = 0; k < DQ_COLS / 2; k += 4) {
-                    const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                    if (first) store_fragment(to + k * 128, sums);
-                    else add_fragment(to + k * 128, sums);
-                }
+                    for (int k = 0; k < DQ_COLS / 2; k += 4) {
+                        const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
+                        if constexpr (stores.value) store_fragment(to + k * 128, sums);
+                        else add_fragment(to + k * 128, sums);
+                    }
+                };
+                if (stored) add(Constant<true>{});
+                else add(Constant<false>{});
                 if (ORDERED) {
                     __syncwarp();  // all lanes have added
                     if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
                 }
             } else {
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
-                const SmemAddress to = base + dQ_AT + consumer * 4 * DQ_SHARE + thread_index_x() % 128 * 16;
+                const SmemAddress at = base + dQ_AT + consumer * 4 * DQ_SHARE + thread_index_x() % 128 * 16;
 #pragma unroll
-                for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+                for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(at + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
             }
         };
         const auto publish = [&](bool dQ, unsigned dS_barrier) {
@@ -585,11 +602,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 wgmma_wait<1>();  // for dV, and for dQ
                 release(EMPTY_dO, i);
             };
+            const auto sums_to = [&] { return SHARED_KEYS ? dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128 : nullptr; };
+            float* const to = ORDERED ? sums_to() : nullptr;  // found while products are under way
+            const bool stored = SHARED_KEYS && ORDERED && piece.before(head0, m0) == 0;
+            if (SHARED_KEYS && ORDERED) {
+                TIMELINE(wait_dQ);
+                mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2);
+            }
             if (!LATE_DQ) dO_read();
             if (!LATE_DQ || !FIRST) {
                 wgmma_wait<1 + LATE_DQ>();
                 wgmma_settled(dQ);
-                store_dQ(dQ, i - LATE_DQ, head, m0);
+                store_dQ(dQ, i - LATE_DQ, ORDERED ? to : sums_to(), stored);
             }
             if (LATE_DQ) dO_read();
             m0 = walk.next(m0);
@@ -636,7 +660,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma_settled(dQ);
             wgmma_settled(dK_rmem);
             clear(dK_rmem);
-            store_dQ(dQ, i - 1, 0, 0);
+            store_dQ(dQ, i - 1, nullptr, false);
             fence_proxy_async();
             __syncwarp();  // all lanes have written
             if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
@@ -706,6 +730,9 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
     const unsigned* const added = reinterpret_cast<const unsigned*>(dQ_accum) + ADDED + 2 * tile + consumer;
     const bool untouched = ORDERED ? keys.begin >= keys.end : FIRST_STORES && *added == 0;  // nobody sees these rows
-    if (put_warp_rows<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched))
+    const bool spoilt = DQ_COLS_2 < DQ_COLS && consumer == 1
+                            ? put_warp_rows<16, DQ_COLS_2, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched)
+                            : put_warp_rows<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched);
+    if (spoilt)
         query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

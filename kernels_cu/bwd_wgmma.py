@@ -150,13 +150,15 @@ in_any_order = Kernel(
 
 
 def in_sections(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Abreast; of a window, whose pieces are alike, no more heads than make as many as run at one time."""
-    width, tiles, sections = abreast(p, t)
+    """Abreast; of a window, whose pieces are alike, no more heads than make as many as run at one time. Without a mask
+    twice as many heads, where it was measured: half as many pieces of a head wait for one another at the beginning."""
+    width, tiles, _ = abreast(p, t)
+    heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
-        heads = p.batches * p.Hk
         width = min(cdiv(BLOCKS, tiles), heads)
-        sections = cdiv(heads, width) if heads else 0
-    return width, tiles, sections
+    elif p.bounds[1] is None and heads and rows >= 4096 and (p.D > 128 or rows <= 8192):
+        width = min(2 * width, heads)
+    return width, tiles, cdiv(heads, width) if heads else 0
 
 
 def supports_in_order(p: Problem, arch: Arch | None) -> str | None:

@@ -151,6 +151,15 @@ __device__ __forceinline__ void await_count(const unsigned* counter, unsigned ar
 __device__ __forceinline__ void arrive_at_count(unsigned* counter, unsigned arrivals = 1) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrivals) : "memory");
 }
+// How many have arrived: what they have done is seen once this thread has arrived by `arrive_and_see`, whose fence serves both.
+__device__ __forceinline__ unsigned arrived_at(const unsigned* counter) {
+    unsigned arrived;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+    return arrived;
+}
+__device__ __forceinline__ void arrive_and_see(unsigned* counter) {
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;" ::"l"(counter) : "memory");
+}
 // Adds one and returns what was there; sees what those have done whom it counts, as `await_count` does.
 __device__ __forceinline__ unsigned arrive_and_count(unsigned* counter) {
     unsigned before;

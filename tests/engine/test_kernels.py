@@ -202,7 +202,7 @@ def test_short_rows_of_narrow_heads_are_taken_by_blocks_that_stay() -> None:
             assert choose.choose_kernel(p, "backward", (9, 0)).name == name, p
 
 
-@pytest.mark.parametrize("D", [64, 136])
+@pytest.mark.parametrize("D", [64, 96, 136])
 def test_the_ordered_backward_in_sections_up_and_down(D: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head a section, walked down, up and down: right, and how many pieces run at a time changes no bit."""
     kernel, problem = registry.get("bwd_ordered"), Problem(1, 3, 150, 200, D, dtype="float16", causal="bottom-right")
@@ -241,7 +241,7 @@ def test_sums_of_dq_begin_with_who_comes_first(
     filled = trial._filled
     ones = lambda shape, dtype: np.ones(shape, dtype) if dtype == "float32" else filled(shape, dtype)  # noqa: E731
     monkeypatch.setattr(trial, "_filled", ones)
-    problem = Problem(1, 1, Sq, Sk, 72, dtype="float16", **options)
+    problem = Problem(1, 1, Sq, Sk, 104, dtype="float16", **options)
     result = check.verify(registry.get("bwd_wgmma"), Case("first", problem), device)
     assert result.ok is not False, result.message
 

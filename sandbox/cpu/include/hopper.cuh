@@ -67,6 +67,8 @@ inline void await_count(const unsigned* counter, unsigned arrivals) {
 inline void arrive_at_count(unsigned* counter, unsigned arrivals = 1) {
     __atomic_fetch_add(counter, arrivals, __ATOMIC_RELEASE);
 }
+inline unsigned arrived_at(const unsigned* counter) { return __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
+inline void arrive_and_see(unsigned* counter) { arrive_at_count(counter); }
 inline unsigned arrive_and_count(unsigned* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQUIRE); }
 
 // ---- warpgroup MMA
