@@ -13,7 +13,7 @@ from pathlib import Path
 LOT = int(os.environ.get("SANDBOX_LOT", "20261121"))
 # Kernels that are asked for few problems, or are another one's source compiled another way: the CPU backend runs one in
 # so many of their tests, by lot, unless `-k` asks for them; a GPU runs all.
-SELDOM = {"bwd_heads": 10, "bwd_ordered": 3, "bwd_stays": 10}
+SELDOM = {"bwd_heads": 10, "bwd_ordered": 3, "bwd_stays": 10, "fwd_decode_wgmma": 3}
 ROOT = Path(__file__).resolve().parent.parent
 # Before a command that a test sends SIGINT: that may be ignored here, as after a shell's `&`, which is inherited.
 INTERRUPTIBLE = (

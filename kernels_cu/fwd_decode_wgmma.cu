@@ -1,0 +1,318 @@
+// Rung 4: decoding on Hopper's warpgroup MMA (wgmma), fed by TMA: few queries of many keys, and so many heads that nobody need share a head's keys.
+//
+// The query heads that share a key/value head are rows of one tile ("packed"), as in fwd_decode. Keys, then columns of V, are the 64 rows
+// of wgmma, and packed rows its N: few of them waste nothing. A block stays on its SM and takes one piece of work after the other, the keys
+// of one head; two blocks share an SM. What a grid loses where one block has a piece more than another is 2% (H200, 512 heads of 8192 keys, also
+// for a kernel that only reads): as many blocks as there is room for, each with as many pieces as any other.
+//
+// clang-format off
+//   a warp of its own requests   K0 V0 K1 V1 ... and on into the next piece       STAGES tiles of K and of V, each with two mbarriers:
+//                                                                                 full (TMA arrived), empty (used)
+//   a warpgroup                  S^T = K Q^T | P^T -> shared memory | O^T += V^T P^T     of 64 keys, tile after tile
+//
+//   shared memory: Q | P [2], where O leaves | K [STAGES] | V [STAGES] | numbers of each row, of each warp and of all | mbarriers
+// clang-format on
+//
+// fwd_decode's warps walk keys of their own and merge what each has summed up, 4 us at the end of a head in which its multiprocessor asks for
+// nothing. Here there is nothing to merge, and the next head's keys are under way meanwhile.
+//
+// As in fwd_wgmma no maximum is taken on the way: a tile is exponentiated under the maximum m of the first one, and where P comes out too large
+// m is raised and the tile's scores are computed again, for which K is still there. All four warps raise it together, since each has columns of
+// O of all rows: the barrier that says that P is there carries the vote. What was tried, with numbers: experiments/020_decode.
+#define SLOW_PATH __forceinline__
+#include "ring.cuh"
+#include "row_by_row.cuh"
+#include "score.cuh"
+#include "swizzle.cuh"
+#include "transposed.cuh"
+
+constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads
+constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+constexpr int N = BLOCK_M / 2;         // a thread's accumulators of S^T, and of 64 columns of O^T
+constexpr int OWN_ROWS = BLOCK_M / 4;  // packed rows that these are of
+using Queries = Swizzled<BLOCK_M, D_PAD>;
+using Keys = Swizzled<BLOCK_N, D_PAD>;
+using Values = Swizzled<BLOCK_N, DV_PAD>;
+using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P; and 64 columns of O
+constexpr float MOST = 16384.0f;           // of P: fp16 holds it
+constexpr float FAR = 3e38f;
+static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
+static_assert(Values::SLABS <= 2, "O finds room where P was");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
+
+// Shared memory, in bytes from its beginning.
+constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * Pairs::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
+                   NUMBERS_AT = V_AT + STAGES * Values::BYTES, BARRIERS_AT = NUMBERS_AT + 5 * 4 * BLOCK_M;
+constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES, EMPTY_V = FULL_V + 8 * STAGES;
+static_assert(SMEM_BYTES == BARRIERS_AT + 32 * STAGES, "spec and kernel disagree on shared memory");
+
+__device__ __forceinline__ void init_barriers(SmemAddress base) {
+    for (unsigned stage = 0; stage < STAGES; ++stage) {
+        mbarrier_init(base + FULL_K + 8 * stage, 1);
+        mbarrier_init(base + FULL_V + 8 * stage, 1);
+        mbarrier_init(base + EMPTY_K + 8 * stage, 4);  // a lane of each warp
+        mbarrier_init(base + EMPTY_V + 8 * stage, 4);
+    }
+    fence_proxy_async();
+}
+
+// Which of the thread's rows element k of S^T, or of O^T, is of; and which row of the tile the r-th of them is, of lanes 4 g + q.
+__device__ constexpr int own_row(int k) { return k / 4 * 2 + k % 2; }
+__device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
+
+// A piece of work: packed rows row0 .. rows_end of key/value head h, and the key tiles that some of them sees.
+struct Piece {
+    int row0, rows_end, h, b, begin, tiles;
+    int group, first_query, first_head;  // of the tile's first row: its query, and its head within the group
+    // Of no rows and no keys.
+    __device__ __forceinline__ Piece(int group)
+        : row0(0), rows_end(0), h(0), b(0), begin(0), tiles(0), group(group), first_query(0), first_head(0) {}
+    __device__ __forceinline__ Piece(int number, int row_tiles, int Hk, int group, const Score& score) : Piece(group) {
+        row0 = number % row_tiles * BLOCK_M, h = number / row_tiles % Hk, b = number / row_tiles / Hk;
+        first_query = row0 / group, first_head = row0 % group;
+        const Head any(score, b, h * group);
+        rows_end = min(row0 + BLOCK_M, any.Sq * group);
+        const Range keys = any.keys(first_query, end_of_queries());
+        begin = keys.begin / BLOCK_N;
+        tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
+    }
+    __device__ __forceinline__ int end_of_queries() const { return query(rows_end - 1 - row0) + 1; }
+    // The first key of the j-th tile: backwards, so that those that not all rows see come first.
+    __device__ __forceinline__ int first_key(int j) const { return (begin + tiles - 1 - j) * BLOCK_N; }
+    // Of row `row` of the tile: its query, and its head. A whole division is 30 instructions; so few rows are divided right in fp32.
+    __device__ __forceinline__ int query(int row) const { return first_query + queries_on(row); }
+    __device__ __forceinline__ int head(int row) const { return h * group + first_head + row - queries_on(row) * group; }
+    __device__ __forceinline__ bool has(int row) const { return row0 + row < rows_end; }
+
+  private:
+    __device__ __forceinline__ int queries_on(int row) const {
+        return static_cast<int>((first_head + row + 0.5f) * reciprocal(static_cast<float>(group)));
+    }
+};
+
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_wgmma(
+    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
+    float* LSE,                                   // (B, H, Sq), contiguous
+    const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
+    const __grid_constant__ TensorMap V_map,
+    int B,
+    int H,
+    int Hk,
+    int group,                                    // H / Hk
+    const __grid_constant__ Score score) {
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddress base = smem_address(smem);
+    if (threadIdx.x == 0) init_barriers(base);
+    __syncthreads();  // the mbarriers are there before anybody uses them
+    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const int row_tiles = (score.Sq * group + BLOCK_M - 1) / BLOCK_M, pieces = row_tiles * Hk * B;
+    unsigned used = 0;  // tiles that went through the ring
+
+    if (warp == CONSUMERS / 32) {
+        if (!elect()) return;
+#pragma unroll 1
+        for (int number = blockIdx.x; number < pieces; number += gridDim.x) {
+            const Piece piece(number, row_tiles, Hk, group, score);
+            // A stride of 0 is a dimension of size 1 to a tensor map.
+            const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
+                                     unsigned full, int j) {
+                const unsigned stage = stage_of(used);
+                mbarrier_wait(base + empty + 8 * stage, parity_of(used) ^ 1);
+                tiles.request(base + tile + stage * tiles.BYTES, map, piece.first_key(j), tensor.stride_h ? piece.h : 0,
+                              tensor.stride_b ? piece.b : 0, base + full + 8 * stage);
+            };
+#pragma unroll 1
+            for (int j = 0; j < piece.tiles; ++j, ++used) {
+                request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
+                request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
+            }
+        }
+        return;
+    }
+
+    const float exponent = Head::unit_of(score) * Head::LOG2E;
+    const int g = lane / 4, q = lane % 4;
+    float* const numbers = reinterpret_cast<float*>(smem + NUMBERS_AT);  // [4][BLOCK_M]
+    float* const maxima = numbers + 4 * BLOCK_M;                        // [BLOCK_M]; then what O is multiplied by
+    const auto barrier = [] { named_barrier_sync(1, CONSUMERS); };
+    // Q of a piece, 16 bytes of a row at a time; rows and columns that there are not become zeros.
+    const auto request_Q = [&](const Piece& piece) {
+        const Sequence sequence(score, piece.b);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < BLOCK_M * Queries::SLABS * 8; i += CONSUMERS) {
+            const int row = i / (Queries::SLABS * 8), chunk = i % (Queries::SLABS * 8);
+            const bool there = piece.has(row) && chunk * 8 < HEAD_DIM;
+            const int own = there ? row : 0;
+            cp_async_16(base + Queries::chunk(row, chunk), sequence.query(Q, piece.head(own), piece.query(own)) + (there ? 8 * chunk : 0),
+                        there);
+        }
+        cp_async_commit();
+    };
+
+    Piece piece(group);  // none: at its end Q of the first one is requested
+#pragma unroll 1
+    for (int number = blockIdx.x;; number += gridDim.x) {
+        const Head any(score, piece.b, piece.h * group);  // of the piece's heads, which see the same
+        const Range whole = any.keys_seen_by_all(piece.first_query, piece.end_of_queries());
+        float m[OWN_ROWS], l[OWN_ROWS];  // m: a raw score, the same in all lanes that have the row; l: this thread's part of the sum
+        float S[N], O_own[Values::SLABS][N];
+#pragma unroll
+        for (int r = 0; r < OWN_ROWS; ++r) m[r] = -INF, l[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Values::SLABS * N; ++i) O_own[i / N][i % N] = 0.0f;
+        const auto tell = [&](float* to, const float (&own)[OWN_ROWS]) {
+#pragma unroll
+            for (int r = 0; r < OWN_ROWS; ++r) to[row_of(r, q)] = own[r];
+        };
+        // Moves m up to the maxima of S, and rescales what was accumulated under the old one.
+        const auto raise_maximum = [&] {
+            float tops[OWN_ROWS];
+#pragma unroll
+            for (int r = 0; r < OWN_ROWS; ++r) tops[r] = fmaxf(S[r / 2 * 4 + r % 2], S[r / 2 * 4 + r % 2 + 2]);
+#pragma unroll 1
+            for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+                for (int r = 0; r < OWN_ROWS; ++r) tops[r] = fmaxf(tops[r], __shfl_xor_sync(0xffffffffu, tops[r], lanes));
+            if (g == 0) tell(numbers + warp * BLOCK_M, tops);
+            barrier();
+#pragma unroll
+            for (int r = 0; r < OWN_ROWS; ++r) {
+                float top = m[r];
+                for (int w = 0; w < 4; ++w) top = fmaxf(top, numbers[w * BLOCK_M + row_of(r, q)]);
+                const float alpha = m[r] == top ? 1.0f : ex2((m[r] - top) * exponent);  // equal infinities: not NaN
+                m[r] = top, l[r] *= alpha;
+#pragma unroll
+                for (int slab = 0; slab < Values::SLABS; ++slab) {
+                    O_own[slab][r / 2 * 4 + r % 2] *= alpha;
+                    O_own[slab][r / 2 * 4 + r % 2 + 2] *= alpha;
+                }
+            }
+        };
+
+        const auto finish_scores = [&](int key) {  // raw scores of dot products, -INF where a row does not see
+            const int column = anew(q);            // so that nothing of it is kept over the loop
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const int row = row_of(own_row(k), column);
+                const Head head(any, piece.head(row));
+                const At at(piece.query(row), key, 0, k / 2 % 2 * 8);
+                S[k] = head.sees(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
+            }
+        };
+        const auto kept = [&](int k, float x, int key) {  // what dropout leaves of an element of P
+            if (!DROPOUT) return x;
+            const int row = row_of(own_row(k), anew(q));
+            return Head(any, piece.head(row)).keeps(piece.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
+        };
+
+        cp_async_wait<0>();
+        fence_proxy_async();
+        barrier();  // Q is there; nobody reads the last piece's O any more
+#pragma unroll 1
+        for (int j = 0; j < piece.tiles; ++j, ++used) {
+            const unsigned now = uniform(used), stage = stage_of(now), parity = parity_of(now);
+            const SmemAddress P_smem = base + P_AT + now % 2 * Pairs::BYTES;
+            mbarrier_wait(base + FULL_K + 8 * stage, parity);
+            const int n0 = piece.first_key(j), key = n0 + static_cast<int>(warp) * 16 + g;
+            const bool edge = (Head::FIRST && n0 < whole.begin) || n0 + BLOCK_N > whole.end;
+#pragma unroll 1
+            for (bool raise = false;; raise = true) {  // at most twice: then P is 1 at most
+                const Descriptor K_smem = Keys::k_major(base + K_AT + stage * Keys::BYTES), Q_smem = Queries::k_major(base);
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < D_PAD / 16; ++step)
+                    wgmma<Order::K_MAJOR>(S, K_smem + Keys::k_step(step), Q_smem + Queries::k_step(step), step > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_settled(S);
+                if (!Head::LINEAR || edge) finish_scores(key);
+                if (raise) raise_maximum();
+                float most = 0.0f;
+#pragma unroll
+                for (int k = 0; k < N; ++k) {
+                    // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
+                    S[k] = ex2(fmaf(S[k], exponent, fminf(-m[own_row(k)] * exponent, FAR)));
+                    most = fmaxf(most, S[k]);
+                }
+                unsigned pairs[BLOCK_M / 16][4];
+#pragma unroll
+                for (int k = 0; k < N; k += 2) pairs[k / 8][k / 2 % 4] = pack(kept(k, S[k], key), kept(k + 1, S[k + 1], key));
+                store_pairs<Pairs>(P_smem, warp * 2, pairs);
+                fence_proxy_async();
+                if (!named_barrier_or(1, CONSUMERS, most > MOST)) break;
+            }
+            if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage);
+#pragma unroll
+            for (int k = 0; k < N; ++k) l[own_row(k)] += S[k];
+            mbarrier_wait(base + FULL_V + 8 * stage, parity);
+            wgmma_fence();
+#pragma unroll
+            for (int slab = 0; slab < Values::SLABS; ++slab) {
+                const Descriptor V_smem = Values::mn_major(base + V_AT + stage * Values::BYTES + slab * Values::SLAB_BYTES);
+#pragma unroll
+                for (int step = 0; step < BLOCK_N / 16; ++step)
+                    wgmma<Order::K_MAJOR, Order::MN_MAJOR>(O_own[slab], V_smem + Values::mn_step(step),
+                                                           Pairs::k_major(P_smem) + Pairs::k_step(step), true);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+#pragma unroll
+            for (int slab = 0; slab < Values::SLABS; ++slab) wgmma_settled(O_own[slab]);
+            if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage);
+        }
+
+        const bool more = number < pieces;
+        const Piece next(more ? number : 0, row_tiles, Hk, group, score);
+        if (more) request_Q(next);  // every warp has read this one's: it said so with the last P
+        bool spoilt = false;
+#pragma unroll
+        for (int slab = 0; slab < Values::SLABS; ++slab) spoilt |= !finite(O_own[slab]);
+#pragma unroll 1
+        for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+            for (int r = 0; r < OWN_ROWS; ++r) l[r] += __shfl_xor_sync(0xffffffffu, l[r], lanes);
+        if (g == 0) tell(numbers + warp * BLOCK_M, l);
+        if (warp == 0 && g == 1) tell(maxima, m);
+        // The sums are there, and nobody multiplies P any more. A masked key's P is 0, but 0 * NaN brings its value to rows that do not see
+        // it. Seldom, and then worth the time.
+        if (named_barrier_or(1, CONSUMERS, Head::HIDES && spoilt)) {
+#pragma unroll 1
+            for (int row = warp; piece.has(row); row += CONSUMERS / 32)
+                attend_row_by_row<1, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.head(row), H, piece.query(row), 0);
+        } else {
+            if (threadIdx.x < BLOCK_M) {  // a thread a row
+                const int row = threadIdx.x;
+                const Head head(any, piece.has(row) ? piece.head(row) : piece.h * group);
+                float sum = 0.0f;
+                for (int w = 0; w < 4; ++w) sum += numbers[w * BLOCK_M + row];
+                const Total total = head.total<!NATURAL, APPROXIMATE>(maxima[row], sum);
+                maxima[row] = total.inverse;
+                if (piece.has(row)) LSE[head.first_row(H, piece.head(row)) + piece.query(row)] = total.lse;
+            }
+            barrier();
+#pragma unroll
+            for (int slab = 0; slab < Values::SLABS; ++slab) {
+                unsigned pairs[BLOCK_M / 16][4];
+#pragma unroll
+                for (int k = 0; k < N; k += 2) {
+                    const float2 inverse = *reinterpret_cast<const float2*>(maxima + row_of(own_row(k), q));
+                    pairs[k / 8][k / 2 % 4] = pack(O_own[slab][k] * inverse.x, O_own[slab][k + 1] * inverse.y);
+                }
+                store_pairs<Pairs>(base + P_AT + slab * Pairs::BYTES, warp * 2, pairs);
+            }
+            barrier();
+#pragma unroll 1
+            for (int i = threadIdx.x; i < BLOCK_M * Values::SLABS * 8; i += CONSUMERS) {
+                const int row = i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);
+                if (!piece.has(row) || chunk * 8 >= HEAD_DIM_V) continue;
+                const char* const from = smem + P_AT + chunk / 8 * Pairs::BYTES + Pairs::chunk(row, chunk % 8);
+                *reinterpret_cast<uint4*>(any.query(O, piece.head(row), piece.query(row)) + 8 * chunk) = *reinterpret_cast<const uint4*>(from);
+            }
+        }
+        if (!more) return;
+        piece = next;
+    }
+}

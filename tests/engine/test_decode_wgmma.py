@@ -1,0 +1,98 @@
+"""fwd_decode_wgmma: few queries of many heads, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import sandbox
+from sandbox.core import registry
+from sandbox.engine import choose
+from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.spec import Problem, Tile
+from sandbox.verify import check, trial
+from sandbox.verify.cases import Case, inputs_of
+
+KERNEL = registry.get("fwd_decode_wgmma")
+FEW = Problem(3, 15, 4, 300, 72, Hk=3, Dv=40, dtype="float16", causal="bottom-right")  # 20 packed rows
+
+
+@pytest.fixture(autouse=True)
+def hopper(device: Device) -> None:
+    if KERNEL.refuses(FEW, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma exists on compute capability 9.0 alone")
+
+
+def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:
+    return Tile(BLOCK_M=rows, BLOCK_N=64, STAGES=stages, BLOCKS=blocks, BLOCKS_PER_SM=1)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("inputs", ["large", "hidden"])
+def test_pieces_follow_one_another(rows: int, inputs: str, device: Device) -> None:
+    """Right, and how many a block has changes no bit: of 18 pieces with rows in two tiles, of nine else. With NaN
+    behind the mask too, for the next piece as for the first."""
+    options = {"Dv": 72} if rows == 64 else {"key_lengths": inputs == "hidden", "sink": inputs == "large"}
+    case = Case(inputs, dataclasses.replace(FEW, **options), inputs)
+    given, found = inputs_of("forward", case), []
+    for blocks, stages in ((1, 2), (4, 3), (18, 2)):
+        tile = tile_of(rows, blocks, stages)
+        assert KERNEL.grid(case.problem, tile)[0] == min(blocks, 18 if rows == 16 else 9) - (rows > 16 and blocks == 4)
+        result = check.verify(KERNEL, case, device, tile)
+        assert result.ok, f"{blocks} blocks: {result}"
+        found.append(trial.launch(KERNEL, tile, case.problem, given, device).outputs)
+    for outputs in found[1:]:
+        assert all(outputs[name].tobytes() == found[0][name].tobytes() for name in ("O", "LSE"))
+
+
+def test_maxima_that_rise_from_tile_to_tile() -> None:
+    """Keys are walked from the last one on; where they grow towards the first, m is raised tile after tile."""
+    rng = np.random.default_rng(0)
+    shapes = ((1, 4, 5, 64), (1, 2, 400, 64), (1, 2, 400, 64))
+    q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in shapes)
+    k *= np.linspace(24, 1, 400, dtype=np.float16)[:, None]
+    found = sandbox.attention_forward(q, k, v, kernel=KERNEL.name, tile=tile_of(16, 1))
+    for x, y in zip(found, sandbox.reference.attention(q, k, v), strict=True):
+        assert np.allclose(x, y, atol=4e-3)
+
+
+def test_heads_of_a_tile_have_their_own_options(device: Device) -> None:
+    """Slopes, sinks, a bias and a mask of each head, whose rows share a tile; some rows see no key."""
+    shape = (FEW.B, FEW.H, FEW.Sq, FEW.Sk)
+    bias, mask = {"bias": shape, "softcap": 9.0}, {"mask": shape, "window": (90, 0)}
+    for options in ({"alibi": (FEW.H,), "sink": True}, bias, mask):
+        problem = dataclasses.replace(FEW, **options)
+        result = check.verify(KERNEL, Case("options", problem), device, tile_of(32, 2))
+        assert result.ok, f"{problem}: {result}"
+
+
+def test_nan_stays_in_the_rows_that_see_it(device: Device) -> None:
+    """Of several heads in a tile, and of the piece that has it: the next one's rows are none of its business."""
+    inputs = inputs_of("forward", Case("nan", FEW))
+    inputs["V"][1, 2, 298] = np.nan  # seen by the last two queries
+    inputs["K"][2, 0, 299, 3] = np.nan  # by the last
+    found = trial.launch(KERNEL, tile_of(32, 1), FEW, inputs, device).outputs
+    rows = np.isnan(found["O"].astype(np.float32)).any(axis=3)
+    expected = np.zeros_like(rows)
+    expected[1, 10:, 2:] = expected[2, :5, 3:] = True
+    assert (rows == expected).all()
+    assert (np.isnan(found["LSE"]) == (expected & (np.arange(3) == 2)[:, None, None])).all()
+
+
+def test_attention_chooses_it_where_heads_are_many() -> None:
+    """Of 16 packed rows where they are dealt out evenly; with as many rows in a tile as options leave room for."""
+    of = lambda B, Sq, **options: Problem(B, 32, Sq, 8192, Hk=8, **{"D": 128, "dtype": "bfloat16", **options})  # noqa: E731
+    found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(8, 32, causal="bottom-right"), of(64, 32, D=64),
+             of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True)]  # fmt: skip
+    tiles = [choose.choose_tile(KERNEL, p, (9, 0)).BLOCK_M for p in found]
+    assert tiles == [16, 16, 32, 64, 64, 64, 32, 32]
+    left = [of(32, 1), of(48, 1), of(100, 1), of(8, 8), of(4, 16), of(64, 8, key_lengths=True), of(64, 8, D=136),
+            of(64, 8, bias=(1, 32, 8, 8192)), of(64, 1, dtype="float8_e4m3", page_size=16)]  # fmt: skip
+    for problems, takes in ((found, True), (left, False)):
+        for p in problems:
+            assert (choose.choose_kernel(p, "forward", (9, 0)) is KERNEL) is takes, p
+    assert choose.choose_kernel(of(64, 64, causal="bottom-right"), "forward", (9, 0)).name == "fwd_wgmma"
+    assert choose.choose_kernel(of(128, 1), "forward", (8, 0)).name == "fwd_decode"
