@@ -121,6 +121,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (t.BLOCK_M == 16 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 16 rows do not"),
         (
+            t.BLOCK_M == 16 or not p.mask or arch is None or arch >= (9, 0),
+            f"BLOCK_M={t.BLOCK_M} spills with a mask before compute capability 9.0: 16 rows do not",
+        ),
+        (t.BLOCK_N == 16 or not p.mask, f"BLOCK_N={t.BLOCK_N} spills with a mask: 16 does not"),
+        (
             t.TEAM == 1 or arch is None or arch >= (9, 0),
             f"TEAM={t.TEAM} needs compute capability 9.0 or later, whose blocks read each other's shared memory",
         ),

@@ -4,23 +4,30 @@
 // consume, 64 query rows each. What 8 bits change:
 //
 // clang-format off
-//   producer, warp 0       K0 V0  K1 V1  K2 V2 ...         requests tiles; Q of the next piece between
-//             warps 2, 3            V0' ->     V1' -> ...  transpose V: TMA's tile -> another, keys along rows
-//   consumers, OVERLAP=1   T = P V' of a tile, S = Q K^T of the next one | O = alpha O + T | maxima, exponentials, P      by turns
-//              OVERLAP=2   S of the next tile, T | maxima, while T is under way | O beside exponentials | P
+//   producer, warp 0       Q K0 V0  K1 V1  K2 V2 ...       requests tiles
+//             warps 1, 2, 3         V0' ->     V1' -> ...  transpose V: TMA's tile -> another, keys along rows
+//   consumer 0             O += P0 V0', S1 = Q K1^T | maxima, exponentials, P1               | O += P1 V1', S2 = Q K2^T | ...
+//   consumer 1                                      | O += P0 V0', S1 = Q K1^T | ...            time ->
 //
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | V' [STAGES] | mbarriers
 // clang-format on
 //
-// wgmma of 8 bits reads both operands with the index that it sums over contiguous. Two warps of the producer, which had nothing
+// wgmma of 8 bits reads both operands with the index that it sums over contiguous. Three warps of the producer, which had nothing
 // to do, turn V round between TMA's arrival and the consumers' wait: ldmatrix.trans, two byte permutations, stmatrix, without a
 // bank conflict. The keys come out in the order in which a lane holds its scores (float8.cuh), and even columns apart from odd
 // ones, which makes of a lane's columns of O runs of four. After FlashAttention-3, section 3.3 (Shah et al. 2024).
 //
-// The tensor cores keep some 14 bits of a sum of 8-bit products. Of a tile's P V that is far below P's own rounding; a sum over
-// thousands of keys it would pull down by percents, always towards zero. So a tile's product is a sum T of its own, and O takes
-// it on in fp32: one FFMA an element, which brings the rescaling with alpha for nothing, and the maximum is followed in every
-// tile. P's largest is the largest number that V's type has.
+// The tensor cores keep some 14 bits of a sum of 8-bit products, and round towards zero: what 32 keys add to O pulls it down by up
+// to 2^-13. So O is summed up there for KEYS_APART keys at most, then put away in fp32, in `partials`, and begun anew. Of V = 1,
+// the worst there is, that is 0.3% for a bfloat16 O, below half of its last place, and 0.07% for any other; a sum over 16k keys
+// would be pulled down by 1.2%. (A sum T of each tile's own, taken on in fp32, was 10 ... 15% slower: experiments/015_fp8.)
+//
+// What a row's scores are exponentiated against, m, is SLACK bits above the score that moved it there. A higher one moves it only
+// where its P would be more than SHARE of the row's sum, or more than the largest number that V's type has: P of a key that
+// outweighs the others has to be exact, as that of plain attention's largest score is, and of all others is rounded as any. A
+// lane takes four times its own part of the sum for the row's, which needs no shuffle. So a tile asks each lane once whether a score
+// is too high, and is done with it: no alpha, O stays with the tensor cores. A row moves for its own scores' sake alone, whatever
+// its warp's others do.
 #define SLOW_PATH __forceinline__
 #define TIMELINE_BRANCH 1  // registers are few
 #include "float8_hopper.cuh"
@@ -35,18 +42,21 @@ constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32;  // the columns beyond are zeros
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
-constexpr unsigned TURNERS = 2;  // warps that turn V round
-constexpr bool BY_TURNS = CONSUMERS > 1 && OVERLAP == 1;  // consumers, on the tensor cores
+constexpr unsigned TURNERS = 3;  // warps that turn V round
+constexpr bool BY_TURNS = CONSUMERS > 1;  // consumers, on the tensor cores
 constexpr float FAR = 3e38f;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
+static_assert((STAGES & STAGES - 1) == 0, "the highest bit of a number of tiles says something else");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
 
-// So many columns of V a product: with T as wide as O of a wide head there would be too few registers.
-constexpr int part_columns(int parts) {
-    return HEAD_DIM_V % (16 * parts) == 0 && HEAD_DIM_V / parts <= MOST_COLUMNS ? HEAD_DIM_V / parts : part_columns(parts + 1);
-}
-constexpr int PART = part_columns(1), PARTS = HEAD_DIM_V / PART;
+constexpr float SLACK = 4.0f, SHARE = 1.0f / 4;
+#if defined(DTYPE_O_bfloat16)
+constexpr int KEYS_APART = 4096;
+#else
+constexpr int KEYS_APART = 1024;
+#endif
+constexpr int TILES_APART = KEYS_APART / BLOCK_N;
 
 using Queries = Swizzled<64, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
@@ -122,26 +132,27 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
     });
 }
 
-// A turner loads LOADS times 32 keys before it stores the first of them: fewer waits for shared memory.
-static_assert(BLOCK_N % (32 * LOADS) == 0, "a tile of whole loads");
-
 // V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 16 columns at a time. In V' a row is
-// a column of V, of each 16 first the even ones, and keys are in the order SLOTS.
+// a column of V, of each 16 first the even ones, and keys are in the order SLOTS. LOADS times 32 keys are loaded before the
+// first of them are stored: fewer waits for shared memory.
 __device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_smem, unsigned turner) {
     const unsigned lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
 #pragma unroll 1
     for (unsigned columns = turner; columns < HEAD_DIM_V / 16; columns += TURNERS) {
-        const SmemAddress from = V_smem + Values::chunk(lane, columns), to = T_smem + (16 * columns + matrix % 2 * 8 + row) * 128;
+        const SmemAddress from = V_smem + Values::chunk(lane, columns);
+        const unsigned place = Turned::chunk(matrix % 2 * 8 + row, matrix / 2);
+        const SmemAddress to = T_smem + 16 * 128 * columns;
 #pragma unroll
         for (unsigned keys = 0; keys < BLOCK_N / 32; keys += LOADS) {
             unsigned pairs[LOADS][4];  // of keys 0, 8, 16 and 24 on
 #pragma unroll
-            for (unsigned i = 0; i < LOADS; ++i) ldmatrix_x4_trans(pairs[i], from + 32 * 128 * (keys + i));
+            for (unsigned i = 0; i < LOADS && keys + i < BLOCK_N / 32; ++i) ldmatrix_x4_trans(pairs[i], from + 32 * 128 * (keys + i));
 #pragma unroll
-            for (unsigned i = 0; i < LOADS; ++i) {
+            for (unsigned i = 0; i < LOADS && keys + i < BLOCK_N / 32; ++i) {
                 const unsigned(&pair)[4] = pairs[i];
-                stmatrix_x4(to + Turned::chunk(row, 2 * (keys + i) + matrix / 2) - row * 128, even_column(pair[0], pair[1]),
-                            odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]), odd_column(pair[2], pair[3]));
+                const unsigned slab = (keys + i) / 4 * Turned::SLAB_BYTES, chunk = (keys + i) % 4 * 2;
+                stmatrix_x4(to + (place ^ chunk * 16) + slab, even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]),
+                            even_column(pair[2], pair[3]), odd_column(pair[2], pair[3]));
             }
         }
     }
@@ -150,7 +161,7 @@ __device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_sme
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
     float O[HEAD_DIM_V / 2] = {};
-    float m[2] = {-INF, -INF}, l[2] = {}, alpha[2], shift[2];  // m: a raw score; l: this lane's part of the sum, times P_MOST
+    float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum, times P_MOST
 
     // The largest of a lane's scores in row g or g + 8, as integers: three at a time, four chains.
     static __device__ __forceinline__ int largest(const float (&S)[BLOCK_N / 2], int half) {
@@ -160,56 +171,86 @@ struct Rows {
         for (int k = 4; k < BLOCK_N / 4; k += 2) top[k / 2 % 4] = max3(top[k / 2 % 4], score(k), score(k + 1));
         return max(max3(top[0], top[1], top[2]), top[3]);
     }
-    __device__ __forceinline__ void move_maximum(const float (&m_new)[2], float exponent) {
+    // What a score, times the exponent's unit, must not exceed if m is to stay, by what this lane has summed up: a quarter of the
+    // row's, as far as it knows.
+    __device__ __forceinline__ float most(int half, float exponent) const {
+        const float room = LOG2_P_MOST - lg2(l[half] * (4 * SHARE));
+        return fmaf(m[half], exponent, -fminf(fmaxf(room, 0.0f), SLACK));
+    }
+    // Whether some lane's score may ask for another m. As integers positive numbers are in order, and above all negative ones: only
+    // where the limit is negative the largest integer does not tell.
+    __device__ __forceinline__ bool exceeded(const float (&S)[BLOCK_N / 2], float exponent) const {
+        bool any = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            alpha[half] = m[half] == m_new[half] ? 1.0f : ex2((m[half] - m_new[half]) * exponent);  // equal infinities: not NaN
-            m[half] = m_new[half];
-            shift[half] = fminf(fmaf(-m_new[half], exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
+            const int top = largest(S, half);
+            const float limit = most(half, exponent);
+            any |= __int_as_float(top) * exponent > limit || (top < 0 && limit < 0.0f);
         }
+        return __any_sync(0xffffffffu, any);
     }
-    // Moves m up to the maxima of S. As integers positive numbers are in order, and above all negative ones: only of a row that is
-    // negative as far as it has been seen the largest integer is not the largest score, and it is looked through once more.
+    // Moves m of rows of which a lane asks for it, and of no other: alpha is what such a row's sums shrink by. Whether any row's moved.
+    __device__ __forceinline__ bool move_maximum(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
+        float top[2][2] = {{-INF, -INF}, {-INF, -INF}};  // two of each row: shorter chains
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], S[i]);
+        bool moved = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float own = fmaxf(top[half][0], top[half][1]), highest = row_max<4>(own);
+            const bool asks = row_max<4>(own * exponent > most(half, exponent) ? 1.0f : 0.0f) > 0.0f;
+            alpha[half] = 1.0f;
+            if (asks) {
+                const float m_new = highest + SLACK / exponent;
+                alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
+                m[half] = m_new;
+                moved = true;
+            }
+        }
+        return __any_sync(0xffffffffu, moved);
+    }
+    // Likewise, and rescales what has been summed up.
     __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
-        float m_new[2];
-        bool negative = false;
+        float alpha[2];
+        if (!move_maximum(S, exponent, alpha)) return;
+        l[0] *= alpha[0], l[1] *= alpha[1];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int top = row_max<4>(largest(S, half));
-            negative |= top < 0 && m[half] < 0.0f;
-            m_new[half] = fmaxf(m[half], __int_as_float(top));
-        }
-        if (!__any_sync(0xffffffffu, negative)) return move_maximum(m_new, exponent);
-        float top[2] = {-INF, -INF};
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) m_new[half] = fmaxf(m[half], row_max<4>(top[half]));
-        move_maximum(m_new, exponent);
+        for (int i = 0; i < HEAD_DIM_V / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    // A part of S, one of PARTS, becomes P = P_MOST exp2 of what it exceeds m by.
-    template <int PARTS>
-    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], int part, float exponent) {
-        constexpr int MANY = (BLOCK_N / 2 + PARTS - 1) / PARTS;
-        float sums[2][2] = {};
+    // S becomes P = P_MOST exp2 of what it exceeds m by.
+    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent) {
+        float shift[2], sums[2][2] = {};
 #pragma unroll
-        for (int k = 0; k < MANY; ++k) {
-            const int i = part * MANY + k;
-            if (i >= BLOCK_N / 2) break;
+        for (int half = 0; half < 2; ++half)
+            shift[half] = fminf(fmaf(-m[half], exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) {
             S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
             sums[i / 2 % 2][i % 2] += S[i];
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            l[half] = fmaf(l[half], part == 0 ? alpha[half] : 1.0f, sums[half][0] + sums[half][1]);
+        for (int half = 0; half < 2; ++half) l[half] += sums[half][0] + sums[half][1];
     }
-    // O's columns from this one on take on T, the product of a tile, each row being rescaled with alpha.
-    template <int R>
-    __device__ __forceinline__ void take_on(const float (&T)[R], int column, const float (&alpha)[2]) {
+    // O goes to `place`, with m; and comes back on top of what has been summed up since. A float4 each, the block's threads abreast.
+    static constexpr int ABREAST = THREADS - 128, PLACES = HEAD_DIM_V / 8 + 1;
+    __device__ __forceinline__ void put_away(float4* place) const {
 #pragma unroll
-        for (int i = 0; i < R; ++i) {
-            float& o = O[column / 2 + i];
-            o = fmaf(o, alpha[i / 2 % 2], T[i]);
+        for (int i = 0; i < HEAD_DIM_V / 8; ++i)
+            place[i * ABREAST] = make_float4(O[4 * i], O[4 * i + 1], O[4 * i + 2], O[4 * i + 3]);
+        place[(PLACES - 1) * ABREAST] = make_float4(m[0], m[1], 0.0f, 0.0f);
+    }
+    __device__ __forceinline__ void take_back(const float4* place, float exponent) {
+        const float4 then = place[(PLACES - 1) * ABREAST];
+        const float alpha[2] = {then.x == m[0] ? 1.0f : ex2((then.x - m[0]) * exponent),
+                                then.y == m[1] ? 1.0f : ex2((then.y - m[1]) * exponent)};
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM_V / 8; ++i) {
+            const float4 part = place[i * ABREAST];
+            float* const o = O + 4 * i;
+            o[0] = fmaf(part.x, alpha[0], o[0]);
+            o[1] = fmaf(part.y, alpha[0], o[1]);
+            o[2] = fmaf(part.z, alpha[1], o[2]);
+            o[3] = fmaf(part.w, alpha[1], o[3]);
         }
     }
     __device__ __forceinline__ bool finite() const {
@@ -232,7 +273,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     int H,
     int heads,                                      // B * H
     int group,                                      // H / Hk
-    const __grid_constant__ Score score) {
+    const __grid_constant__ Score score,
+    float* partials) {                              // O put away: of each block
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
@@ -259,6 +301,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
                 };
 #pragma unroll 1
+                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer),
+                                     Q.stride_h ? piece.h(H) : 0, sequence.query_batch(Q.stride_b ? b : 0), base + FULL_Q + 8 * consumer);
+                }
+                ++pieces;
+#pragma unroll 1
                 for (int j = 0; j < piece.tiles; ++j) {
                     request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
                     request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
@@ -268,18 +317,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             mbarrier_wait(base + EMPTY_V + 8 * stage_of(used), parity_of(used) ^ 1);
             more[stage_of(used)] = false;
             mbarrier_arrive(base + FULL_V + 8 * stage_of(used));
-        } else if (warp == 1 && elect()) {
-            for_each_piece(heads, H, score, [&](const Piece& piece) {
-                const int h = Q.stride_h ? piece.h(H) : 0, b = Q.stride_b ? piece.b(H) : 0;
-                const Sequence sequence(score, piece.b(H));
-#pragma unroll 1
-                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
-                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer), h,
-                                     sequence.query_batch(b), base + FULL_Q + 8 * consumer);
-                }
-                ++pieces;
-            });
         } else if (warp >= 4 - TURNERS) {
 #pragma unroll 1
             for (unsigned i = 0;; ++i) {  // the tiles of all pieces
@@ -307,7 +344,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
     const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
     const int g = lane / 4, q = lane % 4;
-    unsigned used = 0, pieces = 0;
+    unsigned used = 0;  // tiles of earlier pieces; the highest bit: whether these were odd in number
     if (BY_TURNS && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
     for_each_piece(heads, H, score, [&](const Piece& piece) {
@@ -334,19 +371,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 wgmma8<dtype>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
             wgmma_commit();
         };
-        // Raw scores of tile j, -INF where a row does not see, and m. The maxima are sought on each way through the branches: behind
-        // them the compiler would wait for P V before it seeks.
-        const auto find_maximum = [&](float (&S)[BLOCK_N / 2], int j) {
+        const auto mask = [&](float (&S)[BLOCK_N / 2], int j) {  // raw scores of tile j, -INF where a row does not see
             const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return rows.raise_maximum(S, exponent);
+            if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
             if (Head::SCATTERED) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
                     if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
-                return rows.raise_maximum(S, exponent);
+                return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
             const int end[2] = {seen[0].end - column, seen[1].end - column};
@@ -356,7 +391,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
                 if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
             }
-            rows.raise_maximum(S, exponent);
         };
         const auto drop = [&](float (&S)[BLOCK_N / 2], int j) {  // what dropout drops of tile j's P
             Head::Kept kept[BLOCK_N / 16];
@@ -372,57 +406,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 P[i / 4][i % 4] = pack4<dtype_v>(s[0], s[1], s[4], s[5]);
             }
         };
-        const auto multiply_PV = [&](auto& T, const unsigned (&P)[BLOCK_N / 32][4], int j, int column) {  // T's columns, from this one on
+        const auto multiply_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, bool accumulate) {
             const Descriptor T_smem = Turned::k_major(address(base + T_AT + stage_of(used + j) * T_BYTES));
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 32; ++step)
-                wgmma8<dtype_v>(T, P[step], T_smem + (Turned::k_step(step) + column * 128), step > 0);
+                wgmma8<dtype_v>(rows.O, P[step], T_smem + Turned::k_step(step), step > 0 || accumulate);
             wgmma_commit();
         };
-        // O takes on T = P V of tile j, of which the first part is under way. beside(part): beside the next part, or what takes it on.
-        const auto finish_PV = [&](float (&T)[PART / 2], const unsigned (&P)[BLOCK_N / 32][4], int j, const float (&alpha)[2],
-                                   auto beside) {
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                wgmma_wait<0>();
-                TIMELINE(softmax);
-                wgmma_settled(T);
-                if (part == PARTS - 1) release(EMPTY_T, j);
-                rows.take_on(T, part * PART, alpha);
-                if (part < PARTS - 1) multiply_PV(T, P, j, (part + 1) * PART);
-                beside(part);
-            }
+        const auto await_PV = [&](int j) {
+            TIMELINE(wait_PV);
+            wgmma_wait<0>();
+            TIMELINE(multiply);
+            wgmma_settled(rows.O);
+            release(EMPTY_T, j);
         };
-        // O takes on P V of tile j. then(): once P and V' are no longer needed. The compiler begins what it multiplies before the last
-        // part is taken on: a wide one is halved, or there would be too few registers for both.
-        const auto take_on_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, auto then) {
-            constexpr bool HALVES = PARTS > 1 && PART % 64 == 0;
-            float T[PART / 2], half[PART / 4];
-            const auto multiply = [&](auto& T, int column) {
-                multiply_PV(T, P, j, column);
-                wgmma_wait<0>();
-                TIMELINE(softmax);
-                wgmma_settled(T);
-            };
-            const auto finish = [&](auto& T, int column) {
-                multiply(T, column);
-                release(EMPTY_T, j);
-                then();
-                rows.take_on(T, column, rows.alpha);
-            };
-#pragma unroll
-            for (int column = 0; column < HEAD_DIM_V - PART; column += PART) {
-                multiply(T, column);
-                rows.take_on(T, column, rows.alpha);
-            }
-            if constexpr (HALVES) {
-                multiply(half, HEAD_DIM_V - PART);
-                rows.take_on(half, HEAD_DIM_V - PART, rows.alpha);
-                finish(half, HEAD_DIM_V - PART / 2);
-            } else
-                finish(T, HEAD_DIM_V - PART);
-        };
+        float4* const place = reinterpret_cast<float4*>(partials) + blockIdx.x * (Rows::PLACES * Rows::ABREAST) + threadIdx.x - 128;
         const auto take_turn = [&] { if (BY_TURNS) named_barrier_sync(turn, 256); };
         const auto give_turn = [&] { if (BY_TURNS) named_barrier_arrive(next_turn, 256); };
         const auto pass_on = [&](int j) {  // a tile that only the other consumers see
@@ -434,84 +433,79 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             release(EMPTY_T, j);
         };
 
-        mbarrier_wait(base + FULL_Q + 8 * consumer, pieces % 2);
+        mbarrier_wait(base + FULL_Q + 8 * consumer, used >> 31);
 #pragma unroll 1
         for (int j = 0; j < lead; ++j) pass_on(j);
         if (tiles > 0) {
             const int last = lead + tiles - 1;
             float S[BLOCK_N / 2];
             unsigned P[BLOCK_N / 32][4];
-            const auto settled = [&](int j) {  // S is there
+            const auto score = [&](int j) {  // S, which is under way, is there
+                TIMELINE(wait_S);
+                wgmma_wait<0>();
+                TIMELINE(softmax);
                 wgmma_settled(S);
                 release(EMPTY_K, j);
                 if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // all of the piece's Q K^T
+                mask(S, j);
             };
-            const auto become_P = [&](int j) {  // S, exponentials already, does
+            const auto become_P = [&](int j) {  // S does
                 drop(S, j);
                 operand(P, S);
-            };
-            const auto score = [&](int j) {  // S, which is under way, becomes P
-                wgmma_wait<0>();
-                settled(j);
-                find_maximum(S, j);
-                rows.exponentiate<1>(S, 0, exponent);
-                become_P(j);
             };
             await(FULL_K, lead);
             multiply_QK(S, lead);
             score(lead);
+            float none[2];  // is summed up yet
+            rows.move_maximum(S, exponent, none);
+            rows.exponentiate(S, exponent);
+            become_P(lead);
             unsigned V_came = 0, K_came = 0;  // what is asked ahead, beside exponentials
 #pragma unroll 1
             for (int j = lead; j < last; ++j) {
+                const int summed_up = (j - lead) % TILES_APART;  // tiles, in O
+                if (summed_up == 0 && j > lead) {
+                    if (j - lead > TILES_APART) rows.take_back(place, exponent);
+                    rows.put_away(place);
+                }
                 TIMELINE(wait_V);
                 await(FULL_T, j, V_came);
+                TIMELINE(wait_turn);
+                take_turn();
+                TIMELINE(multiply);
+                multiply_PV(P, j, summed_up > 0);
                 TIMELINE(wait_K);
                 await(FULL_K, j + 1, K_came);
-                if constexpr (OVERLAP > 1) {
-                    TIMELINE(multiply);
-                    float T[PART / 2];
-                    wgmma_discard(S);
-                    multiply_QK(S, j + 1);
-                    multiply_PV(T, P, j, 0);
-                    TIMELINE(wait_S);
-                    wgmma_wait<1>();
-                    TIMELINE(maximum);
-                    settled(j + 1);
-                    const float alpha[2] = {rows.alpha[0], rows.alpha[1]};
-                    find_maximum(S, j + 1);
-                    V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
-                    TIMELINE(wait_T);
-                    finish_PV(T, P, j, alpha, [&](int part) { rows.exponentiate<PARTS>(S, part, exponent); });
-                    become_P(j + 1);
-                } else {
-                    TIMELINE(wait_turn);
-                    take_turn();
-                    TIMELINE(multiply);
-                    take_on_PV(P, j, [&] {
-                        wgmma_discard(S);
-                        multiply_QK(S, j + 1);
-                        give_turn();
-                    });
-                    score(j + 1);
-                }
+                await_PV(j);
+                wgmma_discard(S);
+                multiply_QK(S, j + 1);
+                give_turn();
+                score(j + 1);
+                if (rows.exceeded(S, exponent)) rows.raise_maximum(S, exponent);
+                V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
+                rows.exponentiate(S, exponent);
+                become_P(j + 1);
             }
             await(FULL_T, last);
             take_turn();
-            take_on_PV(P, last, give_turn);
+            multiply_PV(P, last, last > lead);
+            await_PV(last);
+            give_turn();
+            if (last - lead > TILES_APART) rows.take_back(place, exponent);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1
         for (int j = lead + max(tiles, 0); j < piece.tiles; ++j) pass_on(j);
-        used += piece.tiles;
-        ++pieces;
+        used = used + piece.tiles ^ 1u << 31;
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if (Head::HIDES && named_barrier_or(own_barrier, 128, !rows.finite()))
             return attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b(H), piece.h(H), H, m0, warp % 4);
+        const Head scaled(score, piece.b(H), piece.h(H));  // not kept in registers since the beginning
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int query_row = first_row + 8 * half + g;
-            const Total total = bound.total(rows.m[half], row_sum<4>(rows.l[half]) * (1.0f / P_MOST));
+            const Total total = scaled.total(rows.m[half], row_sum<4>(rows.l[half]) * (1.0f / P_MOST));
             const float inverse = total.inverse * (1.0f / P_MOST);
             if (query_row >= bound.Sq) continue;
             if (q == 0) LSE[bound.first_row(piece.head) + query_row] = total.lse;

@@ -21,10 +21,10 @@ def most_keys(p: Problem) -> int:
     """BLOCK_N that does not spill, found by trial."""
     width = max(p.D, p.Dv)
     if p.bias or p.mask or p.score:  # looked up in memory
-        return 64 if width <= 128 else 32
-    if not simple(p):
-        return 128 if width <= 64 else 96 if width <= 128 and not p.softcap else 64
-    return 192 if width <= 64 and p.window == (None, None) else 128
+        return 64 if width <= (64 if p.score else 128) else 32
+    if p.dropout:
+        return 128 if width <= 128 else 64
+    return 192 if width <= 64 and simple(p) and not p.sink and p.window == (None, None) else 128
 
 
 def simple(p: Problem) -> bool:
@@ -32,45 +32,35 @@ def simple(p: Problem) -> bool:
     return not (p.softcap or p.alibi or p.bias or p.mask or p.score or p.dropout or p.key_lengths or p.ragged)
 
 
+def frugal(p: Problem) -> bool:
+    """Whether three warpgroups' registers suffice."""
+    scales = any(isinstance(scale, tuple) for scale in p.descale or ())
+    return simple(p) and (max(p.D, p.Dv) <= 64 or (p.window == (None, None) and not scales))
+
+
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What a warpgroup's registers and an SM's shared memory ask of a tile."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
-    part = next(p.Dv // n for n in range(1, p.Dv // 16 + 1) if p.Dv % (16 * n) == 0 and p.Dv // n <= t.MOST_COLUMNS)
-    pair = part // 2 + t.BLOCK_N // 4  # T and P
-    registers = p.Dv // 2 + (pair + t.BLOCK_N // 2 if t.OVERLAP > 1 else max(t.BLOCK_N // 2 + 8, pair))
-    most = 136 if consumers == 3 else 200 if t.OVERLAP == 1 else 224
-    wide = 64 if p.D > 128 and not p.causal else 32
+    registers, most = p.Dv // 2 + t.BLOCK_N // 2, 128 if consumers == 3 else 192
     rules = (
         (
             t.BLOCK_M in (64, 128, 192),
             f"BLOCK_M={t.BLOCK_M} must be 64, 128 or 192: 64 rows for each consumer warpgroup",
         ),
         (t.BLOCK_N % 32 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 32 up to 256"),
-        (t.MOST_COLUMNS >= 16, f"MOST_COLUMNS={t.MOST_COLUMNS} must be at least 16: one wgmma's width"),
         (
             registers <= most,
-            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S, P and part of P V at Dv={p.Dv}: at most {most}",
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O and S at Dv={p.Dv}: at most {most}",
         ),
         (most_keys(p) >= t.BLOCK_N, f"BLOCK_N={t.BLOCK_N} spills on {p.variant}: {most_keys(p)} keys do not"),
         (
-            consumers < 3 or (simple(p) and max(p.D, p.Dv) <= 64),
-            f"BLOCK_M={t.BLOCK_M} spills on {p.variant}: 128 rows do not",
+            consumers < 2 or not p.dropout or max(p.D, p.Dv) <= 128,
+            f"BLOCK_M={t.BLOCK_M} spills on {p.variant} at D={p.D}: 64 rows do not",
         ),
+        (consumers < 3 or frugal(p), f"BLOCK_M={t.BLOCK_M} spills on {p.variant} at D={p.D}: 128 rows do not"),
         (
-            t.OVERLAP == 1 or not p.softcap or max(p.D, p.Dv) <= 128,
-            f"OVERLAP={t.OVERLAP} spills on {p.variant}: OVERLAP=1 does not",
-        ),
-        (
-            t.OVERLAP > 1 or t.BLOCK_N < 96 or p.Dv <= 128 or part <= wide,
-            f"MOST_COLUMNS={t.MOST_COLUMNS} spills at Dv={p.Dv}: {wide} columns a product do not",
-        ),
-        (
-            t.BLOCK_N <= 128 or part <= 32,
-            f"MOST_COLUMNS={t.MOST_COLUMNS} spills with BLOCK_N={t.BLOCK_N}: 32 columns a product do not",
-        ),
-        (
-            t.BLOCK_N % (32 * t.LOADS) == 0,
-            f"LOADS={t.LOADS}: BLOCK_N={t.BLOCK_N} must be a multiple of {32 * t.LOADS} keys",
+            consumers < 3 or t.LOADS == 1 or p.D == p.Dv == 128,
+            f"LOADS={t.LOADS} spill at D={p.D}, Dv={p.Dv} with BLOCK_M={t.BLOCK_M}: LOADS=1 does not",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -79,11 +69,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 def rank(p: Problem, t: Tile) -> int:
     """First what was fastest on an H200."""
-    width = max(p.D, p.Dv)
-    overlap = 2 if 64 < width <= 128 else 1
     many = p.Sk >= (1024 if p.causal else 2048)  # of few keys, tiles of 192 leave much of the last one empty
-    best = (192, 192 if many and most_keys(p) == 192 else 128) if width <= 64 else (128, 128)
-    return 2 * (overlap != t.OVERLAP) + (best != (t.BLOCK_M, t.BLOCK_N))
+    return 2 * ((t.BLOCK_N == 192) != (many and most_keys(p) == 192)) + (t.LOADS > 1 and p.D <= 64)
+
+
+def partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """Numbers: O of each block, and what it refers to, where there are so many keys that it is put away."""
+    apart = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # KEYS_APART
+    return (t.BLOCKS * t.BLOCK_M * (p.Dv + 8) if p.Sk > apart else 0), 0
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -97,21 +90,18 @@ kernel = Kernel(
     rung=4,
     default=True,
     ragged=True,
-    summary="Hopper's warpgroup MMA of 8 bits: V is turned round on its way, sums are taken on in fp32",
+    summary="Hopper's warpgroup MMA of 8 bits: V is turned round on its way, long sums are put away in fp32",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=4, OVERLAP=2),
-        Tile(BLOCK_M=192, BLOCK_N=192, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=1, OVERLAP=1),
-        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=128, BLOCKS=132, LOADS=1, OVERLAP=1),
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=4, OVERLAP=1),
-        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, MOST_COLUMNS=32, BLOCKS=132, LOADS=4, OVERLAP=1),
-        Tile(BLOCK_M=128, BLOCK_N=96, STAGES=3, MOST_COLUMNS=128, BLOCKS=132, LOADS=3, OVERLAP=2),
-        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=2, OVERLAP=2),
-        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
-        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, MOST_COLUMNS=64, BLOCKS=132, LOADS=1, OVERLAP=1),
+        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132, LOADS=4),
+        Tile(BLOCK_M=192, BLOCK_N=192, STAGES=2, BLOCKS=132, LOADS=1),
+        Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132, LOADS=1),
+        Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132, LOADS=4),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132, LOADS=2),
+        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132, LOADS=1),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=132, LOADS=2),
     ),
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
@@ -119,5 +109,6 @@ kernel = Kernel(
     supports=supports,
     check_tile=check_tile,
     rank=rank,
-    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "H", "heads", "group", "score"),
+    scratch={"partials": partials},
+    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "H", "heads", "group", "score", "partials"),
 )

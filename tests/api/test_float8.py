@@ -98,6 +98,19 @@ def test_maxima_that_rise(name) -> None:
     assert (abs(lse.numpy() - exact) <= lse_bound(exact, "float8_e4m3")).all()
 
 
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_long_sums(out_dtype) -> None:
+    """Tensor cores round what they sum up towards zero: values of one sign, over thousands of keys, show it. Some of
+    the keys that come last outdo all before them, so that sums put away by then have to shrink."""
+    rng = np.random.default_rng(0)
+    q, k = (torch.from_numpy(rng.standard_normal((1, 1, rows, 32), np.float32)) for rows in (64, 9500))
+    k[..., 9000:, :] *= 2
+    v = torch.ones(1, 1, 9500, 32)
+    v[..., 9000:, :] = 0.5
+    q, k, v = (x.to(E4M3) for x in (q, k, v))
+    check(sandbox.attention(q, k, v, descale=(1, 1, 1), out_dtype=out_dtype, kernel="fwd_wgmma_fp8"), q, k, v)
+
+
 def test_numpy() -> None:
     q, k, v = (x.float().numpy().astype(ml_dtypes.float8_e4m3fn) for x in tensors(E4M3, E4M3, E4M3))
     out = sandbox.attention(q, k, v, descale=(1, 1, 1))
