@@ -59,8 +59,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (consumers < 3 or frugal(p), f"BLOCK_M={t.BLOCK_M} spills on {p.variant} at D={p.D}: 128 rows do not"),
         (
-            consumers < 3 or t.LOADS == 1 or p.D == p.Dv == 128,
+            consumers < 3 or t.LOADS == 1 or p.D == p.Dv == 32 * t.LOADS,
             f"LOADS={t.LOADS} spill at D={p.D}, Dv={p.Dv} with BLOCK_M={t.BLOCK_M}: LOADS=1 does not",
+        ),
+        (
+            t.BLOCK_N < 192 or t.LOADS > 1 or not p.causal or p.D < 64,
+            f"LOADS={t.LOADS} spills at D={p.D} with BLOCK_N={t.BLOCK_N} under a causal mask: LOADS=2 do not",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
     )
@@ -97,6 +101,7 @@ kernel = Kernel(
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132, LOADS=4),
         Tile(BLOCK_M=192, BLOCK_N=192, STAGES=2, BLOCKS=132, LOADS=1),
+        Tile(BLOCK_M=192, BLOCK_N=192, STAGES=2, BLOCKS=132, LOADS=2),
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132, LOADS=1),
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=132, LOADS=4),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132, LOADS=2),
