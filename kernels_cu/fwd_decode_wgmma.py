@@ -17,14 +17,15 @@ def group(p: Problem) -> int:
     return p.H // p.Hk if p.Hk else 1
 
 
-def pieces(p: Problem, t: Tile) -> int:
-    """Tiles of packed rows of all key/value heads."""
-    return cdiv(p.Sq * group(p), t.BLOCK_M) * p.Hk * p.batches
+def pieces(p: Problem, rows: int) -> int:
+    """Tiles of so many packed rows, of all key/value heads."""
+    return cdiv(p.Sq * group(p), rows) * p.Hk * p.batches
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """As many blocks as there is room for at most, each with as many pieces as any other, or one fewer."""
-    return (cdiv(pieces(p, t), max(1, cdiv(pieces(p, t), t.BLOCKS * t.BLOCKS_PER_SM))), 1, 1)
+    many = pieces(p, t.BLOCK_M)
+    return (cdiv(many, max(1, cdiv(many, t.BLOCKS * t.BLOCKS_PER_SM))), 1, 1)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -55,12 +56,12 @@ def rows_of(p: Problem) -> int:
     return 16 if rows <= 16 or p.dropout else 32 if rows <= 32 or not p.plain else 64
 
 
-def evenly(pieces: int) -> bool:
-    """Whether nearly every multiprocessor has as many blocks, and each of them as many pieces: one, or two blocks of
-    two pieces and more."""
-    if pieces <= SMS:
-        return pieces >= 0.9 * SMS
-    return pieces > 2 * SMS and cdiv(pieces, cdiv(pieces, 2 * SMS)) >= 0.95 * 2 * SMS
+def evenly(many: int) -> bool:
+    """Whether of so many pieces nearly every multiprocessor has as many blocks, and each of them as many pieces: one,
+    or two blocks of two pieces and more."""
+    if many <= SMS:
+        return many >= 0.9 * SMS
+    return many > 2 * SMS and cdiv(many, cdiv(many, 2 * SMS)) >= 0.95 * 2 * SMS
 
 
 def first_for(p: Problem) -> bool:
@@ -71,8 +72,8 @@ def first_for(p: Problem) -> bool:
         return False
     if p.ragged or p.key_lengths or p.page_size or p.bias or p.mask or p.score:  # of different lengths, or looked up
         return False
-    pieces = cdiv(rows, rows_of(p)) * p.Hk * p.batches
-    return evenly(pieces) if rows <= 16 else pieces >= 0.9 * SMS
+    many = pieces(p, rows_of(p))
+    return evenly(many) if rows <= 16 else many >= 0.9 * SMS
 
 
 kernel = Kernel(

@@ -34,7 +34,7 @@ def simple(p: Problem) -> bool:
 
 def frugal(p: Problem) -> bool:
     """Whether three warpgroups' registers suffice."""
-    scales = any(isinstance(scale, tuple) for scale in p.descale or ())
+    scales = any(isinstance(scale, tuple) for scale in p.descale)
     return simple(p) and (max(p.D, p.Dv) <= 64 or (p.window == (None, None) and not scales))
 
 
