@@ -26,14 +26,9 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8))) + inbox
 
 
-def group(p: Problem) -> int:
-    """Query heads that share keys."""
-    return p.H // p.Hk if p.Hk else 1
-
-
 def row_tiles(p: Problem, t: Tile) -> int:
     """Tiles of packed rows, queries by heads of a group, of a key/value head."""
-    rows = p.rows[0] * group(p)
+    rows = p.rows[0] * p.group
     if p.ragged:
         return rows // t.BLOCK_M + p.B if p.B else 0
     return cdiv(rows, t.BLOCK_M)
@@ -90,7 +85,7 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 def first_for(p: Problem) -> bool:
     """Where it is measured to be faster than fwd_mma and fwd_wgmma, of float8 than fwd_wgmma_fp8 (experiment 020): few
     rows share many keys, or more of so few heads that tiles of 128 queries leave half of the multiprocessors idle."""
-    rows, most = p.Sq * group(p), 128 if max(p.D, p.Dv) <= 64 and not p.float8 else 64
+    rows, most = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8 else 64
     few, alone = p.Sq <= 32 and rows <= most, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
     return 0 < 16 * p.Sq <= p.Sk and (few or alone) and not (p.ragged or p.block_map[3])
 
@@ -99,8 +94,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
     if reason := refused_by_copies(p, "fwd_block2d"):
         return reason
-    if p.rows[0] * group(p) >= 2**31:
-        return f"{p.rows[0]} queries of {group(p)} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
+    if p.rows[0] * p.group >= 2**31:
+        return f"{p.rows[0]} queries of {p.group} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
     return None
 
 
@@ -158,7 +153,7 @@ def rank(p: Problem, t: Tile) -> int:
     the smallest."""
     *warps, on_their_way = form(p, t)
     wrong = 512 * (warps != [t.WARPS, t.TEAM]) + 256 * (on_their_way != (t.STAGES - 1) * t.BLOCK_N * p.itemsize)
-    return 1024 * cdiv(p.Sq * group(p), t.BLOCK_M) + wrong + t.BLOCK_M
+    return 1024 * cdiv(p.Sq * p.group, t.BLOCK_M) + wrong + t.BLOCK_M
 
 
 kernel = Kernel(
@@ -199,7 +194,7 @@ kernel = Kernel(
     rank=rank,
     first_for=first_for,
     scratch={"partials": partials},
-    numbers={"splits": splits},
+    numbers={"splits": splits, "row_tiles": row_tiles},
     args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "score"),
     then=(
         Entry(

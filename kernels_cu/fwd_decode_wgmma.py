@@ -12,14 +12,14 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     return t.BLOCK_M * (row + 2 * 128 + 20) + t.STAGES * (t.BLOCK_N * (row + row_v) + 32)
 
 
-def group(p: Problem) -> int:
-    """Query heads that share keys."""
-    return p.H // p.Hk if p.Hk else 1
+def row_tiles(p: Problem, rows: int) -> int:
+    """Tiles of so many packed rows, of a key/value head."""
+    return cdiv(p.Sq * p.group, rows)
 
 
 def pieces(p: Problem, rows: int) -> int:
-    """Tiles of so many packed rows, of all key/value heads."""
-    return cdiv(p.Sq * group(p), rows) * p.Hk * p.batches
+    """The same of all heads."""
+    return row_tiles(p, rows) * p.Hk * p.batches
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -32,8 +32,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """What tensor maps and wgmma take."""
     if p.ragged:
         return "ragged batches are not built (fwd_decode takes them)"
-    if p.Sq * group(p) >= 2**31:
-        return f"{p.Sq} queries of {group(p)} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
+    if p.Sq * p.group >= 2**31:
+        return f"{p.Sq} queries of {p.group} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
     return refused_by_wgmma(p, arch, "fwd_block2d")
 
 
@@ -52,7 +52,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 def rows_of(p: Problem) -> int:
     """Rows of a tile: all that there are where they find room, which options leave less of."""
-    rows = p.Sq * group(p)
+    rows = p.Sq * p.group
     return 16 if rows <= 16 or p.dropout else 32 if rows <= 32 or not p.plain else 64
 
 
@@ -67,7 +67,7 @@ def evenly(many: int) -> bool:
 def first_for(p: Problem) -> bool:
     """Where it is measured to be faster than fwd_decode and fwd_wgmma (experiment 020): few queries of many keys, and
     heads enough for nearly every multiprocessor; of 16 packed rows where they are dealt out evenly alone."""
-    rows = p.Sq * group(p)
+    rows = p.Sq * p.group
     if not (0 < 16 * p.Sq <= p.Sk and p.Sq <= 32 and rows <= 128):
         return False
     if p.ragged or p.key_lengths or p.page_size or p.bias or p.mask or p.score:  # of different lengths, or looked up
@@ -98,5 +98,6 @@ kernel = Kernel(
     check_tile=check_tile,
     first_for=first_for,
     rank=lambda p, t: 1024 * (rows_of(p) != t.BLOCK_M) + t.BLOCK_M,
+    numbers={"row_tiles": lambda p, t: row_tiles(p, t.BLOCK_M)},
     args=("Q", "K", "V", "O", "LSE", "K_map", "V_map", "B", "H", "Hk", "group", "score"),
 )

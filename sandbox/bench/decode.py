@@ -29,8 +29,7 @@ def problems(dtype: str) -> list[Problem]:
 
 def is_reading(problem: Problem, computes: str) -> bool:
     """Whether it is a matter of reading keys: a forward in which so few rows share them, of so many."""
-    group = problem.H // problem.Hk if problem.Hk else 1
-    return computes == "forward" and not problem.ragged and 0 < 32 * problem.Sq * group <= problem.Sk
+    return computes == "forward" and not problem.ragged and 0 < 32 * problem.Sq * problem.group <= problem.Sk
 
 
 def bytes_of_keys(problem: Problem, pairs: int | None) -> int:

@@ -171,6 +171,11 @@ class Problem:
         return 1 if self.ragged else self.B
 
     @property
+    def group(self) -> int:
+        """Query heads that share keys and values."""
+        return self.H // self.Hk if self.Hk else 1
+
+    @property
     def rows(self) -> tuple[int, int]:
         """Rows of each head of q, and of k and v."""
         return (self.ragged[0], self.ragged[1]) if self.ragged else (self.Sq, self.Sk)

