@@ -194,6 +194,7 @@ extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
     barrier.bytes += bytes;
     --barrier.missing;
     end_phase(*current, at);
+    if (current->lags(self())) pause();
 }
 
 extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {

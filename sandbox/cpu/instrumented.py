@@ -60,7 +60,8 @@ def run(
 
     `buffers` maps a pointer among the arguments to the contiguous array it leads to. Blocks run side by side on one OS
     thread each under ThreadSanitizer, so that races between blocks are seen too. `order` 0 runs blocks, warps and lanes
-    in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed.
+    in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed; of each
+    block one warp lags behind the others as far as it can.
     """
     with cache.in_use():  # programs are run by their paths
         program, kernel = build.program(source, entry, defines, sanitizer)

@@ -56,7 +56,7 @@ thread_local Thread* sandbox_self;
 
 namespace {
 
-constexpr unsigned WARP = 32;
+constexpr unsigned WARP = 32, HELD_UP = 64;  // steps at most
 constexpr size_t STACK_BYTES = 512 * 1024, GUARD_BYTES = 64 * 1024;  // reserved; only what is touched is committed
 #if defined(SANDBOX_TSAN)
 constexpr bool TSAN = true;
@@ -262,6 +262,7 @@ struct Block {
     char* message = nullptr;
     Hopper hopper{};
     unsigned resumed = 0, yielded = 0;  // in this scheduling step: fibers, and those that only waited for another block
+    unsigned held_for = 0;              // steps in which others went on, and one warp was held up
     bool stuck = false;                 // all did
 
     Block(const Launch& launch, Stores& stores, const int& failed);
@@ -269,6 +270,10 @@ struct Block {
     bool run(dim3 index, Teammate* its_team);
 
     void shuffle(dim3 index);
+    // The first warp of a shuffled order lags behind as long as others go on, also after it has told them that they may: what
+    // they do too early for it shows. Not for ever: some ask again and again.
+    bool holds_up() const { return launch.order && threads > WARP; }
+    bool lags(const Fiber& fiber) const { return holds_up() && (&fiber - fibers) / WARP == warps[0]; }
     void resume(Fiber& fiber);
     bool run_warp(unsigned first);
     bool release_collectives(unsigned first, unsigned last);
@@ -435,7 +440,7 @@ bool Block::release_collectives(unsigned first, unsigned last) {
     return any;
 }
 
-// Other turns for each block: of the warps, and of the lanes in each.
+// Other turns for each block: of the warps, the first of which is held up, and of the lanes in each.
 void Block::shuffle(dim3 index) {
     uint64_t state = (uint64_t(launch.order) << 32 | 1) ^ (index.x + 977ull * index.y + 65537ull * index.z) << 1;
     const auto below = [&](unsigned n) {  // Knuth's MMIX generator
@@ -483,9 +488,11 @@ bool Block::run(dim3 index, Teammate* its_team) {
     current = this;
     for (;;) {
         resumed = yielded = 0;
-        for (unsigned w = 0; w < (threads + WARP - 1) / WARP; ++w) {
+        for (unsigned w = holds_up(); w < (threads + WARP - 1) / WARP; ++w) {
             if (!run_warp(warps[w] * WARP)) return false;
         }
+        const bool others = resumed != yielded || hopper.requested.count;
+        if (holds_up() && (!others || ++held_for % HELD_UP == 0) && !run_warp(warps[0] * WARP)) return false;
         become_stuck(resumed && resumed == yielded && !hopper.requested.count);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;

@@ -109,7 +109,7 @@ struct Launch {
     unsigned team;  // blocks, neighbours along x, that run at one time and read each other's shared memory
     unsigned smem_bytes;
     unsigned workers;  // OS threads to spread the blocks over
-    unsigned order;    // 0: blocks, warps and lanes in ascending order; else blocks descending, and the seed of a shuffle
+    unsigned order;    // 0: blocks, warps and lanes in ascending order; else blocks descending, and a shuffle's seed; one warp lags behind
     char* error;       // of error_size bytes: what went wrong, "" when all is well
     uint64_t error_size;
 };

@@ -145,6 +145,15 @@ def test_what_hopper_copies_and_multiplies_has_to_be_there(what: str, tmp_path: 
     assert "before anything was written there" in report.text
 
 
+def test_a_warp_that_lags_behind_is_waited_for() -> None:
+    """In another order one warp is held up: the turners of V find it still at work on what they turned round before."""
+    kernel = registry.get("fwd_wgmma_fp8")
+    tile = small_tile(kernel)
+    problem = Problem(2, 1, tile["BLOCK_M"], 5 * tile["BLOCK_N"], 32, dtype="float8_e4m3")
+    found = on_host("orders", kernel, problem, tile, timeout=60)
+    assert found.clean, found.findings
+
+
 @pytest.mark.parametrize("sent", [True, False])
 def test_what_a_team_sends_has_been_written(sent: bool, tmp_path: Path) -> None:
     """By another block than the one whose shared memory it is."""
