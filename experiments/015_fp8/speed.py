@@ -1,11 +1,12 @@
 """How fast the float8 forward is, beside our bfloat16 forward in one run.
 
-python experiments/015_fp8/speed.py     needs an H200, some minute; rows go to speed.jsonl
+python experiments/015_fp8/speed.py [ROWS.jsonl]     needs an H200, some minute; rows go to that file, or to speed.jsonl
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 
 from sandbox import Problem
@@ -28,14 +29,14 @@ def problems() -> list[Problem]:
     ]
 
 
-def measure() -> None:
-    """Appends the rows of one run, and prints them as they come."""
+def measure(file: Path) -> None:
+    """Appends the rows of one run to `file`, and prints them as they come."""
     kernels = [registry.get(name) for name in KERNELS.values()]
     rows = contest.run(kernels, problems(), limits=Limits(seconds=0.1, rounds=60))
-    for row in recorded((row for row in rows if row.contender == KERNELS[row.problem.dtype]), ROWS):
+    for row in recorded((row for row in rows if row.contender == KERNELS[row.problem.dtype]), file):
         said = f"{row['tflops']:.0f} TFLOP/s, product {row['ceiling_tflops']:.0f}" if row["ok"] else row["message"]
         print(row["dtype"], f"D{row['D']} S{row['Sq']} causal={row['causal']}", row["tile"], said, flush=True)
 
 
 if __name__ == "__main__":
-    measure()
+    measure(Path(sys.argv[1]) if len(sys.argv) > 1 else ROWS)
