@@ -45,6 +45,7 @@ def test_each_has_tests_or_a_reason() -> None:
 def test_a_survivor_is_one(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three mutations of a small project one is noticed, one is not, and one is said to be void."""
     files = {
+        "sandbox/__init__.py": "",  # without it a `sandbox` on PYTHONPATH would come before this one
         "sandbox/two.py": "TWO = 1 + 1\n",
         "tests/test_two.py": "from sandbox.two import TWO\n\ndef test_two():\n    assert TWO == 2\n",
         "tests/test_three.py": "def test_three():\n    assert False\n",
