@@ -131,10 +131,13 @@ def attention_varlen(
     `attention` is. cu_seqlens that make no sense are an error on the CPU backend; on a GPU results are then undefined,
     but nothing outside of the arrays is touched. Raises what `attention_forward` does.
     """
+    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, x in zip(("q", "k", "v", *CU_SEQLENS), (q, k, v, *offsets), strict=True):
+        if not hasattr(x, "dtype"):
+            raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
     what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
     if descale is not None or out_dtype is not None:
         what, arrays = with_float8(what, arrays, descale, out_dtype)
-    offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     what, arrays = ragged(what, arrays, offsets, (max_seqlen_q, max_seqlen_k))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:

@@ -63,7 +63,8 @@ def attention_forward(
     where shift is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or float32: added.
     score: a `sandbox.Score`, the user's own expressions. window: (left, right), so many keys to either side of
     i + shift, both ends included, None for no bound. mask: bool, broadcastable to (B, H, Sq, Sk): False hides. sink:
-    (H,) float32: exp(sink[h]) is added to a row's sum. key_lengths: (B,) int32: so many of the Sk keys count.
+    (H,) float32: exp(sink[h]) is added to a row's sum. key_lengths: (B,) int32: so many of the Sk keys count;
+    less than 0 means none, more than Sk all.
     dropout: the probability with which each element of softmax's result is dropped, the others divided by
     1 - dropout, honoured to 2^-16. seed: which ones, as `sandbox.reference.dropout_keep` says: an int, or an int64
     array of one element, read when the kernel runs; None draws one from the library's own generator.

@@ -111,8 +111,9 @@ def _view(library: Library, name: str, array: Any) -> ArrayView:
         return library.view(array)
     except UnsupportedProblem as refusal:
         if name not in DTYPES:
-            raise
-        raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {refusal}") from None
+            raise UnsupportedProblem(f"{name}: {refusal}") from None
+        what, _, _ = str(refusal).partition(": convert to")  # the one that it must be is none of those
+        raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {what}") from None
 
 
 _Lying = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make
@@ -185,14 +186,19 @@ def _handing_plan(plan: Plan, handed: Callable[[Any], Any]) -> Plan:
     return lambda arrays, addresses: tuple(map(handed, plan(arrays, addresses)))
 
 
+def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:
+    """The kernel that a caller names, if any. Raises UnknownKernel; UnsupportedProblem if it computes another pass."""
+    if kernel is not None and not isinstance(kernel, Kernel):
+        kernel = registry.get(kernel)
+    if kernel is not None and kernel.computes != computes:
+        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the {computes}")
+    return kernel
+
+
 def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options) -> Kernel:
-    kernel = options.kernel
+    kernel = named(options.kernel, computes)
     if kernel is None:
         return choose.choose_kernel(problem, computes, arch, options.deterministic)
-    if not isinstance(kernel, Kernel):
-        kernel = registry.get(kernel)
-    if kernel.computes != computes:
-        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the {computes}")
     if options.deterministic and not kernel.deterministic:
         other = choose.choose_kernel(problem, computes, arch, deterministic=True)
         raise UnsupportedProblem(

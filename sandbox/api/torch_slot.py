@@ -22,6 +22,7 @@ from ..core.kernel import Kernel
 from ..core.tile import Tile
 from .asked import Asked
 from .passes import Refusal, plan_forward, run_backward, run_forward
+from .plan import named
 from .torch_flash import OPERATORS
 
 NAME = "sandbox"  # in PyTorch's registry
@@ -41,9 +42,13 @@ def use_in_torch(
     `with`, `activate()` and `restore()` do the same; so do, of the latest object, PyTorch 2.11's own
     torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl().
 
+    Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
+
     It holds for all threads. PyTorch itself decides which calls end in those operators: on a GPU float16 and bfloat16
     without attn_mask, while torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU what has no dropout.
     """
+    for asked, computes in ((kernel, "forward"), (backward, "backward")):
+        named(asked, computes)  # a mistake in a name is no reason to go to PyTorch's
     slot = Slot(kernel, backward, tile)
     if registry := _registry():
         registry.register_flash_attention_impl(NAME, register_fn=slot.register)

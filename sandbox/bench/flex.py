@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.errors import UnsupportedProblem
+from ..core.files import names_of
 from ..core.problem import Problem
 
 Mod = Callable[..., Any]
@@ -29,7 +29,7 @@ def flex_modifications(problem: Problem, given: Mapping[str, Any]) -> tuple[Mod 
 
 def _of_file(p: Problem, given: Mapping[str, Any]) -> tuple[list[Mod], list[Mod]]:
     assert p.score is not None
-    said = runpy.run_path(p.score.file).get("flex") if p.score.file else None
+    said = names_of(p.score.file).get("flex") if p.score.file else None
     if said is None:
         raise UnsupportedProblem("flex: the file of --score defines no flex(problem, given), its expressions in Python")
     score, mask = said(p, given)

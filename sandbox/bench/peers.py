@@ -6,7 +6,6 @@ A peer is a `Contender`, and so is a kernel of ours. One more is a function `pre
 
 from __future__ import annotations
 
-import runpy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import UnsupportedProblem
+from ..core.files import names_of
 from ..core.problem import Problem
 from .flex import flex_modifications
 from .ragged import ask_varlen_attn
@@ -55,7 +55,7 @@ def get(name: str) -> list[Contender]:
     if name in PEERS:
         return [PEERS[name]]
     if name.endswith(".py") and Path(name).is_file():
-        found = runpy.run_path(name).get("peers")
+        found = names_of(name).get("peers")
         if isinstance(found, (list, tuple)) and all(isinstance(peer, Contender) for peer in found):
             return list(found)
         raise UnsupportedProblem(

@@ -131,6 +131,8 @@ def _look_back(
     elif as_json:
         print_json(history.versions())
     else:
-        console = screen()
-        for line in watch_report.history_lines(history.versions()):
+        console, versions = screen(), history.versions()
+        if not versions:
+            say(f"{history.kernel.name} has no versions yet: watch keeps one of every save", stderr=True)
+        for line in watch_report.history_lines(versions):
             console.print(line, no_wrap=True, overflow="ellipsis")

@@ -135,7 +135,8 @@ class Kernel(Entry):
             return f"{self.name}: dtype {problem.dtype} is not built: it takes {', '.join(self.dtypes)}"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
-            return f"{self.name}: needs compute capability {need} or later, this is {have}"
+            later = "alone" if self.arch_suffix == "a" else "or later"
+            return f"{self.name}: needs compute capability {need} {later}, this is {have}"
         if problem.float8 and arch is not None and arch < FLOAT8_ARCH:
             return (
                 f"{self.name}: {problem.dtype} needs compute capability 8.9 or later, whose tensor cores know it, this "

@@ -8,7 +8,6 @@ import importlib
 import pkgutil
 import sys
 import threading
-import traceback
 from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import kernels_cu
 
 from . import log
 from .errors import SpecError, UnknownKernel
+from .files import mistake
 from .kernel import COMPUTATIONS, Kernel
 from .project import FOLDER as FOLDER  # whoever knows the registry knows where
 
@@ -79,10 +79,7 @@ def _load(name: str) -> ModuleType:
     except SpecError as error:
         raise SpecError(f"kernels_cu/{name}.py: {error}") from error
     except Exception as error:  # whatever a spec's own mistakes raise
-        path = str(FOLDER / f"{name}.py")
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        raise SpecError(f"kernels_cu/{name}.py, line {line}: {type(error).__name__}: {error}") from error
+        raise SpecError(f"kernels_cu/{name}.py, {mistake(error, FOLDER / f'{name}.py')}") from error
 
 
 def kernels() -> dict[str, Kernel]:

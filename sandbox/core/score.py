@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,14 +12,23 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from .dtypes import ITEMSIZE
-from .errors import SpecError
+from .errors import SandboxError, SpecError
+from .files import mistake, names_of
 from .project import from_project, within_project
 
 SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
 DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
+_CPP = """
+alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do double
+else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept not nullptr
+operator or private protected public register return short signed sizeof static struct switch template this throw true
+try typedef typename union unsigned using virtual void volatile while xor
+"""
+CPP_KEYWORDS = frozenset(_CPP.split())  # what nothing in a `.cu` can be called
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
 MOST_DIMENSIONS = 4
+_TAKEN = {*VARIABLES, *FUNCTIONS, *CPP_KEYWORDS}
 BLOCK_MAP = "score.block-map"  # what kernels know a given block map by; no tensor of an expression can be called so
 
 
@@ -64,7 +72,7 @@ class Score:
                 raise SpecError(f"Score: {name}={text!r} must be an expression in CUDA C++, such as {_SUCH_AS[name]!r}")
             object.__setattr__(self, name, text.strip())
         for name, tensor in self.tensors.items():
-            if not isinstance(name, str) or not name.isidentifier() or name in (*VARIABLES, *FUNCTIONS):
+            if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
                 raise SpecError(f"Score: a tensor cannot be called {name!r}: choose another name")
             like = like_of(tensor)
             if like.dtype not in DTYPES:
@@ -139,9 +147,14 @@ class Score:
         path = Path(path)
         if not path.is_file():
             raise SpecError(f"score {path}: there is no such file")
-        found = runpy.run_path(str(path)).get("score")
+        found = names_of(path).get("score")
         if isinstance(found, Callable):  # type: ignore[arg-type]
-            found = found(problem)  # type: ignore[misc]
+            try:
+                found = found(problem)  # type: ignore[misc]
+            except SandboxError as error:
+                raise SpecError(f"score {path}: {error}") from error
+            except Exception as error:  # whatever the function's own mistakes raise
+                raise SpecError(f"score {path}, {mistake(error, path)}") from error
         if not isinstance(found, cls):
             raise SpecError(f"score {path}: it must define score, a sandbox.Score or a function of the problem to one")
         return dataclasses.replace(found, file=str(path.resolve()))

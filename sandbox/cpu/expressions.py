@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import SpecError
+from ..core.errors import CompileError, SpecError
 from ..core.options import macros
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
@@ -72,5 +72,9 @@ def _function(score: Score) -> CpuFunction:
     like = {name: np.empty(tensor.shape, np.bool_) for name, tensor in score.tensors.items()}
     size = ctypes.sizeof(_snippet(like))
     defines = {**macros(problem), "DTYPE_float32": 1, "HEAD_DIM": 1, "CAUSAL": 0, "SNIPPET_BYTES": size}
-    built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
+    try:
+        built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
+    except CompileError as error:  # the source is ours, and compiles
+        said = f"Score: {score} does not compile: {error}"
+        raise CompileError(said, source=error.source, options=error.options, log=error.log) from None
     return CpuFunction(built.path, _ENTRY)

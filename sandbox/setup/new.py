@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from pathlib import Path
 from string import Template
 
 from ..core import registry
 from ..core.errors import SpecError
+from ..core.score import CPP_KEYWORDS
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -50,7 +52,8 @@ def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
     files = [registry.FOLDER / f"{name}{suffix}" for suffix in (".cu", ".py")]
     taken = [str(file) for file in files if file.exists()]
     if taken or name in registry.kernels():
-        raise SpecError(f"{' and '.join(taken) or name} is there already: choose another name")
+        there = "are" if len(taken) > 1 else "is"
+        raise SpecError(f"{' and '.join(taken) or name} {there} there already: choose another name")
     texts = [old.source.with_suffix(file.suffix).read_text() for file in files]
     texts = [re.sub(r"^ *default=True,.*\n", "", text, flags=re.MULTILINE) for text in texts]
     return _write({file: re.sub(rf"\b{stem}", name, text) for file, text in zip(files, texts, strict=True)})
@@ -59,6 +62,8 @@ def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
 def _check(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise SpecError(f"name {name!r} must be lower-case letters, digits and _, and begin with a letter")
+    if name in CPP_KEYWORDS or keyword.iskeyword(name):
+        raise SpecError(f"name {name!r} is a word of C++ or of Python: choose another name")
 
 
 def _write(texts: dict[Path, str]) -> list[Path]:

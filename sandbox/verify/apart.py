@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..core import registry
@@ -72,7 +73,8 @@ def _answer(asked: _Question, at: At) -> tuple[Result, bool]:
     """In the worker."""
     kernel = registry.get(asked.kernel)
     at("computing the reference", None)
-    truth_of(kernel.computes, asked.case)
+    with suppress(SandboxError):  # which `verify` will say
+        truth_of(kernel.computes, asked.case)
     at("running it", None)
     result = verify(kernel, asked.case, asked.device, asked.tile, repeats=asked.repeats, report=asked.report)
     return result, fit(asked.device)

@@ -102,7 +102,10 @@ def verify(
     kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False
 ) -> Result:
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
-    truth = truth_of(kernel.computes, case)
+    try:
+        truth = truth_of(kernel.computes, case)
+    except SandboxError as failure:  # expressions of a score that are none
+        return Result(kernel.name, case.name, case.problem, device[0], ok=False, message=str(failure))
     tensors = (view(truth.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in truth.given)
     lies = layout(tensors)
     if case.problem.bias:

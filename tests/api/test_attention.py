@@ -367,7 +367,7 @@ def refused(message: str, *args, error=sandbox.UnsupportedProblem, **options) ->
 def test_refusals_name_the_value_and_the_remedy() -> None:
     """Bad input gets one clear exception, before anything is allocated or launched."""
     q, k, v = arrays(2, 4, 9, 16)
-    refused("dtype float64 (NumPy) is not supported: convert to one of", q.astype(np.float64), k, v)
+    refused("q: dtype float64 (NumPy) is not supported: convert to one of", q.astype(np.float64), k, v)
     refused("q is float32 and k is float16: convert one", q, k.astype(np.float16), v.astype(np.float16))
     refused("q has shape (4, 9, 16): it must be (B, heads, S, D)", q[0], k, v)
     refused("q has shape (2, 4, 9, 16) and k (1, 4, 9, 16): B must be the same", q, k[:1], v[:1])

@@ -274,6 +274,11 @@ def test_refusals_of_a_problem(values: dict, arch, message: str) -> None:
     assert KERNEL.refuses(dataclasses.replace(P, **values), arch) == message
 
 
+def test_refusals_by_a_kernel_of_one_architecture() -> None:
+    of_one = dataclasses.replace(KERNEL, min_arch=(9, 0), arch_suffix="a")
+    assert of_one.refuses(P, (8, 0)) == "fwd_x: needs compute capability 9.0 alone, this is 8.0"
+
+
 def test_what_it_takes() -> None:
     for arch in (None, (8, 0), (12, 1)):
         assert KERNEL.refuses(dataclasses.replace(P, D=128), arch) is None

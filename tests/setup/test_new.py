@@ -35,7 +35,7 @@ def test_a_new_kernel_works_as_it_is(project_copy: Path) -> None:
     before = files[0].read_text()
     again = in_project(project_copy, "sandbox", "new", "kernel", "fwd_mine")
     assert (again.returncode, again.stdout) == (2, "")
-    assert f"{files[0]} and {files[1]} is there already: choose another name" in again.stderr
+    assert f"{files[0]} and {files[1]} are there already: choose another name" in again.stderr
     assert files[0].read_text() == before
 
 
@@ -78,8 +78,14 @@ def test_names_that_make_no_file(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["class", "float"])
+def test_names_that_make_no_function(name: str) -> None:
+    with pytest.raises(SpecError, match=f"name '{name}' is a word of"):
+        new.kernel(name)
+
+
 def test_a_name_that_a_kernel_has() -> None:
-    with pytest.raises(SpecError, match=r"fwd_mma\.cu and .*fwd_mma\.py is there already"):
+    with pytest.raises(SpecError, match=r"fwd_mma\.cu and .*fwd_mma\.py are there already"):
         new.kernel("fwd_mma")
     assert registry.get("fwd_mma").source.read_text()
 

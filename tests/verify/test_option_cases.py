@@ -13,9 +13,11 @@ import torch
 from sandbox import reference
 from sandbox.core import registry
 from sandbox.core.errors import SpecError
+from sandbox.launch.dlpack import HOST
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
 from sandbox.verify import sampled, sampled_gradients, scores, sequences
+from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
 from sandbox.verify.sampled_sequences import expect_sequences
 from sandbox.verify.truth import truth_of
@@ -151,6 +153,30 @@ def test_a_score_without_numbers_reads_its_file_again(tmp_path) -> None:
         Score.from_file(file, P)
     with pytest.raises(SpecError, match="there is no such file"):
         Score.from_file(tmp_path / "none.py", P)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import sandbox\nscore = sandbox.Score('x'", "line 2: SyntaxError: '\\(' was never closed"),
+        ("import nobody_has_this\n", "line 1: ModuleNotFoundError: "),
+        ("def score(problem):\n    return problem.heads\n", "line 2: AttributeError: "),
+        ("import sandbox\nscore = sandbox.Score('x', tensors={'for': 1})\n", "cannot be called 'for'"),
+    ],
+)
+def test_a_file_of_a_score_that_is_wrong_says_where(text: str, said: str, tmp_path) -> None:
+    (tmp_path / "score.py").write_text(text)
+    with pytest.raises(SpecError, match=rf"score\.py.* {said}"):
+        Score.from_file(tmp_path / "score.py", P)
+
+
+def test_an_expression_that_does_not_compile_is_a_result() -> None:
+    """As a kernel that does not compile is one; its process lives."""
+    p = dataclasses.replace(P, score=Score("x - slop(h)"))
+    with Apart(print) as apart:
+        found = apart.verify(registry.get("fwd_minimal"), Case("typo", p), HOST)
+    assert found.ok is False
+    assert found.message.startswith("Score: x - slop(h) does not compile: ")
 
 
 X, I, J = np.linspace(-2, 2, 20).reshape(4, 5), np.arange(3, 7)[:, None], np.arange(5)[None]
