@@ -56,7 +56,8 @@ def judge(starts: list[dict[str, list[float]]]) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], prefix: Path) -> None:
-    """The rows of one start -> PREFIX.png and .svg: losses above, differences to the first of PyTorch's below."""
+    """The rows of one start -> PREFIX.png and .svg: losses above, differences to the first of PyTorch's below,
+    in the same colours."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -74,11 +75,12 @@ def draw(rows: list[dict[str, Any]], prefix: Path) -> None:
             top.plot(steps, losses, label=name, **look)
             apart = np.convolve(abs(losses - curves[first]), np.ones(window) / window, mode="valid")
             if apart.any():
-                bottom.plot(steps[window - 1 :], apart, label=f"{name} − {first}", **look)
+                bottom.plot(steps[window - 1 :], apart, **look)
         top.set(ylabel="loss of the step, nats a character")
-        bottom.set(yscale="log", xlabel="step", ylabel=f"|difference|, mean of {window} steps")
+        top.legend(frameon=False)
+        smooth = f"\nmean of {window} steps" if window > 1 else ""
+        bottom.set(yscale="log", xlabel="step", ylabel=f"|difference from {first}|{smooth}")
         for axis in (top, bottom):
-            axis.legend(frameon=False)
             axis.grid(color="#e4e4e4", linewidth=0.8)
         task = {"dropout": "dropout, ", "packed": "packed documents, "}.get(rows[0].get("task", ""), "")
         shape = "{layers} layers, width {width}, {heads} heads, S {length}, batch {batch}, {dtype}".format(**config)
