@@ -8,10 +8,13 @@
 // clang-format off
 //   a warp of its own requests   K0 V0 K1 V1 ... and on into the next piece       STAGES tiles of K and of V, each with two mbarriers:
 //                                                                                 full (TMA arrived), empty (used)
-//   a warpgroup                  S^T = K Q^T | P^T -> shared memory | O^T += V^T P^T     of 64 keys, tile after tile
+//   a warpgroup                  P^T -> shared memory | S^T = K Q^T of the next tile | O^T += V^T P^T     of 64 keys, tile after tile
 //
 //   shared memory: Q | P [2], where O leaves | K [STAGES] | V [STAGES] | numbers of each row, of each warp and of all | mbarriers
 // clang-format on
+//
+// S^T of the next tile is asked for before O^T of this one, so that P of the next is computed while O^T grows: 0.61 us a tile for 0.74, which
+// counts where a block is behind all others, in the last 10 us of a launch above all (512 heads of 8192 keys: 0.3%, and 0.3% for three stages).
 //
 // fwd_decode's warps walk keys of their own and merge what each has summed up, 4 us at the end of a head in which its multiprocessor asks for
 // nothing. Here there is nothing to merge, and the next head's keys are under way meanwhile.
@@ -34,8 +37,10 @@ using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P; and 64 columns of O
+constexpr bool AHEAD = BLOCK_M <= 32;      // S^T of the next tile before O^T of this one: 64 rows spill, and hold on to V for too long
 constexpr float MOST = 16384.0f;           // of P: fp16 holds it
 constexpr float FAR = 3e38f;
+constexpr unsigned ALL_CONSUMERS = 1, BARRIERS_THERE = 2;  // named barriers
 static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
 static_assert(Values::SLABS <= 2, "O finds room where P was");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -64,10 +69,7 @@ __device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 +
 struct Piece {
     int row0, rows_end, h, b, begin, tiles;
     int group, first_query, first_head;  // of the tile's first row: its query, and its head within the group
-    // Of no rows and no keys.
-    __device__ __forceinline__ Piece(int group)
-        : row0(0), rows_end(0), h(0), b(0), begin(0), tiles(0), group(group), first_query(0), first_head(0) {}
-    __device__ __forceinline__ Piece(int number, int row_tiles, int Hk, int group, const Score& score) : Piece(group) {
+    __device__ __forceinline__ Piece(int number, int row_tiles, int Hk, int group, const Score& score) : group(group) {
         row0 = number % row_tiles * BLOCK_M, h = number / row_tiles % Hk, b = number / row_tiles / Hk;
         first_query = row0 / group, first_head = row0 % group;
         const Head any(score, b, h * group);
@@ -76,6 +78,7 @@ struct Piece {
         begin = keys.begin / BLOCK_N;
         tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
     }
+    __device__ __forceinline__ int number(int row_tiles, int Hk) const { return (b * Hk + h) * row_tiles + row0 / BLOCK_M; }
     __device__ __forceinline__ int end_of_queries() const { return query(rows_end - 1 - row0) + 1; }
     // The first key of the j-th tile: backwards, so that those that not all rows see come first.
     __device__ __forceinline__ int first_key(int j) const { return (begin + tiles - 1 - j) * BLOCK_N; }
@@ -105,14 +108,16 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
-    if (threadIdx.x == 0) init_barriers(base);
-    __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int row_tiles = (score.Sq * group + BLOCK_M - 1) / BLOCK_M, pieces = row_tiles * Hk * B;
     unsigned used = 0;  // tiles that went through the ring
 
     if (warp == CONSUMERS / 32) {
-        if (!elect()) return;
+        const bool asks = elect();  // at once: the mbarriers are its own doing, and it waits for nobody
+        if (asks) init_barriers(base);
+        __syncwarp();  // they are there before this warp says so
+        named_barrier_arrive(BARRIERS_THERE, THREADS);
+        if (!asks) return;
 #pragma unroll 1
         for (int number = blockIdx.x; number < pieces; number += gridDim.x) {
             const Piece piece(number, row_tiles, Hk, group, score);
@@ -136,8 +141,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     float* const numbers = reinterpret_cast<float*>(smem + NUMBERS_AT);  // [4][BLOCK_M]
-    float* const maxima = numbers + 4 * BLOCK_M;                        // [BLOCK_M]; then what O is multiplied by
-    const auto barrier = [] { named_barrier_sync(1, CONSUMERS); };
+    float* const maxima = numbers + 4 * BLOCK_M;                        // [BLOCK_M]
+    const auto barrier = [] { named_barrier_sync(ALL_CONSUMERS, CONSUMERS); };
     // Q of a piece, 16 bytes of a row at a time; rows and columns that there are not become zeros.
     const auto request_Q = [&](const Piece& piece) {
         const Sequence sequence(score, piece.b);
@@ -152,9 +157,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         cp_async_commit();
     };
 
-    Piece piece(group);  // none: at its end Q of the first one is requested
+    Piece piece(blockIdx.x, row_tiles, Hk, group, score);
+    request_Q(piece);
+    named_barrier_sync(BARRIERS_THERE, THREADS);  // before anybody uses the mbarriers
 #pragma unroll 1
-    for (int number = blockIdx.x;; number += gridDim.x) {
+    for (;;) {
         const Head any(score, piece.b, piece.h * group);  // of the piece's heads, which see the same
         const Range whole = any.keys_seen_by_all(piece.first_query, piece.end_of_queries());
         float m[OWN_ROWS], l[OWN_ROWS];  // m: a raw score, the same in all lanes that have the row; l: this thread's part of the sum
@@ -166,6 +173,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         const auto tell = [&](float* to, const float (&own)[OWN_ROWS]) {
 #pragma unroll
             for (int r = 0; r < OWN_ROWS; ++r) to[row_of(r, q)] = own[r];
+        };
+        const auto multiply_O = [&](int r, float factor) {  // of the thread's r-th row
+#pragma unroll
+            for (int slab = 0; slab < Values::SLABS; ++slab)
+                for (int half = 0; half < 2; ++half) O_own[slab][r / 2 * 4 + r % 2 + 2 * half] *= factor;
         };
         // Moves m up to the maxima of S, and rescales what was accumulated under the old one.
         const auto raise_maximum = [&] {
@@ -183,12 +195,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 float top = m[r];
                 for (int w = 0; w < 4; ++w) top = fmaxf(top, numbers[w * BLOCK_M + row_of(r, q)]);
                 const float alpha = m[r] == top ? 1.0f : ex2((m[r] - top) * exponent);  // equal infinities: not NaN
-                m[r] = top, l[r] *= alpha;
-#pragma unroll
-                for (int slab = 0; slab < Values::SLABS; ++slab) {
-                    O_own[slab][r / 2 * 4 + r % 2] *= alpha;
-                    O_own[slab][r / 2 * 4 + r % 2 + 2] *= alpha;
-                }
+                m[r] = top, l[r] *= alpha, multiply_O(r, alpha);
             }
         };
 
@@ -208,28 +215,54 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             return Head(any, piece.head(row)).keeps(piece.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
         };
 
+        // Of the i-th tile that goes through the ring: S^T, begun; O^T, begun to grow; and a stage, free again.
+        const auto multiply_K = [&](unsigned i) {
+            mbarrier_wait(base + FULL_K + 8 * stage_of(i), parity_of(i));
+            const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(i) * Keys::BYTES), Q_smem = Queries::k_major(base);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < D_PAD / 16; ++step)
+                wgmma<Order::K_MAJOR>(S, K_smem + Keys::k_step(step), Q_smem + Queries::k_step(step), step > 0);
+            wgmma_commit();
+        };
+        const auto multiply_V = [&](unsigned i) {
+            mbarrier_wait(base + FULL_V + 8 * stage_of(i), parity_of(i));
+            const Descriptor P_smem = Pairs::k_major(base + P_AT + i % 2 * Pairs::BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int slab = 0; slab < Values::SLABS; ++slab) {
+                const Descriptor V_smem = Values::mn_major(base + V_AT + stage_of(i) * Values::BYTES + slab * Values::SLAB_BYTES);
+#pragma unroll
+                for (int step = 0; step < BLOCK_N / 16; ++step)
+                    wgmma<Order::K_MAJOR, Order::MN_MAJOR>(O_own[slab], V_smem + Values::mn_step(step), P_smem + Pairs::k_step(step), true);
+            }
+            wgmma_commit();
+        };
+        const auto release = [&](unsigned empty, unsigned i) {
+            if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
+        };
+        const auto multiplied_K = [&] {
+            wgmma_wait<0>();
+            wgmma_settled(S);
+        };
+        const auto multiplied_V = [&] {
+            wgmma_wait<0>();
+#pragma unroll
+            for (int slab = 0; slab < Values::SLABS; ++slab) wgmma_settled(O_own[slab]);
+        };
+
         cp_async_wait<0>();
         fence_proxy_async();
         barrier();  // Q is there; nobody reads the last piece's O any more
+        if (AHEAD && piece.tiles > 0) {
+            multiply_K(uniform(used));
+            multiplied_K();
+        }
 #pragma unroll 1
         for (int j = 0; j < piece.tiles; ++j, ++used) {
-            const unsigned now = uniform(used), stage = stage_of(now), parity = parity_of(now);
-            const SmemAddress P_smem = base + P_AT + now % 2 * Pairs::BYTES;
-            mbarrier_wait(base + FULL_K + 8 * stage, parity);
+            const unsigned now = uniform(used);
             const int n0 = piece.first_key(j), key = n0 + static_cast<int>(warp) * 16 + g;
-            const bool edge = (Head::FIRST && n0 < whole.begin) || n0 + BLOCK_N > whole.end;
-#pragma unroll 1
-            for (bool raise = false;; raise = true) {  // at most twice: then P is 1 at most
-                const Descriptor K_smem = Keys::k_major(base + K_AT + stage * Keys::BYTES), Q_smem = Queries::k_major(base);
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < D_PAD / 16; ++step)
-                    wgmma<Order::K_MAJOR>(S, K_smem + Keys::k_step(step), Q_smem + Queries::k_step(step), step > 0);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_settled(S);
-                if (!Head::LINEAR || edge) finish_scores(key);
-                if (raise) raise_maximum();
+            const auto exponentiate = [&] {  // to shared memory; whether some P is too large
                 float most = 0.0f;
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
@@ -240,33 +273,54 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 unsigned pairs[BLOCK_M / 16][4];
 #pragma unroll
                 for (int k = 0; k < N; k += 2) pairs[k / 8][k / 2 % 4] = pack(kept(k, S[k], key), kept(k + 1, S[k + 1], key));
-                store_pairs<Pairs>(P_smem, warp * 2, pairs);
+                store_pairs<Pairs>(base + P_AT + now % 2 * Pairs::BYTES, warp * 2, pairs);
                 fence_proxy_async();
-                if (!named_barrier_or(1, CONSUMERS, most > MOST)) break;
+                return most > MOST;
+            };
+            if (!AHEAD) {
+                multiply_K(now);
+                multiplied_K();
             }
-            if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage);
+            const bool edge = !Head::LINEAR || (Head::FIRST && n0 < whole.begin) || n0 + BLOCK_N > whole.end;
+            if (edge) finish_scores(key);
+            const bool exceeds = exponentiate();
+            if (AHEAD) {
+                multiplied_V();  // of the tile before
+                if (j > 0) release(EMPTY_V, now - 1);
+            }
+            if (named_barrier_or(ALL_CONSUMERS, CONSUMERS, exceeds)) {
+                multiply_K(now);
+                multiplied_K();
+                if (edge) finish_scores(key);
+                raise_maximum();
+                exponentiate();  // now P is 1 at most
+                barrier();
+            }
+            release(EMPTY_K, now);
 #pragma unroll
             for (int k = 0; k < N; ++k) l[own_row(k)] += S[k];
-            mbarrier_wait(base + FULL_V + 8 * stage, parity);
-            wgmma_fence();
-#pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab) {
-                const Descriptor V_smem = Values::mn_major(base + V_AT + stage * Values::BYTES + slab * Values::SLAB_BYTES);
-#pragma unroll
-                for (int step = 0; step < BLOCK_N / 16; ++step)
-                    wgmma<Order::K_MAJOR, Order::MN_MAJOR>(O_own[slab], V_smem + Values::mn_step(step),
-                                                           Pairs::k_major(P_smem) + Pairs::k_step(step), true);
+            if (AHEAD && j + 1 < piece.tiles) multiply_K(now + 1);
+            multiply_V(now);
+            if (AHEAD) {
+                wgmma_wait<1>();  // for S alone
+                wgmma_settled(S);
+            } else {
+                multiplied_V();
+                release(EMPTY_V, now);
             }
-            wgmma_commit();
-            wgmma_wait<0>();
-#pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab) wgmma_settled(O_own[slab]);
-            if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage);
+        }
+        if (AHEAD) {
+            multiplied_V();
+            if (piece.tiles > 0) release(EMPTY_V, used - 1);
         }
 
+        const int number = piece.number(row_tiles, Hk) + gridDim.x;
         const bool more = number < pieces;
-        const Piece next(more ? number : 0, row_tiles, Hk, group, score);
-        if (more) request_Q(next);  // every warp has read this one's: it said so with the last P
+        Piece next = piece;
+        if (more) {
+            next = Piece(number, row_tiles, Hk, group, score);
+            request_Q(next);  // every warp has read this one's: it said so with the last P
+        }
         bool spoilt = false;
 #pragma unroll
         for (int slab = 0; slab < Values::SLABS; ++slab) spoilt |= !finite(O_own[slab]);
@@ -275,41 +329,40 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 #pragma unroll
             for (int r = 0; r < OWN_ROWS; ++r) l[r] += __shfl_xor_sync(0xffffffffu, l[r], lanes);
         if (g == 0) tell(numbers + warp * BLOCK_M, l);
-        if (warp == 0 && g == 1) tell(maxima, m);
+        if (warp == 0 && g == 1) tell(maxima, m);  // for LSE
         // The sums are there, and nobody multiplies P any more. A masked key's P is 0, but 0 * NaN brings its value to rows that do not see
         // it. Seldom, and then worth the time.
-        if (named_barrier_or(1, CONSUMERS, Head::HIDES && spoilt)) {
+        if (named_barrier_or(ALL_CONSUMERS, CONSUMERS, Head::HIDES && spoilt)) {
 #pragma unroll 1
             for (int row = warp; piece.has(row); row += CONSUMERS / 32)
                 attend_row_by_row<1, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.head(row), H, piece.query(row), 0);
         } else {
-            if (threadIdx.x < BLOCK_M) {  // a thread a row
-                const int row = threadIdx.x;
-                const Head head(any, piece.has(row) ? piece.head(row) : piece.h * group);
+            const auto total = [&](const Head& head, int row, float m) {
                 float sum = 0.0f;
                 for (int w = 0; w < 4; ++w) sum += numbers[w * BLOCK_M + row];
-                const Total total = head.total<!NATURAL, APPROXIMATE>(maxima[row], sum);
-                maxima[row] = total.inverse;
-                if (piece.has(row)) LSE[head.first_row(H, piece.head(row)) + piece.query(row)] = total.lse;
-            }
-            barrier();
+                return head.total<!NATURAL, APPROXIMATE>(m, sum);
+            };
+            const auto head_of = [&](int row) { return Head(any, piece.has(row) ? piece.head(row) : piece.h * group); };
+#pragma unroll
+            for (int r = 0; r < OWN_ROWS; ++r) multiply_O(r, total(SINK ? head_of(row_of(r, q)) : any, row_of(r, q), m[r]).inverse);
 #pragma unroll
             for (int slab = 0; slab < Values::SLABS; ++slab) {
                 unsigned pairs[BLOCK_M / 16][4];
 #pragma unroll
-                for (int k = 0; k < N; k += 2) {
-                    const float2 inverse = *reinterpret_cast<const float2*>(maxima + row_of(own_row(k), q));
-                    pairs[k / 8][k / 2 % 4] = pack(O_own[slab][k] * inverse.x, O_own[slab][k + 1] * inverse.y);
-                }
+                for (int k = 0; k < N; k += 2) pairs[k / 8][k / 2 % 4] = pack(O_own[slab][k], O_own[slab][k + 1]);
                 store_pairs<Pairs>(base + P_AT + slab * Pairs::BYTES, warp * 2, pairs);
             }
             barrier();
-#pragma unroll 1
-            for (int i = threadIdx.x; i < BLOCK_M * Values::SLABS * 8; i += CONSUMERS) {
-                const int row = i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);
+#pragma unroll
+            for (int first = 0; first < BLOCK_M * Values::SLABS * 8; first += CONSUMERS) {
+                const int i = first + threadIdx.x, row = i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);
                 if (!piece.has(row) || chunk * 8 >= HEAD_DIM_V) continue;
                 const char* const from = smem + P_AT + chunk / 8 * Pairs::BYTES + Pairs::chunk(row, chunk % 8);
                 *reinterpret_cast<uint4*>(any.query(O, piece.head(row), piece.query(row)) + 8 * chunk) = *reinterpret_cast<const uint4*>(from);
+            }
+            if (const int row = threadIdx.x; row < BLOCK_M && piece.has(row)) {  // a thread a row
+                const Head head = head_of(row);
+                LSE[head.first_row(H, piece.head(row)) + piece.query(row)] = total(head, row, maxima[row]).lse;
             }
         }
         if (!more) return;

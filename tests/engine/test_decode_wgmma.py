@@ -83,12 +83,14 @@ def test_nan_stays_in_the_rows_that_see_it(device: Device) -> None:
 
 
 def test_attention_chooses_it_where_heads_are_many() -> None:
-    """Of 16 packed rows where they are dealt out evenly; with as many rows in a tile as options leave room for."""
+    """Of 16 packed rows where they are dealt out evenly; with as many rows in a tile as options leave room for, and, of
+    32, three stages where they are dealt out evenly."""
     of = lambda B, Sq, **options: Problem(B, 32, Sq, 8192, Hk=8, **{"D": 128, "dtype": "bfloat16", **options})  # noqa: E731
     found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(8, 32, causal="bottom-right"), of(64, 32, D=64),
              of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True)]  # fmt: skip
-    tiles = [choose.choose_tile(KERNEL, p, (9, 0)).BLOCK_M for p in found]
-    assert tiles == [16, 16, 32, 64, 64, 64, 32, 32]
+    tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in found]
+    assert [t.BLOCK_M for t in tiles] == [16, 16, 32, 64, 64, 64, 32, 32]
+    assert [t.STAGES for t in tiles] == [2, 2, 2, 2, 2, 2, 3, 3]
     left = [of(32, 1), of(48, 1), of(100, 1), of(8, 8), of(4, 16), of(64, 8, key_lengths=True), of(64, 8, D=136),
             of(64, 8, bias=(1, 32, 8, 8192)), of(64, 1, dtype="float8_e4m3", page_size=16)]  # fmt: skip
     for problems, takes in ((found, True), (left, False)):
