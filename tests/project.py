@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from sandbox.spec import Kernel
+
 # Where combinations are too many they are drawn by lot, the same for everybody, so that a verdict can be repeated:
 # SANDBOX_LOT=N draws another one.
 LOT = int(os.environ.get("SANDBOX_LOT", "20261121"))
@@ -21,6 +23,11 @@ INTERRUPTIBLE = (
     "-c",
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
 )
+
+
+def dtype_of(kernel: Kernel) -> str:
+    """The one that single cases are tried in: with the least room for what is too large."""
+    return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
 
 
 def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]:

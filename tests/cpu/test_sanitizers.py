@@ -56,12 +56,14 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
 @pytest.mark.parametrize("tool", HOST_TOOLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
-    """On a ragged causal problem of several blocks, and on whole tiles; with most tools on one of
-    the two, by lot."""
+    """On a ragged causal problem of several blocks, and on whole tiles; accesses out of bounds on the first alone, and
+    with most tools on one of the two, by lot."""
     tile = small_tile(kernel)
     problems = small_problems(kernel, tile)
     assert problems
-    if tool not in ("address", "thread"):
+    if tool == "address":
+        problems = problems[:1]
+    elif tool != "thread":
         problems = [random.Random(f"{LOT} {kernel.name} {tool}").choice(problems)]
     for problem in problems:
         found = on_host(tool, kernel, problem, tile, timeout=60)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from project import dtype_of
 
 from sandbox.core import registry
 from sandbox.engine import choose
@@ -20,11 +21,6 @@ from sandbox.verify.cases import Array, Case, inputs_of, pointed_cases
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes != "block_map"]
 by_name = lambda kernel: kernel.name  # noqa: E731
-
-
-def dtype_of(kernel: Kernel) -> str:
-    """The one with the least room for what is too large."""
-    return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
 
 
 def right(kernel: Kernel, case: Case, device: Device) -> None:

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from project import LOT, SELDOM
+from project import LOT, SELDOM, dtype_of
 
 from sandbox.core import registry
 from sandbox.engine import choose, pipeline
@@ -76,32 +76,37 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
         if result.ok is False:
             bad.append(result)
     assert not bad, f"SANDBOX_LOT={LOT}\n" + "\n".join(map(str, bad))
-    least = 25 if device != HOST else 0 if kernel.name in SELDOM else 15
+    least = 25 if device != HOST else 0 if kernel.name in SELDOM or kernel.computes == "block_map" else 5
     assert tried > least or dtype not in kernel.dtypes
 
 
 def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     """What the CPU backend tries, since each head width and mask is a compilation.
 
-    Every second pointed case, those that the neighbour among the dtypes leaves out; of other plain ones the head widths
-    whose turn it is in this dtype, so that each is tried in one, three cases of each by lot, of two masks; two of many
-    tiles of narrow heads, and three of the rest. Of a kernel for few problems three of all.
+    Pointed cases, which `test_cases.py` tries in one dtype, in the others: every second one, those that the neighbour
+    leaves out. Of other plain ones the head widths whose turn it is in this dtype, so that each is tried in one, up to
+    three cases of each under one mask; two of many tiles of narrow heads, and two of the rest, of which
+    `test_scores.py` and `test_ragged.py` have more. By lot. Of a kernel for few problems three of all, of block
+    maps three that map something.
     """
     lot = random.Random(f"{LOT} {kernel.name} {dtype}")
-    if kernel.name in SELDOM:
-        return lot.sample(cases, 3)
+    if kernel.computes == "block_map":
+        cases = [case for case in cases if case.problem.block_map]  # no other has anything to map
+    if kernel.name in SELDOM or kernel.computes == "block_map":
+        return lot.sample(cases, min(len(cases), 3))
     own, several = kernel.dtypes.index(dtype), len(kernel.dtypes)
     pointed = [*pointed_cases(kernel, dtype)]
     rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
     usual = [case for case in cases if case not in rare and case not in pointed]
     long = [case for case in usual if max(case.problem.Sq, case.problem.Sk) >= 1024]
     narrow = [case for case in long if case.problem.D <= 64]
-    chosen = lot.sample(narrow, min(len(narrow), 2)) + lot.sample(rare, min(len(rare), 3))
+    chosen = lot.sample(narrow, min(len(narrow), 2)) + lot.sample(rare, min(len(rare), 2))
     for width in sorted({case.problem.D for case in usual})[own::several]:
-        masks = lot.sample((False, "bottom-right", "top-left"), 2)
-        group = [c for c in usual if width == c.problem.D and c.problem.causal in masks and c not in long]
+        of_width = [case for case in usual if width == case.problem.D and case not in long]
+        mask = lot.choice(of_width).problem.causal
+        group = [case for case in of_width if case.problem.causal == mask]
         chosen += lot.sample(group, min(len(group), 3))
-    return chosen + (pointed[own % 2 :: 2] if several > 1 else pointed)
+    return chosen if dtype == dtype_of(kernel) else chosen + pointed[own % 2 :: 2]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
