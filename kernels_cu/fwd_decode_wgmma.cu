@@ -13,7 +13,7 @@
 //   shared memory: Q | P [2], where O leaves | K [STAGES] | V [STAGES] | numbers of each row, of each warp and of all | mbarriers
 // clang-format on
 //
-// S^T of the next tile is asked for before O^T of this one, so that P of the next is computed while O^T grows: 0.61 us a tile for 0.74, which
+// S^T of the next tile is asked for before O^T of this one, so that P of the next is computed while O^T grows: 0.64 us a tile for 0.74, which
 // counts where a block is behind all others, in the last 10 us of a launch above all (512 heads of 8192 keys: 0.3%, and 0.3% for three stages).
 //
 // fwd_decode's warps walk keys of their own and merge what each has summed up, 4 us at the end of a head in which its multiprocessor asks for
