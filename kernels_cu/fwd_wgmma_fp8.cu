@@ -4,7 +4,7 @@
 // consume, 64 query rows each. What 8 bits change:
 //
 // clang-format off
-//   producer, warp 0       Q K0 V0  K1 V1  K2 V2 ...       requests tiles
+//   producer, warp 0       K0 V0 Q  K1 V1  K2 V2 ...       one thread finds pieces, tells them, and requests tiles
 //             warps 1, 2, 3         V0' ->     V1' -> ...  transpose V: TMA's tile -> another, keys along rows
 //   consumer 0             O += P0 V0', S1 = Q K1^T | maxima, exponentials, P1               | O += P1 V1', S2 = Q K2^T | ...
 //   consumer 1                                      | O += P0 V0', S1 = Q K1^T | ...            time ->
@@ -74,7 +74,8 @@ constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V =
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_T = EMPTY_V + 8 * STAGES, EMPTY_T = FULL_T + 8 * STAGES,
                    FULL_Q = EMPTY_T + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
 constexpr unsigned MORE_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage of V: whether there is a tile, or the walk has ended
-static_assert(MORE_AT + 4 * STAGES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+constexpr unsigned TOLD_AT = (MORE_AT + 4 * STAGES + 15) / 16 * 16;  // of each consumer: its piece, and the one before or after
+static_assert(TOLD_AT + 32 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -92,24 +93,22 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
     fence_proxy_async();
 }
 
-struct Piece {  // of work: query rows m0 .. m0 + BLOCK_M of a head, one of all of the tensors', and the key tiles they see
-    int m0, head;
+struct alignas(16) Told {  // of a piece: query rows m0 .. end of head h of batch entry b. None: b < 0
+    int b, h, m0, end;
+};
+__device__ __forceinline__ Told& told_of(char* smem, unsigned consumer, unsigned parity) {
+    return reinterpret_cast<Told*>(smem + TOLD_AT)[2 * consumer + parity];
+}
+__device__ __forceinline__ Told uniform(const Told& told) {  // as told to all lanes of a warp
+    const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
+    return {same(told.b), same(told.h), same(told.m0), same(told.end)};
+}
+
+struct Piece : Told {  // of work, and the key tiles it sees
     Range range;
     int tiles;
-#if RAGGED
-    int sequence;
-    __device__ __forceinline__ Piece(RowTile rows, unsigned head, const Score& score)
-        : m0(rows.row0), head(head), range(tiles_of(Head(score, rows.b, head), m0, m0 + BLOCK_M)),
-          tiles(range.end - range.begin), sequence(rows.b) {}
-    __device__ __forceinline__ int b(int) const { return sequence; }
-    __device__ __forceinline__ int h(int) const { return head; }
-#else
-    __device__ __forceinline__ Piece(unsigned block, unsigned head, const Score& score, int H)
-        : m0(block * BLOCK_M), head(head), range(tiles_of(Head(score, head / H, head % H), m0, m0 + BLOCK_M)),
-          tiles(range.end - range.begin) {}
-    __device__ __forceinline__ int b(int H) const { return head / H; }
-    __device__ __forceinline__ int h(int H) const { return head % H; }
-#endif
+    __device__ __forceinline__ Piece(const Told& told, const Score& score)
+        : Told(told), range(tiles_of(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const { return (Head::FIRST ? range.begin + j : j) * BLOCK_N; }
 };
@@ -120,16 +119,30 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 }
 
 // Calls f with each of the block's pieces.
+//
+// A piece of fewer rows than BLOCK_M costs more than its share: of 64 rows 0.6 of one of 192. Causal: it is a head's first one, which
+// sees the fewest keys. Otherwise its last one, and in each round every block is one further on, so that all have as many of them.
 template <class F>
 __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
-    for_each_query_tile(query_tiles<BLOCK_M>(score), heads, [&](unsigned tile, unsigned head) {
+    const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
+    for_each_query_tile(tiles, heads, [&](unsigned tile, int head) {
         const RowTile rows = query_tile<BLOCK_M>(score, tile, 0);
-        if (!rows.surplus()) f(Piece(rows, head, score));
-#else
-        f(Piece(tile, head, score, H));
-#endif
+        if (!rows.surplus()) f(Piece({rows.b, head, rows.row0, rows.row0 + BLOCK_M}, score));
     });
+#else
+    const auto piece = [&](int head, int row) { return Piece({head / H, head % H, max(row, 0), row + BLOCK_M}, score); };
+    if constexpr (CAUSAL) {
+        const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
+        for_each_query_tile(tiles, heads, [&](unsigned tile, int head) {
+            f(piece(head, static_cast<int>(tile * BLOCK_M) - beyond));
+        });
+    } else {
+#pragma unroll 1
+        for (unsigned first = 0, own = blockIdx.x; first < heads * tiles; first += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
+            if (first + own < heads * tiles) f(piece((first + own) / tiles, (first + own) % tiles * BLOCK_M));
+    }
+#endif
 }
 
 // V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 16 columns at a time. In V' a row is
@@ -287,7 +300,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         unsigned* const more = reinterpret_cast<unsigned*>(smem + MORE_AT);
         if (warp == 0 && elect()) {
             for_each_piece(heads, H, score, [&](const Piece& piece) {
-                const int h = piece.h(H) / group, b = piece.b(H);
+                const int h = piece.h / group, b = piece.b;
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const auto& tensor, unsigned tile, unsigned empty,
@@ -300,23 +313,34 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
                 };
+                const auto request_keys = [&](int begin, int end) {
+#pragma unroll 1
+                    for (int j = begin; j < end; ++j) {
+                        request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
+                        request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
+                    }
+                };
+                request_keys(0, min(piece.tiles, 1));  // for which there is room before all consumers have done with the Q before
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                    told_of(smem, consumer, pieces % 2) = piece;
                     Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer),
-                                     Q.stride_h ? piece.h(H) : 0, sequence.query_batch(Q.stride_b ? b : 0), base + FULL_Q + 8 * consumer);
+                                     Q.stride_h ? piece.h : 0, sequence.query_batch(Q.stride_b ? b : 0), base + FULL_Q + 8 * consumer);
                 }
                 ++pieces;
-#pragma unroll 1
-                for (int j = 0; j < piece.tiles; ++j) {
-                    request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
-                    request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
-                }
+                request_keys(1, piece.tiles);
                 used += piece.tiles;
             });
             mbarrier_wait(base + EMPTY_V + 8 * stage_of(used), parity_of(used) ^ 1);
             more[stage_of(used)] = false;
             mbarrier_arrive(base + FULL_V + 8 * stage_of(used));
+#pragma unroll 1
+            for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
+                told_of(smem, consumer, pieces % 2).b = -1;
+                mbarrier_arrive(base + FULL_Q + 8 * consumer);
+            }
         } else if (warp >= 4 - TURNERS) {
 #pragma unroll 1
             for (unsigned i = 0;; ++i) {  // the tiles of all pieces
@@ -347,12 +371,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     unsigned used = 0;  // tiles of earlier pieces; the highest bit: whether these were odd in number
     if (BY_TURNS && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
-    for_each_piece(heads, H, score, [&](const Piece& piece) {
+#pragma unroll 1
+    for (;;) {
+        mbarrier_wait(base + FULL_Q + 8 * consumer, used >> 31);
+        const Told& told = told_of(smem, consumer, used >> 31);
+        if (told.b < 0) break;
+        const Piece piece(uniform(told), score);
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
-        const Head bound(score, piece.b(H), piece.h(H));
+        const Head bound(score, piece.b, piece.h);
         const float exponent = bound.unit * Head::LOG2E;
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
-        const int tiles = m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
+        const int tiles = own.end - own.begin, lead = lead_of(piece, own, tiles);
         const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
@@ -414,12 +443,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 wgmma8<dtype_v>(rows.O, P[step], T_smem + Turned::k_step(step), step > 0 || accumulate);
             wgmma_commit();
         };
-        const auto await_PV = [&](int j) {
+        const auto await_PV = [&] {
             TIMELINE(wait_PV);
             wgmma_wait<0>();
             TIMELINE(multiply);
             wgmma_settled(rows.O);
-            release(EMPTY_T, j);
         };
         float4* const place = reinterpret_cast<float4*>(partials) + blockIdx.x * (Rows::PLACES * Rows::ABREAST) + threadIdx.x - 128;
         const auto take_turn = [&] { if (BY_TURNS) named_barrier_sync(turn, 256); };
@@ -433,7 +461,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             release(EMPTY_T, j);
         };
 
-        mbarrier_wait(base + FULL_Q + 8 * consumer, used >> 31);
+        if (m0 >= min(bound.Sq, piece.end)) {  // none of the piece's rows are the warpgroup's
+            if (lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+#pragma unroll 1
+            for (int j = 0; j < piece.tiles; ++j) pass_on(j);
+            used = used + piece.tiles ^ 1u << 31;
+            continue;
+        }
 #pragma unroll 1
         for (int j = 0; j < lead; ++j) pass_on(j);
         if (tiles > 0) {
@@ -476,10 +510,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 multiply_PV(P, j, summed_up > 0);
                 TIMELINE(wait_K);
                 await(FULL_K, j + 1, K_came);
-                await_PV(j);
+                await_PV();
                 wgmma_discard(S);
                 multiply_QK(S, j + 1);
                 give_turn();
+                release(EMPTY_T, j);
                 score(j + 1);
                 if (rows.exceeded(S, exponent)) rows.raise_maximum(S, exponent);
                 V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
@@ -489,33 +524,39 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             await(FULL_T, last);
             take_turn();
             multiply_PV(P, last, last > lead);
-            await_PV(last);
+            await_PV();
             give_turn();
+            release(EMPTY_T, last);
             if (last - lead > TILES_APART) rows.take_back(place, exponent);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1
         for (int j = lead + max(tiles, 0); j < piece.tiles; ++j) pass_on(j);
+        const Told own_piece = told_of(smem, consumer, used >> 31);  // not kept in registers since the beginning
         used = used + piece.tiles ^ 1u << 31;
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
-        if (Head::HIDES && named_barrier_or(own_barrier, 128, !rows.finite()))
-            return attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, piece.b(H), piece.h(H), H, m0, warp % 4);
-        const Head scaled(score, piece.b(H), piece.h(H));  // not kept in registers since the beginning
+        if (Head::HIDES && named_barrier_or(own_barrier, 128, !rows.finite())) {
+            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, own_piece.b, own_piece.h, H, m0, warp % 4);
+            continue;
+        }
+        const Head scaled(score, own_piece.b, own_piece.h);
+        const int thread = thread_index_x() - 128, row = own_piece.m0 + thread / 32 * 16 + thread % 32 / 4;  // likewise
+        const float sum[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};
+        float* const lse = LSE + scaled.first_row(H, own_piece.h) + row;
+        dtype_o* const to = scaled.query(O, own_piece.h, row) + 4 * q;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int query_row = first_row + 8 * half + g;
-            const Total total = scaled.total(rows.m[half], row_sum<4>(rows.l[half]) * (1.0f / P_MOST));
+            const Total total = scaled.total<!NATURAL, APPROXIMATE>(rows.m[half], sum[half] * (1.0f / P_MOST));
             const float inverse = total.inverse * (1.0f / P_MOST);
-            if (query_row >= bound.Sq) continue;
-            if (q == 0) LSE[bound.first_row(piece.head) + query_row] = total.lse;
-            dtype_o* const to = bound.query(O, piece.h(H), query_row) + 4 * q;
+            if (row + 8 * half >= scaled.Sq) continue;
+            if (q == 0) lse[8 * half] = total.lse;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM_V / 16; ++i) {  // even columns of each 16 in one block of 8, odd ones in the next
                 const float* o = rows.O + 8 * i + 2 * half;
-                store4(to + 16 * i, o[0] * inverse, o[4] * inverse, o[1] * inverse, o[5] * inverse);
+                store4(to + 8 * half * O.stride_s + 16 * i, o[0] * inverse, o[4] * inverse, o[1] * inverse, o[5] * inverse);
             }
         }
-    });
+    }
     TIMELINE(done);
 }
