@@ -420,8 +420,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
                     for (int k = 0; k < DQ_COLS / 2; k += 4) {
                         const float sums[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-                        if constexpr (stores.value) store_fragment(to + k * 128, sums);
-                        else add_fragment(to + k * 128, sums);
+                        if constexpr (stores.value) store_floats(to + k * 128, sums);
+                        else add_floats(to + k * 128, sums);
                     }
                 };
                 if (stored) add(Constant<true>{});
@@ -602,8 +602,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 wgmma_wait<1>();  // for dV, and for dQ
                 release(EMPTY_dO, i);
             };
-            const auto sums_to = [&] { return SHARED_KEYS ? dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128 : nullptr; };
-            float* const to = ORDERED ? sums_to() : nullptr;  // found while products are under way
+            const auto sums_to = [&] {  // the lane's
+                return SHARED_KEYS ? dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128 + threadIdx.x % 32 * 4 : nullptr;
+            };
+            float* const to = SHARED_KEYS && ORDERED ? found(sums_to()) : nullptr;  // while products are under way
             const bool stored = SHARED_KEYS && ORDERED && piece.before(head0, m0) == 0;
             if (SHARED_KEYS && ORDERED) {
                 TIMELINE(wait_dQ);

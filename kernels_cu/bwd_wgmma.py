@@ -64,7 +64,7 @@ def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
     """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums, of which the
     first is stored."""
     rows = p.batches * p.H * p.query_tiles(128) * 128
-    counters = 64 + rows // 32
+    counters = 128 + rows // 32
     return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
 
 
@@ -151,13 +151,14 @@ in_any_order = Kernel(
 
 def in_sections(p: Problem, t: Tile) -> tuple[int, int, int]:
     """Abreast; of a window, whose pieces are alike, no more heads than make as many as run at one time. Without a mask
-    twice as many heads, where it was measured: half as many pieces of a head wait for one another at the beginning."""
+    twice as many heads, of wide ones with long rows four times, where it was measured: half as many pieces of a head
+    wait for one another at the beginning."""
     width, tiles, _ = abreast(p, t)
     heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
         width = min(cdiv(BLOCKS, tiles), heads)
     elif p.bounds[1] is None and heads and rows >= 4096 and (p.D > 128 or rows <= 8192):
-        width = min(2 * width, heads)
+        width = min((4 if p.D > 128 and rows >= 8192 else 2) * width, heads)
     return width, tiles, cdiv(heads, width) if heads else 0
 
 

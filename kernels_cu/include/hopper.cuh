@@ -111,6 +111,14 @@ __device__ __forceinline__ void store_floats(SmemAddress to, float x0, float x1,
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
+// A lane's four of add_fragment, to its own address: added to those there, or in their place.
+__device__ __forceinline__ void add_floats(float* to, const float (&x)[4]) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+__device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+}
+
 // Adds `bytes` bytes of fp32 numbers in shared memory to those at `to`, in L2, whoever else adds there at the same time; both
 // addresses and `bytes` are multiples of 16. A sending, as a box is.
 __device__ __forceinline__ void send_sums(float* to, SmemAddress from, unsigned bytes) {
@@ -313,6 +321,14 @@ __device__ __forceinline__ unsigned uniform(unsigned x) {
     unsigned y;
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
+}
+
+// A lane's address, found here: what it takes is moved neither behind a wait nor into the branches that use it.
+__device__ __forceinline__ float* found(float* address) {
+    const unsigned long long whole = reinterpret_cast<unsigned long long>(address);
+    const unsigned low = __shfl_sync(0xffffffffu, static_cast<unsigned>(whole), threadIdx.x % 32);
+    const unsigned high = __shfl_sync(0xffffffffu, static_cast<unsigned>(whole >> 32), threadIdx.x % 32);
+    return reinterpret_cast<float*>(static_cast<unsigned long long>(high) << 32 | low);
 }
 
 // Registers of each thread of a warpgroup from here on: given back, or taken when others have given enough back.

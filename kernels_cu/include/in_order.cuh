@@ -6,11 +6,12 @@
 
 // ORDERED: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
 // but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
-// added to it. Where the sums begin, with so many query tiles of all heads, at a whole number of L2's lines of 128 bytes:
-constexpr long long ADDED = 4;
+// added to it. Where the sums begin, with so many query tiles of all heads, at a whole number of L2's lines of 128 bytes, and where
+// lanes add by themselves of the 512 that a warp adds at a time:
+constexpr long long ADDED = 4, SUMS_ALIGNED = HEAD_DIM > 128 ? 128 : 32;
 constexpr bool COUNTED = ORDERED || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));  // there 1% slower
 __device__ __forceinline__ long long sums_at(long long query_tiles) {
-    return COUNTED ? (ADDED + 2 * query_tiles + 31) / 32 * 32 : 0;
+    return COUNTED ? (ADDED + 2 * query_tiles + SUMS_ALIGNED - 1) / SUMS_ALIGNED * SUMS_ALIGNED : 0;
 }
 
 // In any order: the first to come stores too. The counters count those who come before the first one's numbers are there, and hold

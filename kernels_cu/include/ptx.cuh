@@ -188,17 +188,6 @@ __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
 #endif
 }
 
-// The same, but what was there is replaced.
-__device__ __forceinline__ void store_fragment(float* to, const float (&c)[4]) {
-    const unsigned lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    reinterpret_cast<float4*>(to)[lane] = make_float4(c[0], c[1], c[2], c[3]);
-#else
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[32 * i + lane] = c[i];
-#endif
-}
-
 // Rows g and g + 8 of the 16 x 8 sums that add_fragment has left at `from`.
 __device__ __forceinline__ void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
     const float4* const sums = reinterpret_cast<const float4*>(from);

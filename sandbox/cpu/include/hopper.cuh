@@ -51,6 +51,13 @@ inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3,
     *reinterpret_cast<float4*>(to) = make_float4(x0, x1, x2, x3);
     cpu::sandbox_generic_write(to, 16);
 }
+inline void add_floats(float* to, const float (&x)[4]) {
+    for (int i = 0; i < 4; ++i) atomicAdd(to + i, x[i]);
+}
+inline void store_floats(float* to, const float (&x)[4]) {
+    for (int i = 0; i < 4; ++i) to[i] = x[i];
+}
+inline float* found(float* address) { return address; }
 inline void send_commit() { cpu::sandbox_send_commit(); }
 template <int PENDING = 0>
 inline void send_wait_read() { cpu::sandbox_send_wait_read(PENDING); }

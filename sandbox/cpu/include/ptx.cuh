@@ -121,9 +121,6 @@ inline void await_previous_entry() {}
 inline void add_fragment(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) atomicAdd(to + 4 * (threadIdx.x % 32) + i, x[i]);  // as on Hopper
 }
-inline void store_fragment(float* to, const float (&x)[4]) {
-    for (int i = 0; i < 4; ++i) to[4 * (threadIdx.x % 32) + i] = x[i];
-}
 inline void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
     for (int i = 0; i < 16; ++i) rows[i / 2 % 2][i / 4 * 2 + i % 2] = from[16 * g + i];
 }
