@@ -22,6 +22,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
          f"BLOCK_M={M} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: threads own as many rows and columns"),
         (N % Y == 0 and N % X == 0 and N % 4 == 0,
          f"BLOCK_N={N} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: threads own as many rows and columns"),
+        (owned < 160 or arch is None or not (p.dropout or p.score or ((p.bias or p.mask) and arch < (9, 0))),
+         f"{owned} words in each thread spill with dropout or a score of one's own, before 9.0 with a bias or a mask"),
         (owned + 80 <= 255 and X * Y * (owned + 80) <= 65536,
          f"{X * Y} threads would own {owned} words of gradients, S, dP each, at D={p.D}: they and 80 more do not fit"),
     )  # fmt: skip

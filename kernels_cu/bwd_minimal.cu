@@ -102,7 +102,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
 }
 
-extern "C" __global__ __launch_bounds__(BLOCK_M) void bwd_minimal_dq(
+constexpr int DQ_BLOCKS = Head::LOOKS_UP;  // or ptxas spills, to have more side by side than shared memory has room for
+extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
     View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
     View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE, const float* delta,       // (B, H, Sq), contiguous

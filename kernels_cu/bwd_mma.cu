@@ -312,10 +312,13 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     if (RAGGED && own.surplus()) return;
     const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
     const Sequence sequence(score, b);
+    // A ragged batch's anew, from L1, in each part of a step: kept, it would take registers that the accumulators need.
+    const auto again = [&] { return RAGGED ? Sequence(score, b) : sequence; };
     const SmemAddress K_tile = smem_address(smem);
     const auto request_stage = [&](unsigned at, int h, int m0) {
         const SmemAddress stage = K_tile + at;
         const unsigned thread = thread_index_x();
+        const Sequence sequence = again();
         request_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
         request_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
                                                            sequence.Sq, thread);
@@ -364,7 +367,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
             const bool last = m0 + BLOCK_M >= row_end();  // of this head
             request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
-        const Head head(sequence, h);
+        const Head head(again(), h);
         const Range seen = head.queries_that_see_all<Head::MAPPED>(n0(), n0() + BLOCK_N);
         const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
         const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq ||  // rows from Sq on are zeros: 0 * inf is NaN
@@ -375,7 +378,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         __syncthreads();  // dS^T and P^T are whole before others' are read
         TIMELINE(other_queries);
         other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
-        const long long tile = sequence.first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
+        const long long tile = again().first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         TIMELINE(dQ);
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
@@ -392,14 +395,15 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     stage_rows<COLS>(smem, dK_rmem, score.scale);
     stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, Head::dropout_factor(score));
     __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
-    store_rows<D_PAD, HEAD_DIM>(dK, sequence, kv_head, n0(), smem);
-    store_rows<DV_PAD, HEAD_DIM_V>(dV, sequence, kv_head, n0(), smem + K_BYTES);
+    store_rows<D_PAD, HEAD_DIM>(dK, again(), kv_head, n0(), smem);
+    store_rows<DV_PAD, HEAD_DIM_V>(dV, again(), kv_head, n0(), smem + K_BYTES);
     TIMELINE(done);
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
 // To have more blocks side by side than are asked for, ptxas spills.
-constexpr int DQ_BLOCKS = HEAD_DIM > 128 || Head::SCATTERED ? 512 / THREADS : 0;
+constexpr bool DQ_ALONE = HEAD_DIM > 128 || Head::SCATTERED || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
+constexpr int DQ_BLOCKS = DQ_ALONE ? 512 / THREADS : 0;
 extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_dq(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)

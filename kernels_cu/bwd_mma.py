@@ -26,6 +26,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
         return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide {rows}, 32 rows a warp; BLOCK_M is at most 128"
     share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * smem_bytes(p, t), max(p.D, p.Dv)
+    tight = p.dtype == "float16" or columns(widest, t) > widest > 96  # a few registers more
     rules = (
         (
             t.BLOCK_M // share % 16 == 0,
@@ -37,6 +38,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             not p.dropout or widest <= 64 or t.WARPS > 4 or arch != (9, 0),
             f"WARPS={t.WARPS} at D={widest} spill with dropout on compute capability 9.0: 8 do not",
+        ),
+        (
+            not (p.dropout and p.causal and tight) or t.BLOCK_N < 128 or widest <= 64 or arch != (9, 0),
+            f"BLOCK_N={t.BLOCK_N} at D={widest} spills with causal dropout on compute capability 9.0: 64 keys do not",
         ),
         (not arch or arch < (10, 0) or t.BLOCK_N < 128, "BLOCK_N=128 spills on compute capability 10.0 and later"),
         (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448"),

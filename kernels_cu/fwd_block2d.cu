@@ -31,11 +31,13 @@ constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITC
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
-constexpr int OTHERS = Head::LOOKS_UP ? 124 : 64;  // registers beside S and O
+constexpr bool TIGHT = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);     // four blocks of up to 64 columns spill
+constexpr int OTHERS = Head::LOOKS_UP ? 124 : TIGHT ? 72 : 64;                  // registers beside S and O
 constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHERS));
 constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
               "spec and kernel disagree on shared memory");
+static_assert(COLS <= 32, "a bit for each key of a thread");
 static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lanes of one warp");
 static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 0, "V comes in equal steps");
 
@@ -126,6 +128,13 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             }
         }
 
+        const auto keeps = [&](int i, int j) { return head.keeps(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
+        unsigned kept[ROWS] = {};  // with dropout, of each row a bit for each key: all drawn at once would spill
+#pragma unroll 1
+        for (int j = 0; DROPOUT && j < COLS; ++j)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) kept[i] |= static_cast<unsigned>(keeps(i, j)) << j;
+
         bool whole = true;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -146,8 +155,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             for (int j = 0; j < COLS; ++j) {
                 const float p = exp2f(LOG2E * (S_rmem[i][j] - shift));
                 l[i] += p;
-                const bool kept = head.keeps(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X);
-                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = kept ? p : 0.0f;
+                const bool left = DROPOUT ? kept[i] >> j & 1 : keeps(i, j);
+                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = left ? p : 0.0f;
             }
 #pragma unroll
             for (int c = 0; c < O_COLS; ++c) O_rmem[i][c] *= alpha;

@@ -18,6 +18,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of {4 * X}: THREADS_X loads of four"),
         (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
          f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of Dv={p.Dv}"),
+        (owned < 128 or not (p.score and p.score.changes and p.score.hides),
+         f"{owned} words of S and O in each thread spill with a score and a condition of one's own, at Dv={p.Dv}"),
         (owned + others <= 255 and X * Y * (owned + others) <= 65536,
          f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: {others} others do not fit"),
     )  # fmt: skip

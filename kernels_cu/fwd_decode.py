@@ -119,7 +119,27 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.BLOCK_M == 16 or not p.mask or arch is None or arch >= (9, 0),
             f"BLOCK_M={t.BLOCK_M} spills with a mask before compute capability 9.0: 16 rows do not",
         ),
+        (
+            t.BLOCK_M == 16 or not (p.score and p.score.hides),
+            f"BLOCK_M={t.BLOCK_M} spills with a condition of one's own: 16 rows do not",
+        ),
+        (
+            t.BLOCK_M == 16 or t.WARPS < 8 or not (p.ragged or p.Dv != p.D),
+            f"BLOCK_M={t.BLOCK_M} with WARPS={t.WARPS} spills in ragged batches and at Dv={p.Dv}: 4 warps do not",
+        ),
+        (
+            t.BLOCK_M == 16 or not p.float8 or p.D <= 128 or p.Dv == p.D,
+            f"BLOCK_M={t.BLOCK_M} of float8 spills at D={p.D}, Dv={p.Dv}: 16 rows do not",
+        ),
+        (
+            t.BLOCK_N == 16 or p.float8 or not (p.softcap or p.score or p.ragged),
+            f"BLOCK_N={t.BLOCK_N} of 16 bits spills with softcap, a score of one's own or ragged rows: 16 does not",
+        ),
         (t.BLOCK_N == 16 or not p.mask, f"BLOCK_N={t.BLOCK_N} spills with a mask: 16 does not"),
+        (
+            t.TEAM == 1 or p.Dv >= 128 or not (p.score and p.score.hides),
+            f"TEAM={t.TEAM} spills with a condition of one's own at Dv={p.Dv}: 1 does not",
+        ),
         (
             t.TEAM == 1 or arch is None or arch >= (9, 0),
             f"TEAM={t.TEAM} needs compute capability 9.0 or later, whose blocks read each other's shared memory",

@@ -17,7 +17,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """What an MMA step, the register file and an SM's shared memory ask of a tile."""
     rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
-    most = 6144 if p.dropout else 16384 if rows == 16 and p.plain else 8192
+    ranges = (p.ragged or p.window != (None, None)) and not (p.softcap or p.alibi or p.bias or p.mask or p.score)
+    most = 6144 if p.dropout else 16384 if rows == 16 and (p.plain or ranges) else 8192
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
@@ -29,6 +30,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (rows == 16 or not p.dropout or columns <= 64, f"{rows} rows a warp spill with dropout at D={p.D}: 16 do not"),
         (not arch or arch < (10, 0) or t.SUB_N != 48, "SUB_N=48 spills on compute capability 10.0 and later"),
+        (
+            columns <= 240 or t.SUB_N == 16 or not ranges or p.dropout or arch != (9, 0),
+            f"SUB_N={t.SUB_N} spills with a window or ragged batches at D={p.D} on compute capability 9.0: 16 does not",
+        ),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
             t.BLOCK_N * columns <= most,

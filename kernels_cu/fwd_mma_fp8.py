@@ -24,12 +24,20 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
         (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
+        (
+            t.SUB_N == 32 or max(p.D, p.Dv) <= 96 or p.bounds[1] is None or arch != (9, 0),
+            f"SUB_N={t.SUB_N} at D={p.D} spills where rows have a last key, on compute capability 9.0: 32 does not",
+        ),
         (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (rows == 16 or not arch or arch < (10, 0), f"{rows} rows a warp spill on compute capability 10.0 and later"),
         (
             rows == 16 or not (p.bias or p.mask or p.score or p.dropout),
             f"{rows} rows a warp spill with dropout, a bias, a mask or a score of one's own: 16 do not",
+        ),
+        (
+            rows == 16 or not (p.softcap or p.Dv != p.D or tuple in map(type, p.descale)) or arch != (9, 0),
+            f"{rows} rows a warp spill with softcap, Dv={p.Dv} or descale by head on compute capability 9.0: 16 do not",
         ),
         (
             accumulators <= 168,
@@ -55,6 +63,7 @@ kernel = Kernel(
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),
+        Tile(BLOCK_M=64, BLOCK_N=64, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=32, SUB_N=32, WARPS=4, MIN_BLOCKS=2),
     ),
     space={
@@ -69,5 +78,6 @@ kernel = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
+    rank=lambda p, t: p.Dv > 128 and t.BLOCK_N > t.SUB_N,  # 64 keys in two steps: measured up to 128 columns alone
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )
