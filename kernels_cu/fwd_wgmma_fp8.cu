@@ -50,7 +50,13 @@ static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps"
 static_assert((STAGES & STAGES - 1) == 0, "the highest bit of a number of tiles says something else");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
 
-constexpr float SLACK = 4.0f, SHARE = 1.0f / 4;
+// That a row's m has to move is noticed after the exponentials, by their sums, which none of them exceeds: where rows begin with the tile
+// that their walk begins with, so that no exponential is of what has no m yet, and scores are dot products, which seldom rise by 120 bits.
+// Elsewhere it is noticed before, by the scores' maximum.
+constexpr bool BY_SUMS = Head::LINEAR && !Head::FIRST && !Head::SCATTERED;
+// Whole bits, for P at what moved m to be exact; so many that a sum of BLOCK_N / 8 keys all alike is not too much.
+constexpr int SLACK = BY_SUMS && BLOCK_N > 128 ? 5 : 4;
+constexpr float SHARE = 1.0f / 4, LOW = P_MOST / (1 << SLACK), HIGH = 1.03f * P_MOST;  // P at what moved m; what is rounded to P_MOST
 #if defined(DTYPE_O_bfloat16)
 constexpr int KEYS_APART = 4096;
 #else
@@ -222,27 +228,61 @@ struct Rows {
         }
         return __any_sync(0xffffffffu, moved);
     }
-    // Likewise, and rescales what has been summed up.
-    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
-        float alpha[2];
-        if (!move_maximum(S, exponent, alpha)) return;
+    __device__ __forceinline__ void shrink(const float (&alpha)[2]) {  // what has been summed up
         l[0] *= alpha[0], l[1] *= alpha[1];
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    // S becomes P = P_MOST exp2 of what it exceeds m by.
-    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent) {
-        float shift[2], sums[2][2] = {};
+    // Likewise, and shrinks what has been summed up.
+    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+        float alpha[2];
+        if (move_maximum(S, exponent, alpha)) shrink(alpha);
+    }
+    // S becomes P = P_MOST exp2 of what it exceeds m by; two sums of each row's.
+    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent, float (&sums)[2][2]) {
+        float shift[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half) {
             shift[half] = fminf(fmaf(-m[half], exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
+            sums[half][0] = sums[half][1] = 0.0f;
+        }
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
             sums[i / 2 % 2][i % 2] += S[i];
         }
+    }
+    __device__ __forceinline__ void add(const float (&sums)[2][2]) {
+        l[0] += sums[0][0] + sums[0][1], l[1] += sums[1][0] + sums[1][1];
+    }
+    // What a P must not exceed if m is to stay; whether a lane's may: none is more than its sum.
+    __device__ __forceinline__ float most_P(int half) const { return fminf(fmaxf(l[half] * (4 * SHARE), LOW), HIGH); }
+    __device__ __forceinline__ bool too_much(const float (&sums)[2][2]) const {
+        bool any = false;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) l[half] += sums[half][0] + sums[half][1];
+        for (int half = 0; half < 2; ++half) any |= fmaxf(sums[half][0], sums[half][1]) > most_P(half);
+        return __any_sync(0xffffffffu, any);
+    }
+    // Moves m of rows of which a lane asks for it, and of no other, after the exponentials: the largest P becomes LOW. One that is
+    // infinite becomes NaN, and its rows are done row by row.
+    __device__ __forceinline__ void lower(float (&P)[BLOCK_N / 2], float (&sums)[2][2], float exponent) {
+        float top[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], P[i]);
+        float alpha[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float own = fmaxf(top[half][0], top[half][1]), highest = row_max<4>(own);
+            const bool asks = own > most_P(half) || fmaxf(sums[half][0], sums[half][1]) > HIGH;
+            if (row_max<4>(asks ? 1.0f : 0.0f) == 0.0f) continue;
+            alpha[half] = LOW / highest;
+            m[half] -= lg2(alpha[half]) / exponent;
+            sums[half][0] *= alpha[half], sums[half][1] *= alpha[half];
+        }
+        if (!__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) return;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) P[i] *= alpha[i / 2 % 2];
+        shrink(alpha);
     }
     // O goes to `place`, with m; and comes back on top of what has been summed up since. A float4 each, the block's threads abreast.
     static constexpr int ABREAST = THREADS - 128, PLACES = HEAD_DIM_V / 8 + 1;
@@ -267,9 +307,9 @@ struct Rows {
         }
     }
     __device__ __forceinline__ bool finite() const {
-        float zero = 0.0f;
+        float zero = BY_SUMS ? (l[0] + l[1]) * 0.0f : 0.0f;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 2; ++i) zero = fmaf(O[i], 0.0f, zero);
+        for (int i = 0; i < (Head::HIDES ? HEAD_DIM_V / 2 : 0); ++i) zero = fmaf(O[i], 0.0f, zero);
         return zero == 0.0f;
     }
 };
@@ -492,7 +532,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             score(lead);
             float none[2];  // is summed up yet
             rows.move_maximum(S, exponent, none);
-            rows.exponentiate(S, exponent);
+            float sums[2][2];
+            rows.exponentiate(S, exponent, sums);
+            rows.add(sums);
             become_P(lead);
             unsigned V_came = 0, K_came = 0;  // what is asked ahead, beside exponentials
 #pragma unroll 1
@@ -516,9 +558,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 give_turn();
                 release(EMPTY_T, j);
                 score(j + 1);
-                if (rows.exceeded(S, exponent)) rows.raise_maximum(S, exponent);
+                if (!BY_SUMS && rows.exceeded(S, exponent)) rows.raise_maximum(S, exponent);
                 V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
-                rows.exponentiate(S, exponent);
+                rows.exponentiate(S, exponent, sums);
+                if (BY_SUMS && rows.too_much(sums)) rows.lower(S, sums, exponent);
+                rows.add(sums);
                 become_P(j + 1);
             }
             await(FULL_T, last);
@@ -536,7 +580,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         used = used + piece.tiles ^ 1u << 31;
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
-        if (Head::HIDES && named_barrier_or(own_barrier, 128, !rows.finite())) {
+        if ((Head::HIDES || BY_SUMS) && named_barrier_or(own_barrier, 128, !rows.finite())) {
             attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, own_piece.b, own_piece.h, H, m0, warp % 4);
             continue;
         }

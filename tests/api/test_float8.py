@@ -98,15 +98,28 @@ def test_maxima_that_rise(name) -> None:
     assert (abs(lse.numpy() - exact) <= lse_bound(exact, "float8_e4m3")).all()
 
 
+@pytest.mark.parametrize("window", [None, (398, None)])
 @pytest.mark.parametrize("name", ["fwd_mma_fp8", "fwd_wgmma_fp8"])
-def test_negative_maxima_that_rise(name) -> None:
+def test_negative_maxima_that_rise(name, window) -> None:
     """Scores that are all below zero, and far less so tiles later: as integers they are in the opposite order."""
     rng = np.random.default_rng(0)
     q, k, v = (torch.from_numpy(rng.standard_normal((1, 1, 400, 32), np.float32)) for _ in range(3))
     q, k = abs(q) + 1, -abs(k) - 1
     k[..., 200:, :] /= 4
     q, k, v = (x.to(E4M3) for x in (q, k, v))
-    check(sandbox.attention(q, k, v, descale=(1.0, 1.0, 1.0), kernel=name), q, k, v)
+    check(sandbox.attention(q, k, v, descale=(1.0, 1.0, 1.0), kernel=name, window=window), q, k, v, window=window)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["fwd_mma_fp8", "fwd_wgmma_fp8"])
+def test_maxima_that_rise_beyond_any_float(name, causal) -> None:
+    """By more than the exponents that a float has, tiles later, in some rows: an exponential taken too early is infinite."""
+    rng = np.random.default_rng(0)
+    q, k, v = (torch.from_numpy(rng.standard_normal((1, 1, 400, 32), np.float32)) for _ in range(3))
+    q[..., ::3, :] *= 40
+    k[..., 300:, :] *= 100
+    q, k, v = (x.to(E4M3) for x in (q, k, v))
+    check(sandbox.attention(q, k, v, descale=(1.0, 1.0, 1.0), kernel=name, causal=causal), q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
