@@ -44,6 +44,8 @@ constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32;  // the columns beyond are zero
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 constexpr unsigned TURNERS = 3;  // warps that turn V round
 constexpr bool BY_TURNS = CONSUMERS > 1;  // consumers, on the tensor cores
+// Pieces are alike, and those that no round is left for are parted by their keys. Options that take registers would spill.
+constexpr bool PARTED = !Head::HIDES && !RAGGED && Head::LINEAR && !DROPOUT && !(DESCALE & 7);
 constexpr float FAR = 3e38f;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
@@ -81,7 +83,7 @@ constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V =
                    FULL_Q = EMPTY_T + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
 constexpr unsigned MORE_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage of V: whether there is a tile, or the walk has ended
 constexpr unsigned TOLD_AT = (MORE_AT + 4 * STAGES + 15) / 16 * 16;  // of each consumer: its piece, and the one before or after
-static_assert(TOLD_AT + 32 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+static_assert(TOLD_AT + 64 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddress base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -101,22 +103,25 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
 
 struct alignas(16) Told {  // of a piece: query rows m0 .. end of head h of batch entry b. None: b < 0
     int b, h, m0, end;
+    Range part;   // of the key tiles, where pieces are parted
+    int first;    // where it does not begin with the first: the block that does, from which on to this one all have some
+    int further;  // whether there are some behind, the next block's
 };
 __device__ __forceinline__ Told& told_of(char* smem, unsigned consumer, unsigned parity) {
     return reinterpret_cast<Told*>(smem + TOLD_AT)[2 * consumer + parity];
 }
 __device__ __forceinline__ Told uniform(const Told& told) {  // as told to all lanes of a warp
     const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
-    return {same(told.b), same(told.h), same(told.m0), same(told.end)};
+    return {same(told.b), same(told.h), same(told.m0), same(told.end), {same(told.part.begin), same(told.part.end)}};
 }
 
 struct Piece : Told {  // of work, and the key tiles it sees
     Range range;
     int tiles;
     __device__ __forceinline__ Piece(const Told& told, const Score& score)
-        : Told(told), range(tiles_of(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
+        : Told(told), range(PARTED ? part : tiles_of(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
     // The first key of the j-th tile to be walked.
-    __device__ __forceinline__ int keys_at(int j) const { return (Head::FIRST ? range.begin + j : j) * BLOCK_N; }
+    __device__ __forceinline__ int keys_at(int j) const { return (PARTED || Head::FIRST ? range.begin + j : j) * BLOCK_N; }
 };
 
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
@@ -128,8 +133,12 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 //
 // A piece of fewer rows than BLOCK_M costs more than its share: of 64 rows 0.6 of one of 192. Causal: it is a head's first one, which
 // sees the fewest keys. Otherwise its last one, and in each round every block is one further on, so that all have as many of them.
+//
+// Where pieces are alike, only the first `in_rounds` are dealt out so. The others, too few for a round of all blocks, are parted by
+// their key tiles: each block has as many, of one piece or of two, the later one first. So who finishes a piece, the last of its
+// blocks, does not wait for long for what those before have summed up.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned in_rounds, const Score& score, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
     for_each_query_tile(tiles, heads, [&](unsigned tile, int head) {
@@ -137,16 +146,27 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, const Scor
         if (!rows.surplus()) f(Piece({rows.b, head, rows.row0, rows.row0 + BLOCK_M}, score));
     });
 #else
-    const auto piece = [&](int head, int row) { return Piece({head / H, head % H, max(row, 0), row + BLOCK_M}, score); };
+    const auto piece = [&](int head, int row, Range part = {}, unsigned first = 0, bool further = false) {
+        return Piece({head / H, head % H, max(row, 0), row + BLOCK_M, part, static_cast<int>(first), further}, score);
+    };
     if constexpr (CAUSAL) {
         const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
         for_each_query_tile(tiles, heads, [&](unsigned tile, int head) {
             f(piece(head, static_cast<int>(tile * BLOCK_M) - beyond));
         });
     } else {
+        const int keys = (score.Sk + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
-        for (unsigned first = 0, own = blockIdx.x; first < heads * tiles; first += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
-            if (first + own < heads * tiles) f(piece((first + own) / tiles, (first + own) % tiles * BLOCK_M));
+        for (unsigned round = 0, own = blockIdx.x; round < in_rounds; round += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
+            if (const unsigned i = round + own; i < in_rounds) f(piece(i / tiles, i % tiles * BLOCK_M, {0, keys}));
+        const unsigned left = (heads * tiles - in_rounds) * keys, begin = blockIdx.x * left / gridDim.x;
+#pragma unroll 1
+        for (unsigned end = PARTED ? (blockIdx.x + 1) * left / gridDim.x : 0; end > begin;) {
+            const unsigned i = in_rounds + (end - 1) / keys, at = (end - 1) / keys * keys, from = max(begin, at);
+            f(piece(i / tiles, i % tiles * BLOCK_M, {static_cast<int>(from - at), static_cast<int>(end - at)},
+                    ((at + 1) * gridDim.x - 1) / left, end - at < keys));
+            end = from;
+        }
     }
 #endif
 }
@@ -284,18 +304,20 @@ struct Rows {
         for (int i = 0; i < BLOCK_N / 2; ++i) P[i] *= alpha[i / 2 % 2];
         shrink(alpha);
     }
-    // O goes to `place`, with m; and comes back on top of what has been summed up since. A float4 each, the block's threads abreast.
+    // O goes to `place`, with m and, of a part, l; and comes back on top of what has been summed up since, or of other keys. A float4
+    // each, the block's threads abreast.
     static constexpr int ABREAST = THREADS - 128, PLACES = HEAD_DIM_V / 8 + 1;
-    __device__ __forceinline__ void put_away(float4* place) const {
+    __device__ __forceinline__ void put_away(float4* place, float l0 = 0.0f, float l1 = 0.0f) const {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 8; ++i)
             place[i * ABREAST] = make_float4(O[4 * i], O[4 * i + 1], O[4 * i + 2], O[4 * i + 3]);
-        place[(PLACES - 1) * ABREAST] = make_float4(m[0], m[1], 0.0f, 0.0f);
+        place[(PLACES - 1) * ABREAST] = make_float4(m[0], m[1], l0, l1);
     }
     __device__ __forceinline__ void take_back(const float4* place, float exponent) {
         const float4 then = place[(PLACES - 1) * ABREAST];
         const float alpha[2] = {then.x == m[0] ? 1.0f : ex2((then.x - m[0]) * exponent),
                                 then.y == m[1] ? 1.0f : ex2((then.y - m[1]) * exponent)};
+        l[0] = fmaf(then.z, alpha[0], l[0]), l[1] = fmaf(then.w, alpha[1], l[1]);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 8; ++i) {
             const float4 part = place[i * ABREAST];
@@ -305,6 +327,16 @@ struct Rows {
             o[2] = fmaf(part.z, alpha[1], o[2]);
             o[3] = fmaf(part.w, alpha[1], o[3]);
         }
+    }
+    // m becomes `top`, which is no less: of equal infinities alpha is 1.
+    __device__ __forceinline__ void raise_to(const float (&top)[2], float exponent) {
+        float alpha[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            alpha[half] = m[half] == top[half] ? 1.0f : ex2((m[half] - top[half]) * exponent);
+            m[half] = top[half];
+        }
+        shrink(alpha);
     }
     __device__ __forceinline__ bool finite() const {
         float zero = BY_SUMS ? (l[0] + l[1]) * 0.0f : 0.0f;
@@ -327,7 +359,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     int heads,                                      // B * H
     int group,                                      // H / Hk
     const __grid_constant__ Score score,
-    float* partials) {                              // O put away: of each block
+    int in_rounds,                                  // pieces that are not parted
+    float* partials) {                              // of each block: four counters; O put away; O of a part
     extern __shared__ __align__(1024) char smem[];
     const SmemAddress base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
@@ -339,7 +372,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         unsigned used = 0, pieces = 0;  // tiles of earlier pieces, and these
         unsigned* const more = reinterpret_cast<unsigned*>(smem + MORE_AT);
         if (warp == 0 && elect()) {
-            for_each_piece(heads, H, score, [&](const Piece& piece) {
+            for_each_piece(heads, H, in_rounds, score, [&](const Piece& piece) {
                 const int h = piece.h / group, b = piece.b;
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -420,7 +453,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
         const Head bound(score, piece.b, piece.h);
         const float exponent = bound.unit * Head::LOG2E;
-        const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const Range own = PARTED ? piece.range : tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = own.end - own.begin, lead = lead_of(piece, own, tiles);
         const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
@@ -489,7 +522,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             TIMELINE(multiply);
             wgmma_settled(rows.O);
         };
-        float4* const place = reinterpret_cast<float4*>(partials) + blockIdx.x * (Rows::PLACES * Rows::ABREAST) + threadIdx.x - 128;
+        // Of a block, O put away; and from gridDim.x on, its part of a piece.
+        const auto place_of = [&](unsigned block) {
+            return reinterpret_cast<float4*>(partials) + gridDim.x + block * (Rows::PLACES * Rows::ABREAST) + threadIdx.x - 128;
+        };
+        float4* const place = place_of(blockIdx.x);
         const auto take_turn = [&] { if (BY_TURNS) named_barrier_sync(turn, 256); };
         const auto give_turn = [&] { if (BY_TURNS) named_barrier_arrive(next_turn, 256); };
         const auto pass_on = [&](int j) {  // a tile that only the other consumers see
@@ -578,6 +615,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         for (int j = lead + max(tiles, 0); j < piece.tiles; ++j) pass_on(j);
         const Told own_piece = told_of(smem, consumer, used >> 31);  // not kept in registers since the beginning
         used = used + piece.tiles ^ 1u << 31;
+        unsigned* const counters = reinterpret_cast<unsigned*>(partials);
+        if (PARTED && own_piece.further) {
+            rows.put_away(place_of(gridDim.x + blockIdx.x), rows.l[0], rows.l[1]);
+            named_barrier_sync(own_barrier, 128);
+            if (warp % 4 == 0 && lane == 0) arrive_at_count(counters + 4 * blockIdx.x + consumer);
+            continue;
+        }
+        if (PARTED && own_piece.part.begin > 0) {
+            float top[2] = {rows.m[0], rows.m[1]};
+#pragma unroll 1
+            for (unsigned block = own_piece.first; block < blockIdx.x; ++block) {
+                await_count(counters + 4 * block + consumer, 1);
+                const float4 then = place_of(gridDim.x + block)[(Rows::PLACES - 1) * Rows::ABREAST];
+                top[0] = fmaxf(top[0], then.x), top[1] = fmaxf(top[1], then.y);
+            }
+            rows.raise_to(top, exponent);
+#pragma unroll 1
+            for (unsigned block = own_piece.first; block < blockIdx.x; ++block) rows.take_back(place_of(gridDim.x + block), exponent);
+        }
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if ((Head::HIDES || BY_SUMS) && named_barrier_or(own_barrier, 128, !rows.finite())) {

@@ -77,15 +77,34 @@ def rank(p: Problem, t: Tile) -> int:
     return 2 * ((t.BLOCK_N == 192) != (many and most_keys(p) == 192)) + (t.LOADS > 1 and p.D <= 64)
 
 
+def pieces(p: Problem, t: Tile) -> int:
+    """Query tiles of all heads."""
+    return p.query_tiles(t.BLOCK_M) * p.batches * p.H
+
+
+def in_rounds(p: Problem, t: Tile) -> int:
+    """How many of them are dealt out whole: all, or as many as are whole rounds of the blocks, where parting the others
+    by their keys (pieces.cuh) saves more key tiles than to put away and to join what the parts have summed up costs."""
+    many, keys = pieces(p, t), cdiv(p.Sk, t.BLOCK_N)
+    left = many % t.BLOCKS
+    scales = any(isinstance(scale, tuple) for scale in p.descale)
+    if not simple(p) or scales or p.causal or p.window != (None, None) or p.Sk >= 2**23:
+        return many
+    return many - left if left and keys * (t.BLOCKS - left) / t.BLOCKS > 4 + t.BLOCKS / left else many
+
+
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
-    """Numbers: O of each block, and what it refers to, where there are so many keys that it is put away."""
+    """Numbers: of each block four counters, O put away where there are many keys, and O of its part of a piece."""
     apart = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # KEYS_APART
-    return (t.BLOCKS * t.BLOCK_M * (p.Dv + 8) if p.Sk > apart else 0), 0
+    parted = in_rounds(p, t) < pieces(p, t)
+    places = 2 if parted else p.Sk > apart
+    return (t.BLOCKS * (4 + places * t.BLOCK_M * (p.Dv + 8)) if places else 0), 4 * t.BLOCKS * parted
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """One block for each of BLOCKS multiprocessors, which takes piece after piece."""
-    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
+    many = pieces(p, t)
+    return (min(many, t.BLOCKS) if in_rounds(p, t) == many else t.BLOCKS, 1, 1)
 
 
 kernel = Kernel(
@@ -115,5 +134,9 @@ kernel = Kernel(
     check_tile=check_tile,
     rank=rank,
     scratch={"partials": partials},
-    args=("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "H", "heads", "group", "score", "partials"),
+    args=(
+        *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map"),
+        *("H", "heads", "group", "score", "in_rounds", "partials"),
+    ),
+    numbers={"in_rounds": in_rounds},
 )

@@ -113,8 +113,9 @@ SCRATCH: dict[str, Scratch] = {
     "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=False),
     # Who works on what of a ragged batch, where a kernel has it found before (include/dealing.cuh); it says how much.
     "pieces": Scratch(lambda p: (0,), zeroed=False),
-    # What blocks that share a row's keys have summed up, before another entry merges it; its kernel says how much.
-    "partials": Scratch(lambda p: (0,), zeroed=False),
+    # What blocks that share a row's keys have summed up, before another entry or one of them merges it; its kernel says
+    # how much, and how much of it has to be zeros.
+    "partials": Scratch(lambda p: (0,), zeroed=True),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
     "dQ_accum": Scratch(

@@ -113,7 +113,7 @@ def test_negative_maxima_that_rise(name, window) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["fwd_mma_fp8", "fwd_wgmma_fp8"])
 def test_maxima_that_rise_beyond_any_float(name, causal) -> None:
-    """By more than the exponents that a float has, tiles later, in some rows: an exponential taken too early is infinite."""
+    """By more than the exponents that a float has, tiles later, in some rows: one taken too early is infinite."""
     rng = np.random.default_rng(0)
     q, k, v = (torch.from_numpy(rng.standard_normal((1, 1, 400, 32), np.float32)) for _ in range(3))
     q[..., ::3, :] *= 40

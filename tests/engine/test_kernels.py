@@ -145,6 +145,23 @@ def test_wide_heads_share_tiles_of_keys_where_it_was_faster() -> None:
     assert of((9, 0), 32, 8, 512, 512, 256, window=(64, None)).WARPS == 4
 
 
+@pytest.mark.parametrize(
+    ("blocks", "shape"),
+    [(4, (1, 2, 500, 2000, 128)), (5, (1, 2, 500, 2000, 128)), (2, (1, 3, 100, 2000, 256))],
+    ids=str,
+)
+def test_what_no_round_is_left_for_is_parted(blocks: int, shape: tuple[int, ...], device: Device) -> None:
+    """Of six pieces four blocks share two, five blocks one; of three, which have two consumers, two blocks one."""
+    kernel = registry.get("fwd_wgmma_fp8")
+    problem = Problem(*shape, dtype="float8_e4m3")
+    tile = Tile(**{**choose.choose_tile(kernel, problem, (9, 0)), "BLOCKS": blocks})
+    pieces = problem.query_tiles(tile.BLOCK_M) * problem.batches * problem.H
+    assert kernel.numbers["in_rounds"](problem, tile) == pieces // blocks * blocks < pieces
+    for inputs in ("normal", "rising", "large"):
+        result = check.verify(kernel, Case(inputs, problem, inputs), device, tile)
+        assert result.ok, result
+
+
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
 def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
     """A race shows once in hundreds of runs; the CPU backend, whose order is fixed, needs few."""
