@@ -33,10 +33,10 @@ __device__ __forceinline__ void back_and_forth(unsigned begin, unsigned many, un
 // Causal: heads in sections of two rounds of the blocks, so that few heads at a time stay in L2, longest pieces first. The
 // second round goes backwards: two pieces together are as long as any other two. What is left uneven evens out: the blocks
 // begin each section at another place, and heads too few for a section of their own join the last one, of long rows as many as
-// L2 bears with (B8 H12 S1024 D64: 0.79 of the blocks' time was work, now 0.95; B1 H16 S8191 D128: 0.95, 0.97). Heads of four
-// rounds and more are even on their own, and blocks that drift apart on one head share keys longer than on many (B1 H16 D128,
-// S 128k: +4%, 256k: +9%, 512k: +10%). In a window most pieces are alike and read few keys: one section, in which the short
-// pieces of all heads come last (fwd_wgmma, window 1024: +5%).
+// L2 bears with, of float8 twice as many (B8 H12 S1024 D64: 0.79 of the blocks' time was work, now 0.95; B1 H16 S8191 D128: 0.95,
+// 0.97). Heads of four rounds and more are even on their own, and blocks that drift apart on one head share keys longer than on
+// many (B1 H16 D128, S 128k: +4%, 256k: +9%, 512k: +10%). In a window most pieces are alike and read few keys: one section, in which
+// the short pieces of all heads come last (fwd_wgmma, window 1024: +5%).
 //
 // TOGETHER: of its two pieces of two rounds a block takes the one of the earlier head first, so that all pieces of half of the
 // heads are under way at one time. At D = 256 two rounds of Q, K, V and O are more than L2 holds: S = 512 +9%, 1k +3%, 2k +1%,
@@ -45,7 +45,8 @@ template <bool TOGETHER = false, class F>
 __device__ __forceinline__ void for_each_query_tile(unsigned tiles, unsigned heads, F f) {
     constexpr bool SECTIONS = CAUSAL && !Head::FIRST;
     const unsigned section = SECTIONS ? max(2 * gridDim.x / tiles, 1) : heads;
-    const unsigned joined = SECTIONS && tiles >= 4 * gridDim.x ? 0 : max(section / 2, HEAD_DIM <= 128 ? 14u : 4u);
+    constexpr unsigned BORNE = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);  // heads, by L2
+    const unsigned joined = SECTIONS && tiles >= 4 * gridDim.x ? 0 : max(section / 2, BORNE);
     const unsigned last = section + joined;
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
