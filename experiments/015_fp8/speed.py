@@ -1,22 +1,26 @@
-"""How fast the float8 forward is, beside our bfloat16 forward in one run.
+"""How fast the float8 forward is, beside our bfloat16 forward in one run; and the table and the picture of it.
 
-python experiments/015_fp8/speed.py [ROWS.jsonl]     needs an H200, some minute; rows go to that file, or to speed.jsonl
+python experiments/015_fp8/speed.py measure [--out ROWS.jsonl]   needs an H200, some minute; rows go to speed.jsonl
+python experiments/015_fp8/speed.py table     rewrites the table in docs/ladders.md and speed.png, speed.svg
+
+The table and the picture take the newest run's rows of speed.jsonl.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 from sandbox import Problem
-from sandbox.bench import contest
-from sandbox.bench.rows import recorded
+from sandbox.bench import contest, ladder, plot
+from sandbox.bench.rows import read_rows, recorded
 from sandbox.bench.timing import Limits
 from sandbox.core import registry
 
 HERE = Path(__file__).resolve().parent
-ROWS = HERE / "speed.jsonl"
+ROWS, LADDERS = HERE / "speed.jsonl", HERE.parent.parent / "docs" / "ladders.md"
 WIDTHS, LENGTHS, MASKS = (64, 128, 256), (1024, 4096, 16384), (False, "bottom-right")
 KERNELS = {"float8_e4m3": "fwd_wgmma_fp8", "bfloat16": "fwd_wgmma"}
 
@@ -38,5 +42,42 @@ def measure(file: Path) -> None:
         print(row["dtype"], f"D{row['D']} S{row['Sq']} causal={row['causal']}", row["tile"], said, flush=True)
 
 
+def table(rows: list[ladder.Row]) -> str:
+    """Geometric means over the problems that both have a time for."""
+    speed = {(r["dtype"], r["D"], r["Sq"], r["causal"]): r for r in rows if r["ok"]}
+    points = [key[1:] for key in speed if key[0] == "bfloat16" and ("float8_e4m3", *key[1:]) in speed]
+    lines = [
+        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in WIDTHS)} | of bfloat16 |",
+        f"| --- | --- | --- |{' --- |' * len(WIDTHS)} --- |",
+    ]
+    means = {
+        dtype: [geometric_mean(speed[(dtype, *p)]["tflops"] for p in points if p[0] == D) for D in WIDTHS]
+        for dtype in KERNELS
+    }
+    for dtype, name in KERNELS.items():
+        kernel, own = registry.get(name), means[dtype]
+        beside = " / ".join(f"{mean / of:.2f}" for mean, of in zip(own, means["bfloat16"], strict=True))
+        shown = " | ".join(f"{mean:.0f}" for mean in own)
+        lines.append(f"| {kernel.rung} | `{name}`, {dtype} | {kernel.summary} | {shown} | {beside} |")
+    tops = {dtype: next(r["ceiling_tflops"] for r in rows if r["dtype"] == dtype) for dtype in KERNELS}
+    grid = f"{len(points)} problems (16k tokens, hidden size 2048, S 1024, 4096, 16384, both masks)"
+    reached = " and ".join(f"{top:.0f} in {dtype}" for dtype, top in tops.items())
+    where = f"{rows[-1]['device']}, CUDA {rows[-1]['cuda']}; matrix products reach {reached} in the same run"
+    return "\n".join([*lines, "", f"TFLOP/s of the forward, geometric means over {grid}; {where}."]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measure", "table"])
+    parser.add_argument("--out", type=Path, default=ROWS)
+    arguments = parser.parse_args()
+    if arguments.what == "measure":
+        measure(arguments.out)
+    if arguments.out == ROWS:
+        rows = ladder.newest_run(read_rows(ROWS))
+        ladder.write_table(LADDERS, "float8 ladder", Path(__file__), table(rows))
+        plot.draw(rows, HERE / "speed")
+
+
 if __name__ == "__main__":
-    measure(Path(sys.argv[1]) if len(sys.argv) > 1 else ROWS)
+    main()
