@@ -26,8 +26,8 @@
 // where its P would be more than SHARE of the row's sum, or more than the largest number that V's type has: P of a key that
 // outweighs the others has to be exact, as that of plain attention's largest score is, and of all others is rounded as any. A
 // lane takes four times its own part of the sum for the row's, which needs no shuffle. So a tile asks each lane once whether a score
-// is too high, and is done with it: no alpha, O stays with the tensor cores. A row moves for its own scores' sake alone, whatever
-// its warp's others do.
+// is too high (BY_SUMS: whether a sum of exponentials is), and is done with it: no alpha, O stays with the tensor cores. A row moves
+// for its own scores' sake alone, whatever its warp's others do.
 #define SLOW_PATH __forceinline__
 #define TIMELINE_BRANCH 1  // registers are few
 #include "float8_hopper.cuh"
