@@ -1,0 +1,154 @@
+"""Compare the machine code of all kernels before and after a refactoring. Needs NVRTC, no GPU.
+
+python scripts/machine_code.py record before.json       in a checkout of the old revision
+python scripts/machine_code.py record after.json        in the new one
+python scripts/machine_code.py compare before.json after.json --renamed bwd_delta=bwd_preprocess
+
+`record` compiles every kernel with its default tile for D = 64, 128 and 256, causal and not, plain and with each score
+option alone, for sm_80 and sm_90a, and stores a hash of every `.text` section of the cubins. Symbol names, line numbers
+and section order do not count. `--sample N` compiles N of these problems, drawn with `--seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sandbox.core import registry
+from sandbox.core.errors import CompileError, UnsupportedProblem
+from sandbox.core.kernel import Kernel
+from sandbox.engine import choose, pipeline
+from sandbox.spec import Problem
+from sandbox.toolchain import arch
+from sandbox.verify.scores import OPTIONS
+
+S = 8192
+HEAD_DIMS = (64, 128, 256)
+ARCHS = ("sm_80", "sm_90a")
+CODE = b".text."  # prefix of the names of the sections that hold machine code
+LAYOUTS: dict[str, Callable[[Problem], dict[str, Any]]] = {
+    "ragged": lambda p: {"ragged": (2 * S, 2 * S)},
+    "paged": lambda p: {"page_size": 64, "pages": 512, "key_lengths": True},
+}
+
+
+class Job(NamedTuple):
+    """One compilation; `option` is "plain", the name of a score option, or of a layout of the batch."""
+
+    kernel: str
+    arch: str
+    dtype: str
+    D: int
+    causal: bool
+    option: str
+
+    def problem(self) -> Problem:
+        """What is compiled for."""
+        plain = Problem(2, 4, S, S, self.D, dtype=self.dtype, causal="bottom-right" if self.causal else False)
+        return plain if self.option == "plain" else replace(plain, **{**OPTIONS, **LAYOUTS}[self.option](plain))
+
+
+def jobs(kernel: Kernel) -> Iterator[Job]:
+    """Every problem that the kernel supports. bfloat16 and float32 code: plain problems only."""
+    for name, D, causal, option in itertools.product(ARCHS, HEAD_DIMS, (False, True), ("plain", *OPTIONS, *LAYOUTS)):
+        for dtype in kernel.dtypes:
+            if dtype == "bfloat16" and option != "plain":
+                continue
+            if dtype == "float32" and "float16" in kernel.dtypes and option != "plain":
+                continue
+            job = Job(kernel.name, name, dtype, D, causal, option)
+            if not kernel.refuses(job.problem(), arch.parse(name)):
+                yield job
+
+
+def code_hashes(cubin: bytes) -> list[str]:
+    """A hash of each code section of an ELF file, sorted."""
+    offset, entry_size, count, names_index = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * entry_size) for i in range(count)]
+    names = headers[names_index][4]
+    sections = [(cubin[names + h[0] : cubin.index(b"\0", names + h[0])], cubin[h[4] : h[4] + h[5]]) for h in headers]
+    return sorted(hashlib.sha256(body).hexdigest()[:20] for name, body in sections if name.startswith(CODE))
+
+
+def compiled(job: Job) -> tuple[str, list[str]]:
+    """The job's key, and the hashes of its machine code or the reason why there is none."""
+    key = " ".join(map(str, job))
+    kernel, problem = registry.get(job.kernel), job.problem()
+    try:
+        tile = choose.choose_tile(kernel, problem, arch.parse(job.arch))
+        return key, code_hashes(pipeline.compile_problem(kernel, problem, tile, job.arch)[0].cubin)
+    except (UnsupportedProblem, CompileError) as error:
+        return key, [type(error).__name__]
+
+
+def record(path: Path, names: list[str], sample: int, seed: int, workers: int) -> None:
+    """Compile, and write {key: hashes} as JSON. Progress goes to stderr."""
+    found = [job for name in names or registry.kernels() for job in jobs(registry.get(name))]
+    if sample:
+        found = random.Random(seed).sample(found, min(sample, len(found)))
+    results: dict[str, list[str]] = {}
+    start = time.monotonic()
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for key, hashes in pool.map(compiled, found, chunksize=4):
+            results[key] = hashes
+            if len(results) % 100 == 0:
+                print(f"{len(results)} of {len(found)}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    path.write_text(json.dumps(dict(sorted(results.items())), indent=0) + "\n")
+    print(f"{len(results)} problems written to {path}")
+
+
+def compare(before: Path, after: Path, renamed: dict[str, str]) -> bool:
+    """Print what differs; whether nothing does. Only problems in both records are compared."""
+    old: dict[str, list[str]] = {}
+    for key, hashes in json.loads(before.read_text()).items():
+        kernel, rest = key.split(" ", 1)
+        old[f"{renamed.get(kernel, kernel)} {rest}"] = hashes
+    new = json.loads(after.read_text())
+    both = sorted(old.keys() & new.keys())
+    different = [key for key in both if old[key] != new[key]]
+    for key in different:
+        print("differs:", key)
+    for label, only in (("before", old.keys() - new.keys()), ("after", new.keys() - old.keys())):
+        if only:
+            print(f"{len(only)} problems only {label}, such as {min(only)}")
+    print(f"{len(both)} problems compared, {len(different)} differ")
+    return bool(both) and not different
+
+
+def main() -> int:
+    """0 when the machine code is equal, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("file", type=Path)
+    recording.add_argument("kernels", nargs="*")
+    recording.add_argument("--sample", type=int, default=0)
+    recording.add_argument("--seed", type=int, default=0)
+    recording.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    comparing.add_argument("--renamed", action="append", default=[], metavar="OLD=NEW", help="a kernel's new name")
+    args = parser.parse_args()
+    if args.command == "record":
+        record(args.file, args.kernels, args.sample, args.seed, args.jobs)
+        return 0
+    pairs = dict(pair.split("=", 1) for pair in args.renamed)
+    return 0 if compare(args.before, args.after, pairs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
