@@ -15,6 +15,12 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     return t.BLOCK_N * rows + 2 * (t.BLOCK_M * rows + 8 * t.BLOCK_M) + shared * 2 * t.BLOCK_N * t.BLOCK_M
 
 
+def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
+    """Whole tiles of BLOCK_M rows of D_PAD columns, which a wide v pads too: all zeros."""
+    numbers = p.batches * p.H * p.query_tiles(t.BLOCK_M) * t.BLOCK_M * columns(p.D, t)
+    return numbers, numbers
+
+
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
     return refused_by_copies(p, "bwd_block2d")
@@ -59,6 +65,7 @@ kernel = Kernel(
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
     deterministic=False,
+    scratch={"dQ_accum": dQ_accum},
     tiles=(
         Tile(BLOCK_M=64, BLOCK_N=128, WARPS=4, MIN_BLOCKS=2),  # D <= 64
         Tile(BLOCK_M=64, BLOCK_N=128, WARPS=8, MIN_BLOCKS=1),  # D <= 128

@@ -117,7 +117,8 @@ SCRATCH: dict[str, Scratch] = {
     # how much, and how much of it has to be zeros.
     "partials": Scratch(lambda p: (0,), zeroed=True),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
-    # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows.
+    # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows, of D columns
+    # padded to a power of two, at least 32. A kernel that pads in another way says in its `scratch` how much it needs.
     "dQ_accum": Scratch(
         lambda p: (p.batches, p.H, p.query_tiles(128) * 128, 1 << max(p.D - 1, 31).bit_length()), zeroed=True
     ),
