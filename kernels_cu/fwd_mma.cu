@@ -40,8 +40,15 @@ constexpr int STEPS = BLOCK_N / SUB_N * (D_PAD / 16);  // of Q K^T in a tile
 // A tile too large to be unrolled without spills: its steps are a loop. 128 × 64 keys at D = 256 in steps of 16: 4 … 7% faster
 // than 64 × 32 unrolled, half as many barriers, a tenth less from shared memory and half from L2; 128 × 64 unrolled gains nothing.
 constexpr bool ROLLED = BLOCK_N * D_PAD > 8192;
-using Place = FragmentPlace<D_PAD, SPREAD>;
-using VPlace = FragmentPlace<DV_PAD, SPREAD>;
+// Not so on 8.0 with 48 keys a step at D = 128: there the additional instructions make NVRTC 13.5 spill 20 bytes of 255
+// registers without a mask; it needs 254 with places that are computed once.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr bool ONE_REGISTER = SPREAD && !(D_PAD == 128 && SUB_N == 48);
+#else
+constexpr bool ONE_REGISTER = SPREAD;
+#endif
+using Place = FragmentPlace<D_PAD, ONE_REGISTER>;
+using VPlace = FragmentPlace<DV_PAD, ONE_REGISTER>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
 constexpr unsigned Q_ROW = ROW > V_ROW ? ROW : V_ROW;  // of the place that O takes over
 constexpr float LAZY = 8.0f;
