@@ -101,6 +101,29 @@ def test_blocks_are_dealt_by_lengths(of: str, blocks: int, team: int) -> None:
     assert np.allclose(lse, expected_lse, atol=1e-3)
 
 
+SEVENTY = {  # number of keys of batch entries 0 ... 31, 32 ... 63 and 64 ... 69
+    "rising": [1] * 32 + [90] * 32 + [260] * 6,
+    "falling": [260] * 32 + [40] * 32 + [1] * 6,
+    "few, then many": [0] * 64 + [260] * 6,
+    "none in the middle": [90] * 32 + [0] * 32 + [260] * 6,
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 7])
+@pytest.mark.parametrize("of", SEVENTY)
+def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None:
+    """A warp assigns blocks to 32 batch entries at a time: every group of 32 counts, also the last one, which is not
+    full. A row without a block stays NaN, as outputs and scratch are before the launch."""
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, TEAM=1)
+    problem = Problem(70, 4, 1, 260, 64, Hk=2, dtype="float16", key_lengths=True)
+    inputs = inputs_of("forward", Case("lengths", problem))
+    inputs["key_lengths"] = np.array(SEVENTY[of], np.int32)
+    found = trial.launch(KERNEL, tile, problem, inputs, device).outputs
+    O, LSE = sandbox.reference.attention(*(inputs[name] for name in "QKV"), key_lengths=inputs["key_lengths"])
+    assert np.allclose(found["O"].astype(np.float32), O, atol=4e-3)
+    assert np.allclose(found["LSE"], LSE, atol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{"window": (60, 0)}, {"causal": True}], ids=["window", "causal"])
 def test_tiles_of_rows_are_dealt(options: dict) -> None:
     """Several of a key/value head, none of which sees all of the keys."""
