@@ -70,6 +70,14 @@ def test_a_tile_in_shares(D: int, causal, device: Device) -> None:
     right(registry.kernels()["fwd_mma"], Case("shares", problem, layout="offset"), device)
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(32, 64), (96, 128), (8, 256)])
+def test_rows_of_o_that_are_wider_than_those_of_q(D: int, Dv: int, device: Device) -> None:
+    """O takes the place of Q in shared memory. With a single tile of keys and no mask a warp may have its rows of O
+    before another has read its rows of Q, which are where the wider ones of O go."""
+    problem = Problem(1, 2, 200, 30, D, Hk=1, Dv=Dv, dtype="float16")
+    right(registry.kernels()["fwd_mma"], Case("Dv", problem), device)
+
+
 BESIDE = {
     "a row before": "if (query_row == 0) O.row(b, h, -1)[0] = dtype(0.0f);",
     "a row after": "if (query_row + 1 == score.Sq) O.row(b, h, score.Sq)[0] = dtype(0.0f);",
