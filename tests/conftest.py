@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
-from project import LOT, SELDOM
+from project import ALL_WIDTHS, LOT, SELDOM
 
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
@@ -79,7 +79,8 @@ def emulations(item: pytest.Item) -> int:
     if not asked or item.path.parent.name not in ("engine", "cpu"):
         return 1
     elsewhere = item.get_closest_marker("gpu") or "spill" in item.name  # by a GPU, by NVRTC
-    return 1 if elsewhere else SELDOM.get(getattr(asked.params.get("kernel"), "name", ""), 1)
+    complete = ALL_WIDTHS and item.path.name == "test_widths.py"
+    return 1 if elsewhere or complete else SELDOM.get(getattr(asked.params.get("kernel"), "name", ""), 1)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

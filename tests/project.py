@@ -13,6 +13,8 @@ from sandbox.spec import Kernel
 # Where combinations are too many they are drawn by lot, the same for everybody, so that a verdict can be repeated:
 # SANDBOX_LOT=N draws another one.
 LOT = int(os.environ.get("SANDBOX_LOT", "20261121"))
+# SANDBOX_WIDTHS=all: tests/engine/test_widths.py tries every pair of head widths on the CPU backend too.
+ALL_WIDTHS = os.environ.get("SANDBOX_WIDTHS") == "all"
 # Kernels that are asked for few problems, or are another one's source compiled another way: the CPU backend runs one in
 # so many of their tests, by lot, unless `-k` asks for them; a GPU runs all.
 SELDOM = {"bwd_heads": 10, "bwd_ordered": 3, "bwd_stays": 10, "fwd_decode_wgmma": 3}
