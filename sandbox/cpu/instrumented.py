@@ -55,16 +55,17 @@ def run(
     team: int = 1,
     order: int = 0,
     timeout: float = 120.0,
+    folders: Sequence[Path] = (),
 ) -> Report:
     """Build the kernel with `sanitizer`, launch it once and report.
 
     `buffers` maps a pointer among the arguments to the contiguous array it leads to. Blocks run side by side on one OS
     thread each under ThreadSanitizer, so that races between blocks are seen too. `order` 0 runs blocks, warps and lanes
     in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed; of each
-    block one warp lags behind the others as far as it can.
+    block one warp lags behind the others as far as it can. `folders`: where else its headers are looked for.
     """
     with cache.in_use():  # programs are run by their paths
-        program, kernel = build.program(source, entry, defines, sanitizer)
+        program, kernel = build.program(source, entry, defines, sanitizer, folders)
         blocks = grid[0] * grid[1] * grid[2]
         workers = min(blocks, 64) if sanitizer == "thread" else 1
         with tempfile.NamedTemporaryFile(prefix="sandbox-launch-") as file:

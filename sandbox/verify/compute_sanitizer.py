@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import ToolchainMissing
+from ..core.score import Score
 from ..toolchain import tools
-from .findings import Finding, of_compute_sanitizer
+from .findings import Finding, of_compute_sanitizer, of_expressions
 
 TOOLS = {
     "memcheck": "accesses out of bounds or misaligned",
@@ -20,9 +21,10 @@ _FOUND = 91  # the exit status that says so; the program's own are 0 to 2
 
 
 def run(
-    tool: str, command: Sequence[str], timeout: float, cwd: Path, folders: Sequence[Path]
+    tool: str, command: Sequence[str], timeout: float, cwd: Path, folders: Sequence[Path], score: Score | None = None
 ) -> tuple[list[Finding], str]:
-    """One program under one tool -> (what it found, all that was said). `folders`: where the sources lie.
+    """One program under one tool -> (what it found, all that was said). `folders`: where the sources lie; `score`: the
+    problem's, whose lines are named in its own file.
 
     Raises ToolchainMissing when the tool or the program fails by itself.
     """
@@ -37,7 +39,7 @@ def run(
         return [Finding(f"did not finish within {timeout:g} s under {tool}: does the kernel end?")], ""
     if done.returncode == 0:
         return [], done.stdout
-    found = of_compute_sanitizer(done.stdout, folders)
+    found = of_compute_sanitizer(of_expressions(done.stdout, score)[0], folders)
     if done.returncode == _FOUND or any(finding.places for finding in found):
         return found, done.stdout
     last = "\n".join(done.stdout.strip().splitlines()[-8:])

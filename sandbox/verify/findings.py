@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.place import Place
+from ..core.place import Place, lines_of
+from ..core.score import Score
 from ..cpu.build import HERE
 
-_PLACE = re.compile(r"(/[^\s:()]+\.cuh?):(\d+)")
+_PLACE = re.compile(r"(/[^\s:()]+\.(?:cuh?|py)):(\d+)")
+_EXPRESSION = re.compile(r"(?:(?<=\s)|^)(?:/\S*/)?(score|mask):(\d+)(?!\d)", re.MULTILINE)  # see core.snippet.header
 _BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file without its folder
 _TWINS = str(HERE)  # CPU versions of headers: their lines say nothing to somebody who wrote a kernel
 _ACCESS = re.compile(r"^ {2}((?:Previous |Atomic |Previous atomic )?(?:read|write)) of size (\d+)", re.IGNORECASE)
@@ -31,6 +33,26 @@ def places(text: str) -> tuple[Place, ...]:
     return tuple(dict.fromkeys(place for place in found if not place.file.startswith(_TWINS)))
 
 
+def of_expressions(text: str, score: Score | None) -> tuple[str, str]:
+    """A report in which the lines of a Score's expressions are those of the file that defines it, where they are found
+    there; and the first expression that it names, for the finding's sentence: "" if it names none."""
+    lines = {"score": score.score.splitlines(), "mask": score.mask.splitlines()} if score else {}
+    said: list[str] = []
+
+    def in_its_file(found: re.Match[str]) -> str:
+        name, number = found[1], int(found[2])
+        if score is None or not 0 < number <= len(lines[name]):
+            return found[0]
+        expression = lines[name][number - 1].strip()
+        said.append(f", in the Score's {name}: {expression}")
+        file = str(Path(score.file).resolve()) if score.file else ""
+        at = next((i for i, line in enumerate(lines_of(file), 1) if expression in line), 0) if file else 0
+        return f"{file}:{at}" if at else found[0]
+
+    text = _EXPRESSION.sub(in_its_file, text) if score else text
+    return text, said[0] if said else ""
+
+
 def of_host_sanitizer(text: str) -> list[Finding]:
     """The findings in what AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer or the runtime wrote."""
     if "ThreadSanitizer: data race" in text:
@@ -42,7 +64,7 @@ def of_host_sanitizer(text: str) -> list[Finding]:
         how = f", {access[1].lower()} of {access[2]} bytes" if access else ""
         what = {"use-after-poison": "beyond the dynamic shared memory", "heap-buffer-overflow": "out of bounds"}
         return [Finding(f"{what.get(found[1], found[1])}{how}", places(_first_stack(text)))]
-    if found := re.search(r"(/\S+?):(\d+):\d+: runtime error: (.*)", text):
+    if found := re.search(r"^(\S+?):(\d+):\d+: runtime error: (.*)", text, re.MULTILINE):
         return [Finding(found[3], places(text))]
     # the runtime's own words: the first line, and who waits where
     return [Finding(_PLACE.sub(lambda m: f"{Path(m[1]).name}:{m[2]}", text.partition("\n    at ")[0]), places(text))]

@@ -33,10 +33,10 @@ from ..engine.choose import choose_tile, refuses_tile
 from ..launch import dlpack
 from ..launch.arguments import ARGUMENTS, NOT_ALWAYS, ArgumentBlock
 from ..launch.dlpack import HOST, Device
-from ..toolchain import tools
+from ..toolchain import snippets, tools
 from . import compute_sanitizer, trial
 from .cases import Array, Case, inputs_of
-from .findings import Finding, of_host_sanitizer
+from .findings import Finding, of_expressions, of_host_sanitizer
 
 HOST_TOOLS = {
     "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
@@ -157,7 +157,7 @@ def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: fl
         report, _ = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
     except ToolchainMissing as missing:
         return Inspection(*head, None, message=str(missing))
-    return Inspection(*head, report.clean, _findings(report), text=report.text)
+    return Inspection(*head, report.clean, _findings(report, problem), text=report.text)
 
 
 def launch_on_host(
@@ -181,7 +181,7 @@ def launch_on_host(
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
             entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers,
-            team=entry.team(chosen), order=order, timeout=timeout,
+            team=entry.team(chosen), order=order, timeout=timeout, folders=snippets.folders(problem),
         )  # fmt: skip
         if not report.clean:
             break
@@ -203,15 +203,18 @@ def _pointers(entry: Entry, problem: Problem, arrays: Container[str]) -> Iterato
             yield from (((i, getattr(fields, t.pointer).offset), t.name) for t in score_tensors(problem))
 
 
-def _findings(report: Report) -> tuple[Finding, ...]:
-    return () if report.clean else tuple(of_host_sanitizer(report.text))
+def _findings(report: Report, problem: Problem) -> tuple[Finding, ...]:
+    if report.clean:
+        return ()
+    text, expression = of_expressions(report.text, problem.score)
+    return tuple(replace(finding, what=finding.what + expression) for finding in of_host_sanitizer(text))
 
 
 def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> tuple[Finding, ...]:
     """Threads that meet only where they must give the same bits in whatever order they run in between."""
     launches = [launch_on_host("none", kernel, problem, tile, order=n, timeout=timeout) for n in (0, *_SEEDS)]
     if failed := next((report for report, _ in launches if not report.clean), None):
-        return _findings(failed)
+        return _findings(failed, problem)
     (_, ascending), *others = launches
     for seed, (_, shuffled) in zip(_SEEDS, others, strict=True):
         for name in ascending:
@@ -237,7 +240,7 @@ def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: flo
     what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": problem.as_json()})
     try:
         command, folders = (sys.executable, "-c", _CHILD, what), (registry.FOLDER, registry.FOLDER / "include")
-        findings, text = compute_sanitizer.run(tool, command, timeout, registry.FOLDER.parent, folders)
+        findings, text = compute_sanitizer.run(tool, command, timeout, registry.FOLDER.parent, folders, problem.score)
     except ToolchainMissing as missing:
         return Inspection(*head, None, message=str(missing))
     return Inspection(*head, not findings, tuple(findings), text=text)

@@ -9,13 +9,14 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from project import in_project
 
 from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
 from sandbox.core.place import Place
+from sandbox.core.score import Score, TensorLike
 from sandbox.cpu import compiler
 from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
@@ -295,13 +296,62 @@ def test_a_shipped_kernel_is_clean_on_a_gpu(tool: str) -> None:
             assert found.clean, found.text or found.message
 
 
+def sanitized(*options: str) -> Result:
+    return CliRunner().invoke(cli, ["sanitize", "fwd_minimal", "--backend", "cpu", *options])
+
+
 @needs_sanitizers
 def test_a_problem_of_ones_own() -> None:
-    call = lambda *options: CliRunner().invoke(cli, ["sanitize", "fwd_minimal", "--backend", "cpu", *options])  # noqa: E731
-    rows = json.loads(call("--shape", "1,1,40,16", "--causal", "--json").stdout)
+    rows = json.loads(sanitized("--shape", "1,1,40,16", "--causal", "--json").stdout)
     assert [row["tool"] for row in rows] == list(sanitize.HOST_TOOLS)
     problem, tile = Problem(1, 1, 40, 40, 16, dtype="float16", causal="bottom-right"), rows[0]["tile"]
     assert all((row["problem"], row["tile"]) == (problem.as_json(), tile) for row in rows)
     assert set(tile) == {"BLOCK_M", "BLOCK_N"}
     assert all(row["clean"] for row in rows)
-    assert call("--causal").exit_code == 2
+    assert sanitized("--causal").exit_code == 2
+
+
+SCORES = {  # the Score of a file -> (the tool that reports it, its sentence, the line of the file); "": clean
+    "read beyond a tensor": (
+        """score = sandbox.Score(
+            "x - slope(j + 1)",
+            tensors={"slope": np.ones(40, np.float32)},
+        )""",
+        "address", "out of bounds, read of 4 bytes, in the Score's score: x - slope(j + 1)", 4,
+    ),
+    "read beyond a tensor, in a mask of several lines": (
+        """score = sandbox.Score(mask='''j <= i
+            && document(i) == document(j - 1)''', tensors={"document": np.ones(40, np.int32)})""",
+        "address", "out of bounds, read of 4 bytes, in the Score's mask: && document(i) == document(j - 1)", 4,
+    ),
+    "undefined": (
+        """score = sandbox.Score("x + (1 << (j + 1))")""",
+        "undefined",
+        "shift exponent 32 is too large for 32-bit type 'int', in the Score's score: x + (1 << (j + 1))", 3,
+    ),
+    "none": ("""score = sandbox.Score("x - slope(j)", tensors={"slope": np.ones(40, np.float32)})""", "", "", 0),
+}  # fmt: skip
+
+
+@needs_sanitizers
+@pytest.mark.parametrize("mistake", SCORES)
+def test_a_mistake_in_a_score_is_found_in_its_file(mistake: str, tmp_path: Path) -> None:
+    text, tool, sentence, line = SCORES[mistake]
+    file = tmp_path / "own.py"
+    file.write_text(f"import numpy as np\nimport sandbox\n{text}\n")
+    rows = json.loads(sanitized("--shape", "1,1,40,16", "--score", str(file), "--json").stdout)
+    assert len(rows) == len(sanitize.HOST_TOOLS)
+    found = {row["tool"]: row["findings"] for row in rows if row["clean"] is not True}
+    assert [*found] == ([tool] if tool else [])
+    for (finding,) in found.values():
+        assert finding["what"] == sentence
+        assert {"file": str(file), "line": line} in finding["places"]
+
+
+def test_the_line_of_a_score_that_compute_sanitizer_names(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text('import sandbox\nscore = sandbox.Score("x + slope(h)", tensors={"slope": [1.0]})\n')
+    text = MEMCHECK.replace("/w/kernels_cu/include/common.cuh:41", "score:1")
+    score = Score("x + slope(h)", tensors={"slope": TensorLike((1,), "float32")}, file=str(file))
+    (found,) = findings.of_compute_sanitizer(findings.of_expressions(text, score)[0])
+    assert found.places == (Place(str(file), 2), Place("/w/kernels_cu/fwd_minimal.cu", 40))
