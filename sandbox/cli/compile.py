@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import click
 
 from ..code.costs import Cost, compiled_table
-from ..core.errors import CompileError, UnsupportedProblem, without_options
+from ..core.errors import CompileError, SpecError, UnsupportedProblem, without_options
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -87,7 +87,7 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
     except UnsupportedProblem as refusal:
         yield Cost(kernel.name, *where, ok=None, message=str(refusal))
         return
-    except CompileError as error:
+    except (CompileError, SpecError) as error:
         yield Cost(kernel.name, *where, ok=False, message=str(error))
         return
     for entry, made in zip(kernel.entries, compiled, strict=True):

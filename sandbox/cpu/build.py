@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -46,6 +47,7 @@ _SANITIZE = {
     "none": (),
 }
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_BOUNDS = re.compile(r"\b__launch_bounds__\s*\(")
 # extern __shared__ __align__(16) float smem[];  in any order of the specifiers
 _DYNAMIC = re.compile(r"\bextern\b(?=[^;{}\[]*\b__shared__\b)[^;{}\[]*?(\w+)\s*\[\s*\]\s*;")
 
@@ -111,9 +113,8 @@ def _kernel(
 def translation_unit(source: Path, entries: Sequence[str]) -> str:
     """The C++ around the unmodified `.cu`: the shim before it; entries and their dynamic shared memory after it."""
     files, _ = sources.included_files(source, include_dirs(source))
-    names: dict[str, None] = {}
-    for file in files:
-        names |= dict.fromkeys(_DYNAMIC.findall(_COMMENT.sub(" ", file.read_text(errors="replace"))))
+    texts = [_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files]
+    names = dict.fromkeys(name for text in texts for name in _DYNAMIC.findall(text))
     return "\n".join(
         (
             '#include "cuda_cpu.h"',
@@ -121,10 +122,24 @@ def translation_unit(source: Path, entries: Sequence[str]) -> str:
             "alignas(1024) thread_local char sandbox_dynamic_smem[cpu::MAX_DYNAMIC_SMEM];",
             'extern "C" char* sandbox_dynamic_smem_address() { return sandbox_dynamic_smem; }',
             *(f"SANDBOX_DYNAMIC({name})" for name in names),
-            *(f"SANDBOX_ENTRY({entry})" for entry in entries),
+            *(f"SANDBOX_ENTRY({entry}, {_launch_bound(texts, entry)})" for entry in entries),
             "",
         )
     )
+
+
+def _launch_bound(texts: Sequence[str], entry: str) -> str:
+    """The threads that an entry's __launch_bounds__ name, as an expression of the `.cu`; "0" where there are none, or
+    where the preprocessor chooses between several."""
+    renamed = (re.findall(rf"^[ \t]*#[ \t]*define\s+(\w+)\s+{entry}[ \t]*$", text, re.MULTILINE) for text in texts)
+    declared = re.compile(rf"[^;{{}}]*?\b(?:{'|'.join([entry, *itertools.chain.from_iterable(renamed)])})\s*\(")
+    found: dict[str, None] = {}
+    for text in texts:
+        for begin in _BOUNDS.finditer(text):
+            arguments, end = sources.split_arguments(text, begin.end())
+            if declared.match(text, end):
+                found[arguments[0].strip()] = None
+    return f"({next(iter(found))})" if len(found) == 1 else "0"
 
 
 def include_dirs(source: Path) -> tuple[Path, ...]:

@@ -73,7 +73,7 @@ def run(
             file.flush()
             try:
                 done = subprocess.run(
-                    [*_fixed_layout(), str(program.path), str(kernel.path), f"sandbox_entry_{entry}", file.name],
+                    [*_fixed_layout(), str(program.path), str(kernel.path), entry, file.name],
                     stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
                     timeout=timeout, env={**os.environ, **_OPTIONS},
                 )  # fmt: skip

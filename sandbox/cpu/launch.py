@@ -13,6 +13,7 @@ from pathlib import Path
 from ..core.errors import LaunchError, SpecError
 from ..core.kernel import Dim3
 from ..launch.arguments import Arguments, Launch
+from ..launch.parameters import hold_block
 from ..toolchain.nvrtc import Parameter
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
@@ -52,6 +53,7 @@ class CpuFunction:
         each = (ctypes.c_uint * _MOST_PARAMETERS)()
         count = getattr(loaded, f"sandbox_parameters_{entry}")(each)
         self.parameters = tuple(Parameter((_KINDS[packed & 3],), packed >> 2) for packed in each[:count])
+        self.max_threads: int = getattr(loaded, f"sandbox_max_threads_{entry}")()  # by its __launch_bounds__; 0: none
 
     def constant(self, name: str) -> int:
         """The address of a global or constant variable of the library: one for all of its entry points."""
@@ -68,6 +70,7 @@ class CpuFunction:
             raise SpecError(f"{self.entry}: {smem} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
+        hold_block(self.entry, block, self.max_threads)
         if grid[0] % team:
             raise SpecError(f"{self.entry}: a grid {grid} is not of whole teams of {team} blocks along x")
         lock = _ForkedLock()

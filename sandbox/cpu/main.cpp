@@ -1,7 +1,7 @@
 // A program that runs one launch, read from a file, so that a sanitizer sees the kernel and little else. Every buffer is
 // allocated with its exact size: one element too far is out of bounds. Linked with the runtime; loads the kernel.
 //
-// The file, all numbers int64: grid[3], block[3], team, smem_bytes, workers, order, buffer count, argument count;
+// The entry's name is that in the .cu. The file, all numbers int64: grid[3], block[3], team, smem_bytes, workers, order, buffer count, argument count;
 // for each argument: size, bytes; for each buffer: the argument that points to it, the pointer's offset there, size, bytes.
 // After the launch it holds the buffers' bytes, one after the other.
 #include <dlfcn.h>
@@ -34,6 +34,17 @@ dim3 read_dim3(FILE* file) {
     return {x, y, z};
 }
 
+void* function_of(void* kernel, const char* prefix, const char* entry) {
+    char name[512];
+    snprintf(name, sizeof name, "%s%s", prefix, entry);
+    void* const found = dlsym(kernel, name);
+    if (!found) {
+        fprintf(stderr, "%s\n", dlerror());
+        exit(2);
+    }
+    return found;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -46,10 +57,17 @@ int main(int argc, char** argv) {
     }
     static char error[4096];
     cpu::Launch launch{};
-    launch.entry = reinterpret_cast<void (*)(void**)>(dlsym(kernel, argv[2]));
+    launch.entry = reinterpret_cast<void (*)(void**)>(function_of(kernel, "sandbox_entry_", argv[2]));
     launch.dynamic_smem = reinterpret_cast<char* (*)()>(dlsym(kernel, "sandbox_dynamic_smem_address"));
     launch.grid = read_dim3(file);
     launch.block = read_dim3(file);
+    const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+    const unsigned most = reinterpret_cast<unsigned (*)()>(function_of(kernel, "sandbox_max_threads_", argv[2]))();
+    if (most && threads > most) {  // as hold_block of sandbox/launch/parameters.py says it
+        fprintf(stderr, "%s: a block of %u threads exceeds its __launch_bounds__(%u), and a GPU rejects such a launch\n",
+                argv[2], threads, most);
+        return 3;
+    }
     launch.team = read_number(file);
     launch.smem_bytes = read_number(file);
     launch.workers = read_number(file);

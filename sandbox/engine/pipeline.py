@@ -127,11 +127,13 @@ class Loaded:
     compiled: tuple[Compiled, ...]
     seconds: float
     cached: bool
+    max_threads: tuple[int, ...]  # of each entry's blocks, by its __launch_bounds__; 0: it has none
 
 
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
-    SpecError where the spec's `args` are not the parameters that the compiler found."""
+    SpecError where the spec's `args` are not the parameters that the compiler found, or its `block` exceeds the
+    __launch_bounds__."""
     defines = kernel.defines(problem, tile)
     if (
         (problem.ragged or problem.page_size)
@@ -144,10 +146,21 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
     if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
         raise error.with_traceback(None)
     try:
-        return _load(*what)
+        loaded = _load(*what)
     except CompileError as refusal:
         _refused[what] = sources.fingerprint(kernel.source, build.include_dirs(kernel.source)), refusal
         raise
+    _hold_blocks(kernel, tile, loaded.max_threads)
+    return loaded
+
+
+def _hold_blocks(kernel: Kernel, tile: Tile, max_threads: Sequence[int]) -> None:
+    for entry, most in zip(kernel.entries, max_threads, strict=True):
+        parameters.hold_block(entry.name, entry.block(tile), most)
+
+
+def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
+    return tuple(nvrtc.max_threads(made.ptx, made.entry) for made in compiled)
 
 
 # What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times.
@@ -164,13 +177,13 @@ def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[P
             functions = tuple(CpuFunction(built.path, name) for name in names)
         for entry, function in zip(kernel.entries, functions, strict=True):
             parameters.hold(entry, function.parameters, kernel.source, score_bytes)
-        return Loaded(functions, (), built.seconds, built.cached)
+        return Loaded(functions, (), built.seconds, built.cached, tuple(f.max_threads for f in functions))
     gpu = driver.device(device[1])
     compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
     for entry, made in zip(kernel.entries, compiled, strict=True):
         parameters.hold(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes)
     on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
-    return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached)
+    return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached, _max_threads(compiled))
 
 
 def _compiled(
@@ -180,8 +193,13 @@ def _compiled(
 
 
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
-    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches."""
-    return _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
+    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches.
+
+    Raises CompileError, ToolchainMissing; SpecError where the spec's `block` exceeds the __launch_bounds__.
+    """
+    compiled = _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
+    _hold_blocks(kernel, tile, _max_threads(compiled))
+    return compiled
 
 
 def forget() -> None:

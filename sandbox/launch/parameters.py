@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import SpecError
-from ..core.kernel import Entry
+from ..core.kernel import Dim3, Entry
 from ..toolchain.nvrtc import Parameter
+from ..toolchain.sources import split_arguments
 from .arguments import ARGUMENTS, Row
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -43,6 +45,16 @@ def hold(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: in
             )
 
 
+def hold_block(entry: str, block: Dim3, most: int) -> None:
+    """Raises SpecError for a block of more threads than the entry's __launch_bounds__ allow; `most` 0: it has none."""
+    threads = math.prod(block)
+    if most and threads > most:
+        raise SpecError(
+            f"{entry}: a block of {threads} threads, {block}, exceeds its __launch_bounds__({most}), and a GPU rejects "
+            f"such a launch: give it at most {most} threads in the spec's block, or raise the bound in the .cu"
+        )
+
+
 _NUMBER = Row(ctypes.c_int32)
 
 
@@ -61,14 +73,6 @@ def _names(entry: str, source: Path, count: int) -> list[str]:
     """What the `.cu` calls them, as far as the text tells: not where a macro makes the list."""
     text = _COMMENT.sub(" ", source.read_text(errors="replace"))
     begin = re.search(rf"\b__global__\b[^;{{}}]*?\b{entry}\s*\(", text)
-    names, depth, piece = [], 0, ""
-    for c in text[begin.end() :] if begin else "":
-        if (c == "," and not depth) or (c == ")" and not depth):
-            names.append((re.findall(r"[A-Za-z_]\w*", piece) or [""])[-1])
-            piece = ""
-            if c == ")":
-                break
-            continue
-        depth += (c in "(<[") - (c in ")>]")
-        piece += c
+    pieces = split_arguments(text, begin.end(), "(<[", ")>]")[0] if begin else []
+    names = [(re.findall(r"[A-Za-z_]\w*", piece) or [""])[-1] for piece in pieces]
     return names if len(names) == count else [""] * count

@@ -7,6 +7,7 @@ NVRTC library.
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 import time
@@ -160,6 +161,13 @@ def parameters(ptx: str, entry: str) -> tuple[Parameter, ...]:
         kinds = ("struct",) if array else ("float",) if letter == "f" else ("integer", "pointer")
         found.append(Parameter(kinds, int(array or int(bits) // 8)))
     return tuple(found)
+
+
+def max_threads(ptx: str, entry: str) -> int:
+    """Of a block, by the entry point's `.maxntid` (__launch_bounds__); 0: it has none."""
+    directives = re.search(rf"\.entry\s+{entry}\b\s*(?:\([^)]*\))?([^{{]*)\{{", ptx)
+    extents = re.search(r"\.maxntid\s+([\d, ]+)", directives[1]) if directives else None
+    return math.prod(map(int, extents[1].split(","))) if extents else 0
 
 
 def version() -> str:

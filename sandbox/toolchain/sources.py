@@ -79,3 +79,21 @@ def fingerprint(source: Path, include_dirs: Sequence[Path]) -> str | None:
     for path in files:
         digest.update(os.fsencode(path) + b"\0" + _scan(path)[0])
     return digest.hexdigest()
+
+
+def split_arguments(text: str, begin: int, opening: str = "([{", closing: str = ")]}") -> tuple[list[str], int]:
+    """What stands between commas from `begin`, behind an opening parenthesis, to its closing one; the place behind it.
+
+    `opening` and `closing`: the brackets between which a comma separates nothing.
+    """
+    pieces, depth = [""], 0
+    for at in range(begin, len(text)):
+        c = text[at]
+        if c == ")" and not depth:
+            return pieces, at + 1
+        if c == "," and not depth:
+            pieces.append("")
+            continue
+        depth += (c in opening) - (c in closing)
+        pieces[-1] += c
+    return pieces, len(text)

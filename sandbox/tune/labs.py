@@ -21,7 +21,14 @@ from ..bench import contest, environment
 from ..bench.given import given_to
 from ..bench.timing import Events, Limits, Timing, measure
 from ..core import registry
-from ..core.errors import CompileError, GpuUnavailable, ToolchainMissing, UnsupportedProblem, without_options
+from ..core.errors import (
+    CompileError,
+    GpuUnavailable,
+    SpecError,
+    ToolchainMissing,
+    UnsupportedProblem,
+    without_options,
+)
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -206,7 +213,7 @@ def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resour
     try:
         compiled = pipeline.compile_problem(registry.get(kernel), problem, tile, arch)
         return Resources.worst(c.resources for c in compiled)
-    except CompileError as error:
+    except (CompileError, SpecError) as error:
         return without_options(str(error))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from project import in_project, new_kernel
 
 from sandbox.core import registry
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import DriverError, SpecError
 from sandbox.core.kernel import Kernel
 from sandbox.core.options import macros
 from sandbox.engine import pipeline
@@ -18,6 +21,7 @@ from sandbox.launch.dlpack import HOST
 from sandbox.spec import Problem
 from sandbox.toolchain import nvrtc
 from sandbox.toolchain.nvrtc import Parameter
+from sandbox.verify.sanitize import launch_on_host
 
 MINIMAL = registry.get("fwd_minimal")
 ARGS = MINIMAL.args
@@ -107,3 +111,70 @@ def test_run_says_so_for_that_kernel_alone(project_copy: Path) -> None:
     done = in_project(project_copy, "sandbox", "sanitize", "fwd_swapped", "--backend", "cpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("sandbox: fwd_swapped: number 5 of its spec's args is group")
+
+
+BOUND = "__launch_bounds__(BLOCK_M, 1) void fwd_minimal("
+
+
+@pytest.mark.parametrize("bound", [BOUND, "void __launch_bounds__(THREADS) fwd_minimal("])
+def test_a_block_beyond_the_launch_bounds_is_rejected(bound: str, tmp_path: Path) -> None:
+    """On the CPU backend, under its sanitizers, and by NVRTC's PTX."""
+    tile = MINIMAL.tiles[-1]
+    text = MINIMAL.source.read_text()
+    assert BOUND in text
+    constant = 'constexpr int THREADS = BLOCK_M;  // void fwd_minimal(\nextern "C"'
+    source = tmp_path / "fwd_minimal.cu"
+    source.write_text(text.replace('extern "C"', constant).replace(BOUND, bound))
+    fits = dataclasses.replace(MINIMAL, source=source)
+    exceeds = dataclasses.replace(fits, block=lambda t: (t.BLOCK_M, 2, 1))
+    M, problem = tile.BLOCK_M, Problem(1, 1, 40, 40, 16, dtype="float16")
+    message = re.escape(f"fwd_minimal: a block of {2 * M} threads, ({M}, 2, 1), exceeds its __launch_bounds__({M})")
+    for prepare in (
+        lambda kernel: pipeline.load(kernel, tile, problem, HOST),
+        lambda kernel: pipeline.compile_problem(kernel, problem, tile, "sm_80"),
+    ):
+        prepare(fits)
+        with pytest.raises(SpecError, match=message):
+            prepare(exceeds)
+    report, _ = launch_on_host("none", exceeds, problem, tile)
+    assert f"fwd_minimal: a block of {2 * M} threads exceeds its __launch_bounds__({M})" in report.text
+    assert launch_on_host("none", fits, problem, tile)[0].clean
+
+
+@pytest.mark.parametrize("name", registry.kernels())
+def test_the_launch_bounds_of_shipped_kernels(name: str) -> None:
+    """The CPU backend finds in the text what NVRTC finds."""
+    kernel = registry.get(name)
+    tile, problem = kernel.tiles[0], problem_of(kernel)
+    in_ptx = [nvrtc.max_threads(c.ptx, c.entry) for c in pipeline.compile_problem(kernel, problem, tile, "sm_90a")]
+    assert in_ptx == [math.prod(entry.block(tile)) for entry in kernel.entries]
+    assert in_ptx == [*pipeline.load(kernel, tile, problem, HOST).max_threads]
+
+
+def test_launch_bounds_in_ptx() -> None:
+    ptx = ".entry k_2()\n.maxntid 1\n{\n}\n.visible .entry k()\n.maxntid 32, 2, 1\n.minnctapersm 2\n{\nret;\n}\n"
+    ptx += ".entry free(.param .u64 p)\n{\n}"
+    assert [nvrtc.max_threads(ptx, entry) for entry in ("k", "free", "none")] == [64, 0, 0]
+
+
+def test_launch_bounds_that_the_preprocessor_chooses_are_left_to_nvrtc(run_cuda) -> None:
+    text = """
+    #if CHOSEN
+    extern "C" __global__ __launch_bounds__(32) void k(int* out)
+    #else
+    extern "C" __global__ __launch_bounds__(64) void k(int* out)
+    #endif
+    { out[threadIdx.x] = 1; }"""
+    out = np.zeros(64, np.int32)
+    run_cuda(text, "k", out, block=64)
+    assert out.all()
+
+
+def test_a_launch_beyond_the_bounds_fails_on_the_cpu(run_cuda, device) -> None:
+    text = 'extern "C" __global__ __launch_bounds__(2 * (16), 1) void k(int* out) { out[threadIdx.x] = 1; }'
+    out = np.zeros(64, np.int32)
+    run_cuda(text, "k", out, block=32)
+    error = SpecError if device == HOST else DriverError
+    with pytest.raises(error, match=r"exceeds its __launch_bounds__\(32\)" if device == HOST else ""):
+        run_cuda(text, "k", out, block=64)
+    assert out.sum() == 32

@@ -20,7 +20,7 @@
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))  // glibc's headers spell an attribute so: nothing may include them later
-#define __launch_bounds__(...)
+#define __launch_bounds__(...)  // see SANDBOX_ENTRY
 #define __align__(n) __attribute__((aligned(n)))
 #define alignas(n) __align__(n)  // which may stand anywhere: `__shared__ alignas(128) float a[4];`
 #define __shared__ thread_local  // an OS thread runs one block at a time; `extern` ones are one buffer, see SANDBOX_DYNAMIC
@@ -346,7 +346,8 @@ template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each)
 // `extern __shared__` arrays, whatever their names, are one buffer: each name is made an alias of it for the linker.
 #define SANDBOX_DYNAMIC(name) \
     asm(".globl " #name "\n.type " #name ", %tls_object\n.set " #name ", sandbox_dynamic_smem\n");
-#define SANDBOX_ENTRY(name) \
+#define SANDBOX_ENTRY(name, bound) \
+    extern "C" unsigned sandbox_max_threads_##name() { return unsigned(bound); } \
     extern "C" void sandbox_entry_##name(void** args) { cpu::call(&name, args); } \
     extern "C" unsigned sandbox_parameters_##name(unsigned* sandbox_each) { return cpu::parameters(&name, sandbox_each); }
 
