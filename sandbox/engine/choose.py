@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from ..core import log, registry
 from ..core.errors import UnsupportedProblem
-from ..core.kernel import Arch, Kernel
+from ..core.kernel import Arch, Entry, Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
+from ..launch.arguments import NOT_ALWAYS
 from ..toolchain import arch as architectures
 from . import tuned
+
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
 def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
@@ -23,6 +26,15 @@ def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None
     if need > have:
         where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
         return f"{kernel.name}: tile {tile} needs {need} bytes of shared memory at D={problem.D}, {where} has {have}"
+    always = (entry for entry in kernel.entries if not {*entry.args} & {*NOT_ALWAYS})
+    return next((reason for entry in always if (reason := refuses_grid(kernel, entry, problem, tile))), None)
+
+
+def refuses_grid(kernel: Kernel, entry: Entry, problem: Problem, tile: Tile) -> str | None:
+    """Why a GPU (and the CPU backend alike) cannot launch the grid of `entry`, as a sentence; None if it can."""
+    for axis, size, limit in zip("xyz", entry.grid(problem, tile), _GRID_LIMITS, strict=True):
+        if size > limit:
+            return f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}: split the batch"
     return None
 
 

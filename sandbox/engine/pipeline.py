@@ -26,11 +26,10 @@ from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
 from ..toolchain import cache, nvrtc, snippets, sources
 from ..toolchain.nvrtc import Compiled, Resources
-from .choose import choose_kernel, choose_tile
+from .choose import choose_kernel, choose_tile, refuses_grid
 from .launches import EntryLaunch, in_order
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
-_GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,9 @@ def _launches(
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
             continue
+        if reason := refuses_grid(kernel, entry, problem, tile):
+            raise UnsupportedProblem(reason)
         grid = entry.grid(problem, tile)
-        for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
-            if size > limit:
-                raise UnsupportedProblem(f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}")
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
         yield EntryLaunch(
             entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early,

@@ -90,6 +90,21 @@ def test_list_for_a_problem() -> None:
     assert "multiple of 8" in line
 
 
+def test_list_for_what_32_bits_cannot_count() -> None:
+    for shape in ("1,1,2147483648,64", "1,1,64,4294967296,64"):
+        refused = call("list", "--shape", shape)
+        assert refused.exit_code == 2
+        assert "is not supported: kernels count rows in 32 bits" in refused.stderr
+
+
+def test_list_for_more_blocks_than_a_grid_has() -> None:
+    """65535 along y and z: kernels whose grid is smaller take the problem."""
+    by_name = {row["kernel"]: row for row in parsed("list", "--shape", "65536,1,64,64", "--arch", "sm_90a")}
+    assert "needs 65536 blocks along z, over 65535: split the batch" in by_name["fwd_mma"]["reason"]
+    assert by_name["fwd_wgmma"]["tile"]
+    assert by_name["bwd_wgmma"]["tile"] is None  # its last entry has a block in z for each batch entry
+
+
 def test_list_for_the_cpu_and_for_nobody() -> None:
     assert {"chosen", "takes it"} <= {*re.findall("chosen|takes it", call("list", "--shape", "1,2,7,64").stdout)}
     on_old = call("list", "--shape", "1,2,7,64", "--arch", "sm_75").stdout
