@@ -7,7 +7,8 @@ from operator import index
 from typing import Any, NamedTuple
 
 from ..core.errors import SpecError
-from ..core.normalise import number
+from ..core.integers import integer
+from ..core.normalise import normalise_window, number
 from ..core.score import Score
 from ..launch.dlpack import library_of
 
@@ -55,7 +56,7 @@ def asked(
     if score is not None and not isinstance(score, Score):
         raise SpecError(f"score={score!r} must be a sandbox.Score")
     if window is not None:
-        window = tuple(window) if isinstance(window, Sequence) else window  # Problem says what is wrong with it
+        window = _plain_window(window)
     if not dropout:
         seed = None
     elif not hasattr(seed, "__dlpack__"):
@@ -65,6 +66,16 @@ def asked(
     if score is not None:
         arrays |= score.arrays
     return Asked(tuple(arrays), window, softcap, score and score.described, dropout), tuple(arrays.values())
+
+
+def _plain_window(window: Any) -> tuple[int | None, int | None]:
+    """`window` as a tuple of type int and None, which it mostly is already: a plan's key holds it, and 3.0, True and
+    np.int64(3) compare equal to 3. Raises SpecError."""
+    if type(window) in (tuple, list) and len(window) == 2:
+        left, right = window
+        if (left is None or type(left) is int) and (right is None or type(right) is int):
+            return left, right
+    return normalise_window(window)
 
 
 def with_float8(of: Asked, arrays: tuple[Any, ...], descale: Any, out_dtype: Any) -> tuple[Asked, tuple[Any, ...]]:
@@ -93,8 +104,13 @@ def ragged(
     of: Asked, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], longest: tuple[int | None, int | None]
 ) -> tuple[Asked, tuple[Any, ...]]:
     """The same of a ragged batch. How long the longest sequence is counts where arrays are as long, and nowhere else:
-    another number would be another plan."""
-    if not {"bias", "mask"} & {*of.names}:
+    another number would be another plan. Raises SpecError for a number that is no integer >= 0."""
+    if {"bias", "mask"} & {*of.names}:
+        queries, keys = (
+            n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", longest, strict=True)
+        )
+        longest = queries, keys
+    else:
         longest = None, None
     return Asked((*of.names, *CU_SEQLENS), *of[1:5], longest, *of[6:]), (*arrays, *cu_seqlens)
 

@@ -9,7 +9,6 @@ from typing import Any
 from ..core.batches import PAGE_ROWS
 from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
-from ..core.integers import integer
 from ..core.normalise import normalise_causal
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
@@ -86,8 +85,8 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
                 f"{name} has shape {view.shape}: it must be (B + 1,), the same for queries and keys"
             )
     most = (
-        rows if asked is None else min(rows, integer(f"max_seqlen_{which}", asked, 0))
-        for which, rows, asked in zip("qk", (views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
+        rows if asked is None else min(rows, asked)
+        for rows, asked in zip((views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
     )
     return queries.shape[0] - 1, *most  # type: ignore[return-value]
 

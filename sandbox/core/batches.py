@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import limits
 from .errors import SpecError
 from .integers import integer
 
@@ -40,4 +41,6 @@ def paged_fields(page_size: Any, pages: Any, ragged: tuple[int, ...], B: int, Sk
         raise SpecError(f"page_size={page_size} of a ragged batch is not built: pass queries of one length each")
     if Sk % page_size:
         raise SpecError(f"Sk={Sk} must be a multiple of page_size={page_size}: whole pages")
-    return {"page_size": page_size, "pages": pages or B * Sk // page_size, "key_lengths": True}
+    pages = pages or B * Sk // page_size
+    limits.check_count("pages", pages, "page numbers are int32")
+    return {"page_size": page_size, "pages": pages, "key_lengths": True}

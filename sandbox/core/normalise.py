@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from .errors import SpecError
@@ -13,34 +13,84 @@ Causal = Literal[False, "bottom-right", "top-left"]
 Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
 
 
+# Numbers from here on round to infinity in float32, in which kernels compute.
+FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
+FLOAT32_NORMAL = 2.0**-126  # below it float32 loses bits, and GPUs may flush to 0
+
+
 def number(name: str, value: Any) -> float:
+    """`value` as a float. Raises SpecError for what is no number, not finite, or not finite in float32."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # of an int beyond float64
         raise SpecError(f"{name}={value!r} must be a number") from None
-    if not math.isfinite(number):
+    if not -FLOAT32_OVERFLOW < number < FLOAT32_OVERFLOW:
+        if math.isfinite(number):
+            raise SpecError(
+                f"{name}={number!r} is not supported: kernels compute in float32, whose largest number is 3.4e38"
+            )
         raise SpecError(f"{name}={number!r} must be finite")
     return number
 
 
-def normalise_causal(causal: bool | str) -> Causal:
-    """`causal=` as people write it -> the alignment it names. True is "bottom-right"."""
-    if causal is False or causal is None:
-        return False
-    if causal is True or causal == "bottom-right":
-        return "bottom-right"
-    if causal == "top-left":
-        return "top-left"
+def normalise_numbers(D: int, scale: Any, softcap: Any, dropout: Any) -> dict[str, float]:
+    """The three fields of a Problem; `scale` None means 1/sqrt(D). Raises SpecError."""
+    softcap = number("softcap", softcap or 0.0)
+    if softcap < 0:
+        raise SpecError(f"softcap={softcap!r} must be positive, or 0 for none")
+    dropout = number("dropout", dropout or 0.0)
+    if not 0 <= dropout <= 1:
+        raise SpecError(f"dropout={dropout!r} must be a probability, 0 <= dropout <= 1")
+    scale = 1.0 / math.sqrt(D) if scale is None else number("scale", scale)
+    return {"scale": scale, "softcap": softcap, "dropout": dropout}
+
+
+def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
+    """Raises SpecError where the factors that kernels form of finite numbers, scale * descale of q * descale of k and
+    that divided by softcap, overflow float32 or are lost to underflow."""
+    factor = scale * math.prod(descale)
+    if not abs(factor) < FLOAT32_OVERFLOW:
+        raise SpecError(
+            f"scale={scale!r} times the descale of q and k, {factor!r}, is not supported: kernels compute in float32, "
+            "whose largest number is 3.4e38"
+        )
+    if not softcap:
+        return
+    if not FLOAT32_NORMAL <= softcap <= 1 / FLOAT32_NORMAL:
+        raise SpecError(
+            f"softcap={softcap!r} is not supported: kernels divide by it in float32, which holds its reciprocal only "
+            "between 1.2e-38 and 8.5e37; pass 0 for no softcap"
+        )
+    if factor and not FLOAT32_NORMAL <= abs(factor) / softcap < FLOAT32_OVERFLOW:
+        raise SpecError(
+            f"softcap={softcap!r} with a scale of {factor!r} is not supported: kernels multiply by scale / softcap in "
+            "float32, which holds it only between 1.2e-38 and 3.4e38 in magnitude"
+        )
+
+
+def normalise_causal(causal: bool | str | None) -> Causal:
+    """`causal=` as people write it -> the alignment it names. True is "bottom-right".
+
+    Values equal to True or False (1, 0, np.True_) are accepted: they have the same hash, so a plan lookup cannot tell
+    them apart. Raises SpecError for anything else.
+    """
+    if isinstance(causal, str):
+        if causal in ("bottom-right", "top-left"):
+            return causal  # type: ignore[return-value]
+    elif causal is None or (not hasattr(causal, "__dlpack__") and causal in (0, 1)):  # == of an array is an array
+        return "bottom-right" if causal else False
     raise SpecError(f'causal={causal!r} is not known: choose False, True (= "bottom-right") or "top-left"')
 
 
-def normalise_window(window: Any) -> Window:
-    """`window=` as people write it. Raises SpecError."""
+def normalise_window(window: Any, most: int | None = None) -> Window:
+    """`window=` as people write it -> (left, right) of type int or None, each at most `most`. Raises SpecError."""
     if window is None:
         return None, None
     try:
-        left, right = window
-        return tuple(None if n is None else integer("window", n, 0) for n in (left, right))  # type: ignore[return-value]
+        left, right = (None if n is None else integer("window", n, 0) for n in window)
+        if most is not None:
+            left, right = (None if n is None else min(n, most) for n in (left, right))
+        return left, right
     except (TypeError, ValueError):  # SpecError among them
         raise SpecError(
             f"window={window!r} must be (left, right): keys to either side, each an integer >= 0, or None for no bound"

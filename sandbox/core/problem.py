@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import block_map, dtypes
+from . import block_map, dtypes, limits
 from .batches import paged_fields, ragged_fields
 from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
-from .normalise import Causal, Window, normalise_causal, normalise_window, number
+from .normalise import Causal, Window, check_products, normalise_causal, normalise_numbers, normalise_window
 from .score import Score
 from .shape_text import fields_of
 
@@ -33,7 +32,8 @@ class Problem:
     (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
     for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
     `score`; and the probability `dropout` that an element of P is dropped. A bias has o's dtype, or `bias_dtype`.
-    Raises SpecError naming the value that makes no sense.
+    A window bound above Sq + Sk is replaced by Sq + Sk, which hides nothing.
+    Raises SpecError naming the value that makes no sense, UnsupportedProblem for sizes beyond those of `limits`.
 
     A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
     (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
@@ -82,6 +82,7 @@ class Problem:
             set_(self, name, integer(name, getattr(self, name), least))
         for name, dtype in dtypes.normalise(self.dtype, self.v_dtype, self.out_dtype).items():
             set_(self, name, dtype)
+        limits.check_sizes(self.B, self.H, self.Sq, self.Sk)
         if self.Hk == 0:
             set_(self, "Hk", self.H)
         if self.H and self.H % self.Hk:
@@ -89,15 +90,13 @@ class Problem:
         set_(self, "causal", normalise_causal(self.causal))
         if self.Dv == 0:
             set_(self, "Dv", self.D)
-        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else number("scale", self.scale))
-        set_(self, "window", normalise_window(self.window))
-        set_(self, "softcap", number("softcap", self.softcap or 0.0))
-        if self.softcap < 0:
-            raise SpecError(f"softcap={self.softcap!r} must be positive, or 0 for none")
-        set_(self, "dropout", number("dropout", self.dropout or 0.0))
-        if not 0 <= self.dropout <= 1:
-            raise SpecError(f"dropout={self.dropout!r} must be a probability, 0 <= dropout <= 1")
+        numbers = normalise_numbers(self.D, self.scale, self.softcap, self.dropout)
+        for name, value in numbers.items():
+            set_(self, name, value)
+        # Sq + Sk keys to either side hide nothing, and kernels add the bounds to positions in 32 bits.
+        set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
+        check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
         for name, value in paged_fields(self.page_size, self.pages, self.ragged, self.B, self.Sk).items():
             set_(self, name, value)
         self._check_tensors()

@@ -88,7 +88,8 @@ def causal_bounds(causal: Causal, window: tuple[int | None, int | None] | None) 
     Raises ValueError for an unknown `causal`.
     """
     causal_offset(0, 0, causal)
-    left, right = (None, None) if window is None else window
+    # At most 2^62: rows and keys are fewer, and NumPy's int64 holds the sum with a row number.
+    left, right = (None if n is None else min(n, 2**62) for n in (window or (None, None)))
     return left, (0 if right is None else min(right, 0)) if causal else right
 
 

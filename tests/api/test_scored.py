@@ -219,3 +219,84 @@ def test_a_graph_replays_with_other_numbers() -> None:
     graph.replay()
     true, _ = reference.attention(*inputs()[:3], bias=bias.cpu().numpy())
     assert abs(out.cpu().numpy() - true).max() < 2e-5
+
+
+WIDE = 2**31 - 1, 2**32, 2**64  # of which int32 holds the first alone, and no sum with it
+
+
+@pytest.mark.parametrize("bound", WIDE)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_window_as_wide_as_can_be_hides_nothing(bound: int, side: int) -> None:
+    """Out and gradients of every kernel are those of the other bound alone, by NumPy."""
+    q, k, v, dout = inputs()
+    wide, alone = [5, 5], [5, 5]
+    wide[side], alone[side] = bound, None  # type: ignore[call-overload]
+    for causal in (False, "top-left"):
+        true, true_lse = reference.attention(q, k, v, causal=causal, window=alone)
+        truly = reference.attention_backward(dout, q, k, v, causal=causal, window=alone)
+        for name in ("fwd_minimal", "fwd_block2d"):
+            out, lse = sandbox.attention_forward(q, k, v, causal=causal, window=wide, kernel=name)
+            assert abs(out - true).max() < 2e-5, name
+            np.testing.assert_allclose(lse, true_lse, atol=2e-5)
+        for name in ("bwd_minimal", "bwd_block2d"):
+            found = sandbox.attention_backward(dout, q, k, v, out, lse, causal=causal, window=wide, kernel=name)
+            for x, y in zip(found, truly, strict=True):
+                assert abs(x - y).max() < 2e-4, name
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "functionalized"])
+def test_a_wide_window_of_tensors(how: str) -> None:
+    """Also of NumPy's integers, which no JSON text holds."""
+    qkv, plain = leaves(("cpu", 0)), leaves(("cpu", 0))
+    call = sandbox.attention
+    if how == "compiled":
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    expected = sandbox.attention(*plain, window=(None, 3))
+    wanted = torch.autograd.grad(expected.sum(), plain)
+    for window in ((2**32, 3), [2**31 - 1, 3], (np.int64(2**40), np.int32(3))):
+        torch.compiler.reset()  # else the second number is a variable to the compiler
+        if how == "functionalized":
+            out = torch.func.functionalize(lambda q, k, v, window=window: call(q, k, v, window=window))(*qkv)
+        elif how == "compiled" and type(window[0]) is not int:
+            continue  # a constant of NumPy's is an array to the compiler
+        else:
+            out = call(*qkv, window=window)
+            for x, y in zip(torch.autograd.grad(out.sum(), qkv), wanted, strict=True):
+                assert torch.equal(x, y)
+        assert torch.equal(out, expected)
+
+
+def test_a_wide_window_in_the_slot() -> None:
+    q, k, v = (torch.from_numpy(x).transpose(1, 2).half() for x in inputs()[:3])
+    bounds = {"window_size_left": 2**31 - 1, "window_size_right": 2**32}
+    rest = None, None, SQ, SK, 0.0, False, False
+    with sandbox.use_in_torch():
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *rest, **bounds)
+        none, none_lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *rest)
+    assert abs(out - none).max() < 2e-3
+    assert abs(lse - none_lse).max() < 1e-3
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first", "after a plan for ints"])
+def test_a_plan_does_not_take_what_only_compares_equal(before: bool) -> None:
+    """The answer is the same whatever was called before."""
+    q, k, v, _ = inputs()
+    sandbox.reload()
+    bias = np.zeros((B, 1, SQ, SK), np.float32)
+    x, offsets = np.ascontiguousarray(q[0].swapaxes(0, 1)), np.array([0, SQ], np.int32)
+    ragged = {"cu_seqlens_q": offsets, "bias": bias[:1, :, :, :SQ]}
+    if before:
+        causal = sandbox.attention(q, k, v, causal=True)
+        sandbox.attention(q, k, v, window=(3, 1))
+        sandbox.attention_varlen(x, x, x, **ragged, max_seqlen_q=SQ)
+    for window in ((3.0, 1.0), (3, True), (3, "1"), (3, 1, 1), (3,)):
+        with pytest.raises(SpecError, match=r"must be \(left, right\)"):
+            sandbox.attention(q, k, v, window=window)
+    for most in (float(SQ), True, "19"):
+        with pytest.raises(SpecError, match=r"max_seqlen_q=.* must be an integer >= 0"):
+            sandbox.attention_varlen(x, x, x, **ragged, max_seqlen_q=most)
+    for yes in (1, 1.0, np.True_):
+        found = sandbox.attention(q, k, v, causal=yes)
+        assert not before or np.array_equal(found, causal)
+    windowed = sandbox.attention(q, k, v, window=(np.int64(3), np.int8(1)))
+    assert np.array_equal(windowed, sandbox.attention(q, k, v, window=[3, 1]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from project import ROOT
 
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
 
 P = Problem(2, 4, 7, 9, 64, Hk=2, dtype="float16", causal="bottom-right")
@@ -43,6 +43,56 @@ def test_numpy_integers_become_integers() -> None:
 def test_causal_is_normalised(causal: object) -> None:
     expected = {True: "bottom-right", None: False}.get(causal, causal)
     assert Problem(1, 1, 1, 1, 8, causal=causal).causal == normalise_causal(causal) == expected
+
+
+@pytest.mark.parametrize("causal", [1, 0, 1.0, np.True_, np.False_])
+def test_causal_takes_what_equals_true_or_false(causal: object) -> None:
+    """A plan's key cannot tell them apart."""
+    assert normalise_causal(causal) == ("bottom-right" if causal else False)
+
+
+@pytest.mark.parametrize("causal", [2, -1, [], np.array([True]), np.array(True), "yes", object()])
+def test_causal_takes_nothing_else(causal: object) -> None:
+    with refuses(f"causal={causal!r} is not known"):
+        normalise_causal(causal)
+
+
+@pytest.mark.parametrize("bound", [2**70, 2**32, 2**31 - 1, 17, np.int64(2**40)])
+def test_a_window_is_at_most_all_rows_and_keys(bound: int) -> None:
+    """Beyond int32 the argument of the kernel would be another number."""
+    p = dataclasses.replace(P, window=(bound, bound))
+    assert p.window == (16, 16)
+    assert {type(n) for n in p.window} == {int}
+    assert dataclasses.replace(P, window=(bound, None)).window == (16, None)
+    assert dataclasses.replace(P, window=(None, 15)).window == (None, 15)
+    (part,) = Problem(0, 4, 0, 0, 64, lengths=((3, 5),), window=(bound, 1)).sequences
+    assert part.window == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"Sq": 2**29 + 1}, "Sq=536870913 is not supported: kernels count rows in 32 bits, at most 2^29"),
+        ({"Sk": 2**31}, "Sk=2147483648 is not supported"),
+        ({"Sk": 2**40}, "Sk=1099511627776 is not supported"),
+        ({"B": 2**17, "H": 2**14}, "B * H = 2147483648 is not supported: heads are counted in int32"),
+        ({"Sk": 16, "page_size": 16, "pages": 2**31}, "pages = 2147483648 is not supported: page numbers are int32"),
+        ({"lengths": ((2**30, 5),)}, "Sq=1073741824 is not supported"),
+    ],
+)
+def test_what_32_bits_cannot_count_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=re.escape(message)):
+        dataclasses.replace(P, **fields)
+
+
+def test_the_largest_that_can_be_counted() -> None:
+    """And every row of the last tile in the widest window."""
+    p = dataclasses.replace(P, Sq=2**29, Sk=2**29, window=(2**40, 2**40))
+    assert p.Sq + 255 + p.diagonal + p.window[1] < 2**31
+    assert p.diagonal - p.window[0] >= -(2**31)
+    for Sq, Sk in ((2**29, 0), (0, 2**29)):
+        q = dataclasses.replace(p, Sq=Sq, Sk=Sk)
+        assert max(Sq + 255 + q.diagonal + q.window[1], q.window[0] - q.diagonal) < 2**31
 
 
 @pytest.mark.parametrize("name", ["B", "H", "Sq", "Sk", "Hk"])
@@ -368,6 +418,22 @@ def test_all_of_them_together() -> None:
         ({"window": (1, -1)}, "window=(1, -1) must be (left, right): keys to either side, each an integer >= 0"),
         ({"softcap": -1.0}, "softcap=-1.0 must be positive"),
         ({"softcap": float("inf")}, "softcap=inf must be finite"),
+        ({"softcap": float("nan")}, "softcap=nan must be finite"),
+        ({"softcap": 1e39}, "softcap=1e+39 is not supported: kernels compute in float32, whose largest number is"),
+        ({"softcap": 1e38}, "softcap=1e+38 is not supported: kernels divide by it in float32"),
+        ({"softcap": 1e-38}, "softcap=1e-38 is not supported: kernels divide by it in float32"),
+        ({"softcap": 1e-30, "scale": 1e10}, "softcap=1e-30 with a scale of 10000000000.0 is not supported"),
+        ({"softcap": 1e30, "scale": 1e-10}, "softcap=1e+30 with a scale of 1e-10 is not supported"),
+        ({"scale": 1e39}, "scale=1e+39 is not supported: kernels compute in float32, whose largest number is 3.4e38"),
+        ({"scale": -1e39}, "scale=-1e+39 is not supported"),
+        ({"scale": 10**400}, "must be a number"),
+        ({"scale": float("-inf")}, "scale=-inf must be finite"),
+        ({"dropout": float("nan")}, "dropout=nan must be finite"),
+        ({"dropout": -0.1}, "dropout=-0.1 must be a probability"),
+        ({"dropout": 1.5}, "dropout=1.5 must be a probability"),
+        ({"dtype": "float8_e5m2", "descale": (1.0, 1e39, 1.0)}, "descale of k=1e+39 is not supported"),
+        ({"dtype": "float8_e5m2", "descale": (1.0, 1.0, float("nan"))}, "descale of v=nan must be finite"),
+        ({"dtype": "float8_e5m2", "descale": (1e20, 1e20, 1.0)}, "times the descale of q and k, 1.25e+39, is not"),
         ({"alibi": (2,)}, "alibi=(2,) must be the shape of one slope a head, (4,) or (2, 4)"),
         ({"bias": (7, 9)}, "bias=(7, 9) must be four numbers, each 1 or that of (B, H, Sq, Sk) = (2, 4, 7, 9)"),
         ({"mask": (1, 1, 1, 7)}, "mask=(1, 1, 1, 7) must be four numbers"),
@@ -381,6 +447,18 @@ def test_all_of_them_together() -> None:
 def test_an_option_that_makes_no_sense(values: dict, message: str) -> None:
     with refuses(message):
         dataclasses.replace(P, **values)
+
+
+def test_the_largest_numbers_of_float32() -> None:
+    """What rounds to its largest finite number is taken."""
+    largest = float(np.finfo(np.float32).max)
+    assert dataclasses.replace(P, scale=largest).scale == largest
+    assert dataclasses.replace(P, scale=3.4028235677973362e38)
+    with np.errstate(over="ignore"), refuses("is not supported"):
+        assert np.isinf(np.float32(3.4028235677973366e38))
+        dataclasses.replace(P, scale=3.4028235677973366e38)
+    for softcap in (2.0**-126, 2.0**126):
+        assert dataclasses.replace(P, softcap=softcap, scale=softcap).softcap == softcap
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,10 @@ def test_tile_ranges_hold_all_that_is_seen_and_no_tile_more(window, Sq: int, Sk:
         for n0 in range(0, Sk, N):
             rows = np.flatnonzero(seen[:, n0 : n0 + N].any(1))
             assert head.queries(n0, N) == ((rows[0], rows[-1] + 1) if rows.size else (0, 0))
+
+
+def test_a_window_beyond_64_bits_hides_nothing() -> None:
+    q, k, v = (np.random.default_rng(0).standard_normal((1, 1, 5, 4)) for _ in range(3))
+    for call in (reference.attention, lambda *x, **o: reference.flash2(*x, BLOCK_M=2, BLOCK_N=2, **o)):
+        expected = call(q, k, v, window=(None, 1))[0]
+        assert np.array_equal(call(q, k, v, window=(2**70, 1))[0], expected)

@@ -1,0 +1,27 @@
+"""The largest sizes that kernels can count, and the numbers that float32 can hold."""
+
+from __future__ import annotations
+
+from .errors import UnsupportedProblem
+
+# Kernels hold row numbers in int32 and form row + Sk - Sq + window bound, at most Sk + (Sq + Sk) and a tile: three
+# times this and a tile stay below 2^31.
+MOST_ROWS = 2**29
+MOST_INT32 = 2**31 - 1
+
+
+def check_sizes(B: int, H: int, Sq: int, Sk: int) -> None:
+    """Raises UnsupportedProblem for numbers of batch entries, heads or rows that kernels cannot count."""
+    for name, rows in (("Sq", Sq), ("Sk", Sk)):
+        if rows > MOST_ROWS:
+            raise UnsupportedProblem(
+                f"{name}={rows} is not supported: kernels count rows in 32 bits, at most 2^29 = {MOST_ROWS} of a batch "
+                "entry; split the sequence and combine the parts by their LSE"
+            )
+    check_count("B * H", B * H, "heads are counted in int32")
+
+
+def check_count(name: str, count: int, why: str) -> None:
+    """Raises UnsupportedProblem for what int32 does not hold."""
+    if count > MOST_INT32:
+        raise UnsupportedProblem(f"{name} = {count} is not supported: {why}, at most 2^31 - 1; split the batch")
