@@ -39,7 +39,7 @@ class _NumPy(Library):
     name = "NumPy"
 
     def signature(self, array: np.ndarray) -> Hashable:
-        return array.shape, array.strides, array.dtype
+        return type(array), array.shape, array.strides, array.dtype  # a subclass may be refused, see `library_of`
 
     def pointer(self, array: np.ndarray) -> int:
         return array.ctypes.data
@@ -300,6 +300,11 @@ def library_of(array: Any) -> Library:
         if library is None or not hasattr(kind, "__dlpack__"):
             raise UnsupportedProblem(
                 f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
+            )
+        if library is _KNOWN["numpy"] and hasattr(kind, "mask"):  # np.ma.MaskedArray and others alike
+            raise UnsupportedProblem(
+                f"a {kind.__name__} is not supported: its mask would be ignored; pass its numbers (.filled(0)), and "
+                "what is hidden as mask="
             )
         _by_type[kind] = library
     return library

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from .gradients import Gradients, Sums
 from .rounding import MOST, dtype_name, quantised, round_to
 from .score import Meaning, Options
-from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, shape_of
+from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, plain_array, shape_of
 
 Round = Callable[[Array], Array]
 
@@ -214,7 +214,7 @@ def _forward(
     q: Array, k: Array, v: Array, causal: Causal, scale: float | None, options: Options, dtype: DTypeLike,
     rounded: Roundings,
 ) -> tuple[Array, Array]:  # fmt: skip
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+    q, k, v = plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
     meaning = Meaning(shape, causal, scale, **options)
     out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
@@ -235,7 +235,7 @@ def _backward(
     causal: Causal, scale: float | None, options: Options, dtype: DTypeLike, rounded: Round,
 ) -> Gradients:  # fmt: skip
     """With out and lse, P and delta come from them (FlashAttention); without, from the softmax (autograd)."""
-    dout, q, k, v = np.asarray(dout), np.asarray(q), np.asarray(k), np.asarray(v)
+    dout, q, k, v = plain_array(dout), plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
     check_gradient_shapes(shape, dout, out, lse, dlse)
     meaning = Meaning(shape, causal, scale, **options)

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from .rounding import quantised
 from .score import Head, Meaning, Options
-from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, shape_of
+from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, plain_array, shape_of
 
 
 def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
@@ -147,7 +147,7 @@ def _forward(
     options: Options,
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
-    q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
+    q, k, v = plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
     meaning = Meaning(shape, causal, scale, **options)

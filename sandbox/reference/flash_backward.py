@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from .flash import load, store
 from .gradients import Gradients
 from .score import Head, Meaning, Options
-from .semantics import Array, Causal, check_gradient_shapes, check_tile, dot_seen, or_zero, shape_of
+from .semantics import Array, Causal, check_gradient_shapes, check_tile, dot_seen, or_zero, plain_array, shape_of
 
 
 @np.errstate(all="ignore")  # NaN and inf are legal inputs
@@ -39,7 +39,7 @@ def flash2_backward(
 
     Source: FlashAttention-2 (Dao 2023), Algorithm 2, whose line numbers stand at the right.
     """
-    dout, q, k, v, out, lse = (np.asarray(x) for x in (dout, q, k, v, out, lse))
+    dout, q, k, v, out, lse = (plain_array(x) for x in (dout, q, k, v, out, lse))
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
     check_gradient_shapes(shape, dout, out, lse, dlse)

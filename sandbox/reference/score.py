@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, TypedDict
 import numpy as np
 
 from .dropout import dropout_threshold, keep_tile
-from .semantics import Array, Causal, Mask, Shape, causal_bounds, or_zero, softmax_scale
+from .semantics import Array, Causal, Mask, Shape, causal_bounds, or_zero, plain_array, softmax_scale
 
 
 class Expressions(Protocol):
@@ -206,7 +206,7 @@ class Head:
 def _broadcast(name: str, x: Array | None, shape: tuple[int, ...], exact: bool = False) -> Array | None:
     if x is None:
         return None
-    x = np.asarray(x)
+    x = plain_array(x)
     try:
         if exact and x.shape != shape:
             raise ValueError

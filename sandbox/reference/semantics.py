@@ -31,6 +31,13 @@ class Shape(NamedTuple):
         return h // (self.H // self.Hk)
 
 
+def plain_array(x: Any) -> Array:
+    """x as an array. Raises ValueError for a masked array (np.ma), whose mask would be ignored."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ValueError("a MaskedArray is not supported: pass its numbers (.filled(0)), and what is hidden as mask=")
+    return np.asarray(x)
+
+
 def shape_of(q: Array, k: Array, v: Array) -> Shape:
     """Sizes of q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv).
 

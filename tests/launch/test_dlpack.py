@@ -102,6 +102,7 @@ REFUSED = [
     (lambda: np.zeros(3, np.float64), "dtype float64 (NumPy) is not supported"),
     (lambda: np.zeros(3, np.int16), "dtype int16 (NumPy)"),
     (lambda: np.zeros(3, ">f4"), "dtype >f4 is not in this machine's byte order"),
+    (lambda: np.ma.array([1.0], mask=[True]), "a MaskedArray is not supported: its mask would be ignored; pass its"),
     (lambda: torch.zeros(3, dtype=torch.complex64).conj().imag, "a lazily negated tensor is not supported"),
     (lambda: torch.zeros(3, dtype=torch.float64), "dtype float64 (PyTorch)"),
     (lambda: torch.zeros(3, device="meta"), 'device "meta" is not supported'),

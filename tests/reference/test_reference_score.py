@@ -250,3 +250,20 @@ def test_a_window_beyond_64_bits_hides_nothing() -> None:
     for call in (reference.attention, lambda *x, **o: reference.flash2(*x, BLOCK_M=2, BLOCK_N=2, **o)):
         expected = call(q, k, v, window=(None, 1))[0]
         assert np.array_equal(call(q, k, v, window=(2**70, 1))[0], expected)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias", "mask", "sink"])
+def test_a_masked_array_is_refused(which: str) -> None:
+    arrays = {"q": np.zeros((1, 1, 5, 4)), "k": np.zeros((1, 1, 5, 4)), "v": np.zeros((1, 1, 5, 4)),
+              "bias": np.zeros((5, 5)), "mask": np.ones((5, 5), bool), "sink": np.zeros(1)}  # fmt: skip
+    q, k, v, *options = {**arrays, which: np.ma.array(arrays[which])}.values()
+    bias, mask, sink = options
+    given = {"bias": bias, "mask": mask, "sink": sink}
+    for call in (
+        lambda: reference.attention(q, k, v, **given),
+        lambda: reference.attention_backward(q, q, k, v, **given),
+        lambda: reference.flash1(q, k, v, BLOCK_M=2, BLOCK_N=2, **given),
+        lambda: reference.flash2_backward(q, q, k, v, q, q[..., 0], BLOCK_M=2, BLOCK_N=2, **given),
+    ):
+        with pytest.raises(ValueError, match="a MaskedArray is not supported"):
+            call()
