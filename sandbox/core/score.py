@@ -70,6 +70,8 @@ class Score:
             text = getattr(self, name)
             if not isinstance(text, str) or not text.strip():
                 raise SpecError(f"Score: {name}={text!r} must be an expression in CUDA C++, such as {_SUCH_AS[name]!r}")
+            if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
+                raise SpecError(f"Score: {name}={text!r} has characters that no source file holds: NUL or surrogates")
             object.__setattr__(self, name, text.strip())
         for name, tensor in self.tensors.items():
             if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
@@ -77,6 +79,8 @@ class Score:
             like = like_of(tensor)
             if like.dtype not in DTYPES:
                 raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
+            if not like.shape:
+                raise SpecError(f"Score: tensor {name} has no dimension: reshape it to (1,) and read {name}(0)")
             if len(like.shape) > MOST_DIMENSIONS:
                 raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions can be read")
         tensors = dict(self.tensors)

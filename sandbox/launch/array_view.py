@@ -78,7 +78,7 @@ def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -
     outer = list(range(len(shape) - 1))
     if like is not None:
         outer.sort(key=lambda i: -like[i] if like[i] else -sys.maxsize)
-    strides, step = [1] * len(shape), max(shape[-1], 1)
+    strides, step = [1] * len(shape), max(shape[-1], 1) if shape else 1
     for i in reversed(outer):
         strides[i] = step
         step *= max(shape[i], 1)

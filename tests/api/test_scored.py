@@ -300,3 +300,32 @@ def test_a_plan_does_not_take_what_only_compares_equal(before: bool) -> None:
         assert not before or np.array_equal(found, causal)
     windowed = sandbox.attention(q, k, v, window=(np.int64(3), np.int8(1)))
     assert np.array_equal(windowed, sandbox.attention(q, k, v, window=[3, 1]))
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias", "mask", "sink", "score.t"])
+def test_a_masked_array_is_refused(which: str) -> None:
+    """Also where a plan for plain arrays of that kind exists."""
+    q, k, v, _ = inputs()
+    every = {"q": q, "k": k, "v": v, "bias": np.zeros((SQ, SK), np.float32), "mask": np.ones((SQ, SK), bool),
+             "sink": np.zeros(H, np.float32), "score.t": np.zeros(H, np.float32)}  # fmt: skip
+
+    def call(**given: Any) -> Any:
+        q, k, v, bias, mask, sink, t = given.values()
+        score = Score("x + t(h)", tensors={"t": t})
+        return sandbox.attention(q, k, v, bias=bias, mask=mask, sink=sink, score=score)
+
+    call(**every)
+    with pytest.raises(UnsupportedProblem, match="a MaskedArray is not supported: its mask would be ignored"):
+        call(**{**every, which: np.ma.array(every[which])})
+
+
+def test_the_gradient_of_a_bias_without_dimensions() -> None:
+    """One number for every score: softmax does not see it, LSE grows by it."""
+    qkv = leaves(("cpu", 0))
+    bias = torch.tensor(0.5, requires_grad=True)
+    for call in (sandbox.attention, torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)):
+        out, lse = call(*qkv, bias=bias, return_lse=True)
+        for loss, wanted in ((out.square().sum(), 0.0), (lse.sum(), float(lse.numel()))):
+            (found,) = torch.autograd.grad(loss, bias, retain_graph=True)
+            assert found.shape == ()
+            assert abs(found - wanted) < 1e-3

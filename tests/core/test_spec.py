@@ -470,6 +470,9 @@ def test_the_largest_numbers_of_float32() -> None:
         ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
         ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
         ({"tensors": {"a": 1.0}}, "Score: a float is no tensor"),
+        ({"tensors": {"a": np.zeros((), np.float32)}}, "Score: tensor a has no dimension: reshape it to (1,)"),
+        ({"score": "x + '\udc80'"}, "has characters that no source file holds: NUL or surrogates"),
+        ({"mask": "j <= i\0 + 1"}, "Score: mask='j <= i\\x00 + 1' has characters that no source file holds"),
     ],
 )
 def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
