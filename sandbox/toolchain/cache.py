@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CacheError
+from ..core.files import refused_path
 
 _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
 _LIMIT_MIB = 4096
@@ -58,6 +59,8 @@ def directory() -> Path:
     chosen = os.environ.get("SANDBOX_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     path = Path(chosen) if chosen else Path(base) / "attention-sandbox"
+    if reason := refused_path(path):
+        raise CacheError(f"cache directory {str(path)!r} is not supported: {reason}; {_REMEDY}")
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()

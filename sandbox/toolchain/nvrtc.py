@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..core import log
 from ..core.errors import CompileError, ToolchainMissing, UnsupportedProblem
+from ..core.files import refused_path
 from . import cache, sources
 
 INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on) or "[nvrtc13]" (from 580 on)'
@@ -88,6 +89,9 @@ def compile(
     source = source.resolve()
     if not source.is_file():
         raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
+    if reason := refused_path(source):
+        message = f"NVRTC cannot compile {str(source)!r}: {reason}; move it to another folder"
+        raise CompileError(message, source=str(source), options=(), log=reason)
     folders = tuple(dict.fromkeys((source.parent / "include", INCLUDE_DIR, *folders, *include_dirs())))
     flags = (
         f"--gpu-architecture={arch}",

@@ -182,6 +182,16 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\udcffb"])
+def test_a_directory_that_compilers_cannot_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_DIR", str(tmp_path / name))
+    with pytest.raises(CacheError, match=r"its path .*; set SANDBOX_CACHE_DIR to a folder of your own"):
+        cache.directory()
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("SANDBOX_CACHE_DIR", str(tmp_path / "a'b c,é"))
+    assert cache.directory().is_dir()
+
+
 def test_a_full_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(28, "No space left on device")

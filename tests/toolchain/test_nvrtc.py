@@ -190,6 +190,12 @@ def test_a_missing_source(tmp_path: Path) -> None:
         nvrtc.compile(tmp_path / "gone.cu", "k", "sm_90a")
 
 
+@pytest.mark.parametrize("name", ['a"b.cu', "a\\b.cu", "a\udcffb.cu"])
+def test_a_source_whose_path_it_cannot_quote(write, name: str) -> None:
+    with pytest.raises(CompileError, match=r"NVRTC cannot compile .*: its path .*; move it to another folder"):
+        nvrtc.compile(write(SCALE, name), "scale", "sm_90a", {"FACTOR": 2})
+
+
 @pytest.mark.parametrize("arch", ["sm_20", "sm_90b", "90", "", "sm_75a", "compute_90"])
 def test_an_arch_that_nvrtc_cannot_target(write, arch: str) -> None:
     with pytest.raises(UnsupportedProblem, match=f"arch {arch} cannot be targeted by NVRTC {nvrtc.version()}.*sm_90a"):
