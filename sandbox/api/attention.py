@@ -69,7 +69,7 @@ def attend(
     """(out, lse) of q, k, v and the arrays that `what` names; unless `with_lse`, lse may be None."""
     library = library_of(arrays[0])
     options = causal, scale, kernel, tile, backend, False, what
-    if found := known("forward", options, arrays):
+    if found := known(library, "forward", options, arrays):
         plan, addresses, followed = found
         if followed is None or not library.recording():
             out, lse = plan(arrays, addresses)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.score import Score
-from ..launch.dlpack import library_of
+from ..launch.dlpack import Library, library_of
 from .asked import asked, with_float8
 from .plans import ALIGNED, Found, Plans
 
@@ -88,10 +88,11 @@ def attention_forward(
     if descale is not None or out_dtype is not None:
         what, arrays = with_float8(what, arrays, descale, out_dtype)
     arrays, options = (q, k, v, *arrays), (causal, scale, kernel, tile, backend, False, what)
-    if found := known("forward", options, arrays):
+    library = library_of(q)
+    if found := known(library, "forward", options, arrays):
         out, lse = found[0](arrays, found[1])
         return out, lse
-    if library_of(q).intercepts(*arrays):
+    if library.intercepts(*arrays):
         from . import torch_autograd, torch_float8
 
         if what.descale:
@@ -162,7 +163,7 @@ def run_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
 
 def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
     """The plan of `run_forward`, and what to call it with."""
-    if found := known("forward", options, arrays):
+    if found := known(library_of(arrays[0]), "forward", options, arrays):
         return found[0], arrays, found[1]
     return _planned("forward_plan", 3, arrays, options)
 
@@ -170,16 +171,17 @@ def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Pla
 def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """`attention_backward`, as `run_forward`, of dout, q, k, v, out, lse and so on; dq, dk, dv, and what else is asked
     for as a result."""
-    if found := known("backward", options, arrays):
+    if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
     plan, arrays, addresses = _planned("backward_plan", 5, arrays, options)  # lse and so on is read number by number
     return plan(arrays, addresses)
 
 
-def known(which: str, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Found | None:
-    """The plan that a route leads to. Where it is found nobody watches the arrays or the thread."""
+def known(library: Library, which: str, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Found | None:
+    """The plan that a route leads to; `library`: that of `arrays`. Where it is found nobody watches the arrays or the
+    thread."""
     scale = options[1]
-    if not library_of(arrays[0]).unwatched() or (scale is not None and type(scale) is not float):
+    if not library.unwatched() or (scale is not None and type(scale) is not float):
         return None
     try:
         routes = _plans.routes[which].get(options, ())

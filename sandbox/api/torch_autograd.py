@@ -86,7 +86,7 @@ class _Attention(torch.autograd.Function):
             every = *every[:6], *others
         options = causal, scale, None, None, backend, torch.are_deterministic_algorithms_enabled(), asks
         twice = torch.is_grad_enabled()
-        if not twice and (way := known("backward", options, every)):
+        if not twice and (way := known(_PYTORCH, "backward", options, every)):
             found = way[0](every, way[1])
         elif twice or _PYTORCH.intercepts(*every) or _batched(dout) or _batched(dlse):
             how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]

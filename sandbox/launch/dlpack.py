@@ -181,15 +181,20 @@ class _PyTorch(Library):
         dtype, whole = torch.get_autocast_dtype(kind), torch.float64
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not whole else x for x in arrays)
 
-    @cached_property
-    def _watchers(self) -> tuple[Any, Any, Any]:  # found once: half of the time that it takes to ask them
-        torch = sys.modules["torch"]
-        return torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack, torch.autograd.forward_ad
+    _watchers: tuple[Any, Any] | None = None  # found once: half of the time that it takes to ask them
 
     def unwatched(self) -> bool:
         """No compiler, dispatch mode or dual level, by what their own Python asks."""
-        compiling, modes, forward_ad = self._watchers  # the compiler follows the first alone
-        return not (compiling() or modes() > 0 or forward_ad._current_level >= 0)
+        # First, and without any state of ours: PyTorch's compiler traces this, and would guard on the state.
+        if sys.modules["torch"].compiler.is_compiling():
+            return False
+        modes, forward_ad = self._watchers or self._find_watchers()
+        return not (modes() > 0 or forward_ad._current_level >= 0)
+
+    def _find_watchers(self) -> tuple[Any, Any]:
+        torch = sys.modules["torch"]
+        self._watchers = torch._C._len_torch_dispatch_stack, torch.autograd.forward_ad
+        return self._watchers
 
     def intercepts(self, *arrays: Any) -> bool:
         """Somebody watches the thread, torch.func and torch.jit.trace among them, or an array is of a subclass (a fake

@@ -11,6 +11,7 @@ import sandbox
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.engine import pipeline
+from sandbox.launch import dlpack
 
 torch = pytest.importorskip("torch")
 from torch import func  # noqa: E402
@@ -193,6 +194,27 @@ def test_jit_trace_records_it() -> None:
 
 
 # ---- options that the compiler has to carry
+
+
+COMPILED = {
+    "attention": lambda q: sandbox.attention(q, K, V),
+    "attention_forward": lambda q: sandbox.attention_forward(q, K, V)[0],
+    "attention_backward": lambda q: sandbox.attention_backward(q, q, K, V, q, q[..., 0])[0],
+    "options": lambda q: sandbox.attention(q, K, V, window=(2, 0), softcap=3.0, dropout=0.5, seed=1),
+    "attention_varlen": lambda q: sandbox.attention_varlen(q[0], q[0], q[0], torch.tensor([0, 2], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("call", COMPILED.values(), ids=COMPILED)
+def test_the_compiler_comes_first(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a process may be a compiled one; an eager call between does not make it compile again."""
+    monkeypatch.setattr(dlpack, "_TORCH", dlpack._PyTorch())  # an adapter that has found nothing yet
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    first = compiled(Q)
+    assert torch.equal(first, call(Q))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(first, compiled(Q))
 
 
 @pytest.mark.parametrize(
