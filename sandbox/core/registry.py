@@ -25,7 +25,7 @@ _reading = threading.RLock()  # nobody forgets modules that somebody is importin
 
 class _Found(NamedTuple):
     kernels: dict[str, Kernel]
-    broken: dict[str, SpecError]  # by the spec's file name, without its suffix
+    broken: dict[str, str]  # messages, by the spec's file name without its suffix: an exception would keep its frames
 
 
 @lru_cache(maxsize=1)
@@ -33,22 +33,22 @@ def _read() -> _Found:
     """Every spec; one that is wrong is said in a line, and the others go on."""
     specs: dict[str, tuple[Kernel, ...]] = {}
     found: dict[str, Kernel] = {}
-    broken: dict[str, SpecError] = {}
+    broken: dict[str, str] = {}
     for module_info in pkgutil.iter_modules(kernels_cu.__path__):
         try:
             specs[module_info.name] = _kernels_of(module_info.name)
         except SpecError as error:
-            broken[module_info.name] = error
+            broken[module_info.name] = str(error)
     # A file of a kernel's own name has the better right to it than one that was copied and not renamed.
     for name, own in sorted(specs.items(), key=lambda item: item[0] not in {kernel.name for kernel in item[1]}):
         sourced = {kernel.name: dataclasses.replace(kernel, source=FOLDER / f"{name}.cu") for kernel in own}
         if twice := [kernel for kernel in sourced.values() if kernel.name in found]:
             (again, *_), first = twice, found[twice[0].name]
-            broken[name] = SpecError(f"kernel {again.name} is defined twice, in {first.source} and {again.source}")
+            broken[name] = f"kernel {again.name} is defined twice, in {first.source} and {again.source}"
         else:
             found.update(sourced)
     for wrong in broken.values():
-        log.logger.warning("sandbox: a kernel is left out: %s", " ".join(str(wrong).split()))
+        log.logger.warning("sandbox: a kernel is left out: %s", " ".join(wrong.split()))
     kinds = list(COMPUTATIONS)
     order = sorted(found.items(), key=lambda item: (kinds.index(item[1].computes), item[1].rung, item[0]))
     return _Found(dict(order), broken)
@@ -101,7 +101,7 @@ def entry_owner(name: str) -> Kernel:
     owners = {entry.name: kernel for kernel in known.values() for entry in kernel.entries}
     if name not in owners:
         if name in broken:
-            raise SpecError(str(broken[name])) from broken[name]
+            raise SpecError(broken[name])
         near = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         left_out = "".join(f"; left out: {error}" for error in broken.values())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from ..core.errors import CompileError, SpecError, UnsupportedProblem
@@ -142,11 +142,13 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
     what = kernel, tuple(defines.items()), snippets.folders(problem), device
     refused, error = _refused.get(what, (None, None))
     if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
-        raise error.with_traceback(None)
+        raise error()
     try:
         loaded = _load(*what)
     except CompileError as refusal:
-        _refused[what] = sources.fingerprint(kernel.source, build.include_dirs(kernel.source)), refusal
+        fingerprint = sources.fingerprint(kernel.source, build.include_dirs(kernel.source))
+        said = {"source": refusal.source, "options": refusal.options, "log": refusal.log}
+        _refused[what] = fingerprint, partial(CompileError, str(refusal), **said)
         raise
     _hold_blocks(kernel, tile, loaded.max_threads)
     return loaded
@@ -161,9 +163,10 @@ def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
     return tuple(nvrtc.max_threads(made.ptx, made.entry) for made in compiled)
 
 
-# What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times.
+# What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times. The error is
+# made anew each time: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
 _Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device]
-_refused: dict[_Variant, tuple[str | None, CompileError]] = {}
+_refused: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
 
 
 @lru_cache(maxsize=512)

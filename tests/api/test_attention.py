@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 import sandbox
 from sandbox import reference
 from sandbox.api import passes
+from sandbox.core import registry
+from sandbox.core.errors import CompileError, SpecError
 from sandbox.engine import choose, pipeline
 from sandbox.launch import driver
 from sandbox.launch.arguments import scratch_of
@@ -125,6 +128,51 @@ def test_what_a_capsule_owns_lives_until_the_launch_returns(monkeypatch: pytest.
     out, _ = sandbox.attention_forward(*map(Copying, (q, k, v)))
     assert counts == [3]
     close(out.array, q, k, v)
+
+
+def test_a_compile_error_keeps_no_arrays() -> None:
+    """Neither the first nor one of a later call, which reports what the compiler said before."""
+    errors = []
+
+    def call() -> weakref.ref:
+        q, k, v = arrays(1, 1, 5, 8)
+        with pytest.raises(CompileError) as caught:
+            sandbox.attention(q, k, v, score=sandbox.Score("x + nosuch"))
+        errors.append((str(caught.value), caught.value.source, caught.value.options, caught.value.log))
+        return weakref.ref(q)
+
+    kept = [call() for _ in range(3)]
+    gc.collect()
+    assert all(array() is None for array in kept)
+    assert errors[0] == errors[1] == errors[2]
+    assert "nosuch" in errors[0][3]
+
+
+def test_a_wrong_spec_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The specs are read in the first call of an attention; the message is kept, the exception is not."""
+    read = registry._kernels_of
+
+    def broken(name: str):
+        if name == "fwd_decode":
+            raise SpecError("a mistake")
+        return read(name)
+
+    def call() -> weakref.ref:
+        q, k, v = arrays(1, 1, 5, 8)
+        sandbox.attention(q, k, v, kernel="fwd_minimal")
+        return weakref.ref(q)
+
+    monkeypatch.setattr(registry, "_kernels_of", broken)
+    sandbox.reload()
+    try:
+        kept = call()
+        gc.collect()
+        assert kept() is None
+        with pytest.raises(SpecError, match="a mistake"):
+            registry.get("fwd_decode")
+    finally:
+        monkeypatch.undo()
+        sandbox.reload()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
