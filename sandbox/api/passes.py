@@ -13,7 +13,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import SpecError, UnsupportedProblem
-from ..core.score import Score
+from ..core.score import BLOCK_MAP, Score
 from ..launch.dlpack import Library, library_of
 from .asked import asked, with_float8
 from .plans import ALIGNED, Found, Plans
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..core.tile import Tile
     from .plan import Plan
 
+_COPIED = ("bias", BLOCK_MAP)  # by tensor maps, and 16 bytes at a time
 _plans = Plans()
 _NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address
 
@@ -203,7 +204,7 @@ def _planned(
     maker: str, copied: int, arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
     """The plan for arrays of this kind, found by its key or made, and what to call it with. Kernels copy the first so
-    many arrays by rows: their alignment counts."""
+    many arrays by rows: their alignment counts, and that of a bias and of a block map."""
     causal, scale, *how = options
     if scale is not None and type(scale) is not float:
         options = (causal, number(scale), *how)
@@ -212,7 +213,9 @@ def _planned(
     try:
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
-        key = (maker, *library.signatures(arrays), bits & -bits, 0 in addresses, *options)
+        names = options[-1].names
+        apart = _apart(names, addresses[-len(names) :]) if names else ()
+        key = (maker, *library.signatures(arrays), bits & -bits, apart, 0 in addresses, *options)
         plan = plans.get(key)
     except _NO_KEY:
         key, plan = None, None
@@ -221,6 +224,12 @@ def _planned(
     elif not isinstance(plan, Refusal):
         plans.learn(maker.removesuffix("_plan"), options, arrays, addresses, plan)
     return plan, arrays, addresses
+
+
+def _apart(names: tuple[str, ...], addresses: Sequence[int]) -> tuple[bool, ...]:
+    """Whether each of the optional arrays that are copied whole, a bias and a block map, is aligned. Apart from the
+    alignment of q, k and v, which kernels with smaller copies exist for."""
+    return tuple(not address % ALIGNED for name, address in zip(names, addresses, strict=True) if name in _COPIED)
 
 
 def number(scale: Any) -> float:

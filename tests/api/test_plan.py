@@ -97,6 +97,41 @@ def test_as_many_plans_as_alignments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("offsets", [(0, 4), (4, 0)], ids=["aligned first", "misaligned first"])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_the_alignment_of_a_bias_counts(which: str, offsets: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor map describes the one and not the other, also where q, k and v lie alike."""
+    problems, real = [], plan.problem_of
+    monkeypatch.setattr(plan, "problem_of", lambda *args: problems.append(real(*args)) or problems[-1])
+    every = list(gradients_of({}).values())
+    arrays, call = (
+        (every[1:4], sandbox.attention_forward) if which == "forward" else (every, sandbox.attention_backward)
+    )
+    bias = np.random.default_rng(2).standard_normal((33, 40), np.float32).astype(np.float16)[:, :33]
+    found = []
+    for offset in offsets:
+        memory = lying(np.ascontiguousarray(bias.base), offset)
+        found.append(call(*arrays, bias=memory[:, :33], kernel="fwd_mma" if which == "forward" else "bwd_mma"))
+    assert [p.bias_boxes for p in problems] == [not offset for offset in offsets]
+    assert all(map(np.array_equal, *found))
+
+
+@pytest.mark.parametrize("offsets", [(0, 4, 0), (4, 0, 4)], ids=["aligned first", "misaligned first"])
+def test_the_alignment_of_a_block_map_counts(offsets: tuple[int, ...]) -> None:
+    """A map that is refused where it lies is taken elsewhere, and the other way round."""
+    q, k, v = (lying(x, 0) for x in inputs())
+    score = sandbox.Score(mask="j <= i")
+    made = sandbox.block_map(score, sandbox.Problem(1, 2, 33, 33, 64, dtype="float16"), like=q)
+    bias = np.zeros((33, 33), np.float16)
+    for offset in offsets:
+        options = {"score": score.with_blocks(lying(made, offset)), "bias": lying(bias, 4 - offset)}
+        if offset:
+            with pytest.raises(UnsupportedProblem, match="score has a block map of shape"):
+                sandbox.attention_forward(q, k, v, **options)
+        else:
+            sandbox.attention_forward(q, k, v, **options)
+
+
 def test_every_option_counts() -> None:
     """What was planned without it does not answer for it."""
     q, k, v = inputs(np.float32, 9, 16)
