@@ -23,15 +23,21 @@ from ..pages import render
 T = TypeVar("T")
 
 
+def _console(**more: Any) -> Console:
+    # What is printed may hold a user's own text, such as the expressions of a score: "[h & 1]" is no markup, ":x:" no
+    # emoji.
+    return Console(highlight=False, markup=False, emoji=False, **more)
+
+
 def screen() -> Console:
     # A table in a file or a pipe is as wide as it needs to be, unless somebody says how wide; on a screen it folds.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-    return Console(highlight=False, width=None if known else 200)
+    return _console(width=None if known else 200)
 
 
 def say(text: str | Text, **where: Any) -> None:
     """Prose, unbroken: the terminal breaks it where it must, and a path can be copied."""
-    Console(highlight=False, soft_wrap=True, **where).print(text, markup=False)
+    _console(soft_wrap=True, **where).print(text)
 
 
 def save_page(path: Path, page: str) -> None:
@@ -77,9 +83,10 @@ def followed(results: Iterable[T], describe: Callable[[T], str], total: int | No
     """The same results, with the latest one shown on the terminal while work goes on: below what is printed there."""
     done = (BarColumn(), MofNCompleteColumn()) if total else (SpinnerColumn(), TextColumn("{task.completed} done"))
     on_screen = sys.stdout.isatty()
-    console = Console(stderr=not on_screen)
+    console = _console(stderr=not on_screen)
+    latest = TextColumn("{task.description}", markup=False)
     with Progress(
-        *done, TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True,
+        *done, TimeElapsedColumn(), latest, console=console, transient=True,
         disable=not console.is_terminal, redirect_stdout=on_screen,
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=total)

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import click
+from rich.text import Text
 
 from ..core import registry
 from ..core.kernel import Kernel
@@ -90,7 +91,7 @@ def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
         for now in iterations:
             if now is None:
                 if not as_json and console.is_terminal:
-                    status.update(f"examining {kernel.name}")
+                    status.update(Text(f"examining {kernel.name}"))
                     status.start()
                 continue
             if now.found.counting and (as_json or once or not console.is_terminal):

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from project import INTERRUPTIBLE, in_project, new_kernel
 from rich.console import Console
 
-from sandbox.cli import cli
+from sandbox.cli import cli, output
 from sandbox.code import costs
 from sandbox.core import registry
 from sandbox.core.errors import CompileError
@@ -619,6 +619,22 @@ def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
 
 
 # ---- tables
+
+
+def test_a_score_is_shown_as_it_is_written(tmp_path: Path) -> None:
+    """A table parses no markup and no emoji codes in it."""
+    text = 'h ? x : i ? j ? x:x:x + "ab"[h & 1] * 0.0f /* [/*] [bold] */'
+    (tmp_path / "score.py").write_text(f"import sandbox\nscore = sandbox.Score({text!r})\n")
+    options = ("--shape", "1,2,17,16", "--score", str(tmp_path / "score.py"))
+    result = call("run", "fwd_minimal", *options, "--backend", "cpu", COLUMNS="300")
+    assert result.exit_code == 0, result.output
+    assert f"score=({text})" in result.stdout
+
+
+def test_progress_shows_what_it_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    assert list(output.followed([1], lambda _: "x[h & 1] [/*] :x:")) == [1]
+    assert "x[h & 1] [/*] :x:" in capsys.readouterr().err
 
 
 PROBLEM = Problem(1, 1, 1, 1, 16)
