@@ -19,7 +19,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "plain problems alone are built (bwd_wgmma takes the others)"
     if 32 < p.D <= 48:
         return f"D={p.D} spills with a causal mask: bwd_wgmma does not"
-    if p.H // p.Hk * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
+    if p.group * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
         return f"{p} has longer rows than are counted here: bwd_wgmma takes them"
     return refused_by_wgmma(p, arch, "bwd_block2d")
 

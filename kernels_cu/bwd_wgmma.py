@@ -40,8 +40,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return f"a bias beside D={p.D} is not built: shared memory has no room for it (bwd_mma takes it)"
     if p.Dv > p.D:
         return f"Dv={p.Dv} beside D={p.D} is not built: v must not be wider than k (bwd_mma takes it)"
-    if mapped(p) and p.H // p.Hk * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
-        return f"a mask of {p.H // p.Hk} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
+    if mapped(p) and p.group * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
+        return f"a mask of {p.group} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
     return None
 
 

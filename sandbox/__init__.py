@@ -5,6 +5,9 @@ What compiles and launches is imported when it is first used: `import sandbox` c
 
 from __future__ import annotations
 
+from .core import interrupts as _interrupts  # noqa: F401  before what takes its time
+
+# isort: split
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -17,7 +17,9 @@ from ..core.tile import Tile
 from ..pages import reports
 from .group import cli
 from .options import (
+    OutputPath,
     Scored,
+    Seconds,
     causal_option,
     chosen_kernels,
     dtype_option,
@@ -46,13 +48,21 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 @click.option("--against", help="The peer that kernels are compared with; by default the first that has a time.")
 @click.option("--mode", type=click.Choice(list(contest.MODES)), default="events", show_default=True,
               help="Single launches after an L2 flush, or CUDA graphs, without host time or flush.")  # fmt: skip
-@click.option("--seconds", default=0.5, show_default=True, help="GPU time for each contender and problem, at most.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Append rows to this file, JSON lines.")
+@click.option(
+    "--seconds",
+    type=Seconds(),
+    default=0.5,
+    show_default=True,
+    help="GPU time for each contender and problem, at most.",
+)
+@click.option("--out", type=OutputPath(dir_okay=False), help="Append rows to this file, JSON lines.")
 @click.option("--resume", is_flag=True, help="Skip what --out has already, of the same commit, device and mode.")
 @click.option(
-    "--show", type=click.Path(path_type=Path, exists=True), help="Measure nothing: show the rows of this file."
+    "--show",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Measure nothing: show the rows of this file.",
 )
-@click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw TFLOP/s to PREFIX.png and PREFIX.svg.")
+@click.option("--plot", "prefix", type=OutputPath(), help="Draw TFLOP/s to PREFIX.png and PREFIX.svg.")
 @html_option
 @json_option
 def bench_(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +21,38 @@ from ..core.tile import Tile
 _F = TypeVar("_F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
+
+class OutputPath(click.Path):
+    """A file, or a prefix of files, that will be written. Checked before any work is done: its folder can be made."""
+
+    def __init__(self, **more: Any):
+        super().__init__(path_type=Path, **more)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        folder = next((parent for parent in path.absolute().parents if parent.exists()), None)
+        if folder and not folder.is_dir():
+            self.fail(f"{path} cannot be written: {folder} is a file, not a folder", param, ctx)
+        return path
+
+
+class Seconds(click.FloatRange):
+    """A time limit, which may not be NaN either: that is in no range, and passes the comparisons of one."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=1e6, min_open=True)  # poll() takes milliseconds of 32 bits
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is not a number of seconds, 0 < seconds <= {self.max:g}", param, ctx)
+        return seconds
+
+
 html_option = click.option(
-    "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write a page to look at, one file."
+    "--html", type=OutputPath(dir_okay=False), metavar="FILE", help="Write a page to look at, one file."
 )
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,16 @@ from ..core.problem import Problem
 from ..pages import render
 
 T = TypeVar("T")
+
+
+def open_standard_streams() -> None:
+    """A standard stream that is closed (`>&-`) becomes the null device: Python has None for it, and the next file that
+    is opened would get its number, such as one that a compiler is to write."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115  for as long as the process runs
+            os.set_inheritable(stream.fileno(), True)  # which is the closed one's: the lowest that is free
+            setattr(sys, name, stream)
 
 
 def _console(**more: Any) -> Console:
@@ -37,7 +48,8 @@ def screen() -> Console:
 
 def say(text: str | Text, **where: Any) -> None:
     """Prose, unbroken: the terminal breaks it where it must, and a path can be copied."""
-    _console(soft_wrap=True, **where).print(text)
+    with suppress(OSError) if where.get("stderr") else nullcontext():  # that stderr is full is not the command's fault
+        _console(soft_wrap=True, **where).print(text)
 
 
 def save_page(path: Path, page: str) -> None:

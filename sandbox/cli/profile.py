@@ -20,6 +20,7 @@ from ..profile.profiler import Profile, Subject
 from ..toolchain import arch as architectures
 from .group import cli
 from .options import (
+    OutputPath,
     Scored,
     causal_option,
     dtype_option,
@@ -47,12 +48,10 @@ from .output import print_json, save_page, say, screen
 @click.option(
     "--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions, history:N, .cu files."
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Prefix of the files; by default in .sandbox/profiles.")
+@click.option("--out", type=OutputPath(), help="Prefix of the files; by default in .sandbox/profiles.")
 @click.option("--show", "shown", type=click.Path(path_type=Path), multiple=True,
               help="Profile nothing: show what has this prefix. Twice compares.")  # fmt: skip
-@click.option(
-    "--plot", "prefix", type=click.Path(path_type=Path), help="Draw the roofline to PREFIX.png and PREFIX.svg."
-)
+@click.option("--plot", "prefix", type=OutputPath(), help="Draw the roofline to PREFIX.png and PREFIX.svg.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and run nothing.")
 @html_option
 @json_option

@@ -14,6 +14,7 @@ from .group import cli
 from .options import (
     SCORE_NAMES,
     Scored,
+    Seconds,
     backend_option,
     causal_option,
     dtype_option,
@@ -37,7 +38,7 @@ from .output import exit_status, followed, print_json, say
 @score_options
 @tile_option
 @backend_option
-@click.option("--timeout", default=120.0, show_default=True, help="Seconds that one tool may take.")
+@click.option("--timeout", type=Seconds(), default=120.0, show_default=True, help="Seconds that one tool may take.")
 @json_option
 def sanitize_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,

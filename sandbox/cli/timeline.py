@@ -14,6 +14,7 @@ from ..timeline import plot, record, report, trace
 from ..verify.check import pick_device
 from .group import cli
 from .options import (
+    OutputPath,
     Scored,
     backend_option,
     causal_option,
@@ -41,8 +42,8 @@ from .output import exit_status, print_json, save_page, say, screen
 @backend_option
 @click.option("--blocks", metavar="N,N…", help="Show these blocks of the grid; by default four.")
 @click.option("--between", metavar="A,B", help="Draw from tick A to tick B; by default what can be told apart.")
-@click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw it to PREFIX.png and PREFIX.svg.")
-@click.option("--trace", "trace_file", type=click.Path(path_type=Path),
+@click.option("--plot", "prefix", type=OutputPath(), help="Draw it to PREFIX.png and PREFIX.svg.")
+@click.option("--trace", "trace_file", type=OutputPath(dir_okay=False),
               help="Write FILE.json, for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
 @html_option
 @json_option

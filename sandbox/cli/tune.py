@@ -15,6 +15,7 @@ from ..tune import report as tune_report
 from ..tune.search import Search
 from .group import cli
 from .options import (
+    OutputPath,
     Scored,
     backend_option,
     causal_option,
@@ -41,7 +42,7 @@ from .output import followed, print_json, save_page, say, screen
 @click.option("--gpus", help="GPUs to spread the work over, as 0,1; by default all.")
 @click.option("--dask", "cluster", metavar="ADDRESS", help="Spread it over the workers of this Dask cluster instead.")
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier search has measured.")
-@click.option("--plot", "prefix", type=click.Path(path_type=Path), help="Draw the space to PREFIX.png and PREFIX.svg.")
+@click.option("--plot", "prefix", type=OutputPath(), help="Draw the space to PREFIX.png and PREFIX.svg.")
 @backend_option
 @html_option
 @json_option

@@ -18,6 +18,7 @@ from ..verify.cases import Case, named_cases
 from .group import cli
 from .options import (
     SCORE_NAMES,
+    OutputPath,
     Scored,
     backend_option,
     causal_option,
@@ -36,7 +37,7 @@ from .options import (
 from .output import exit_status, followed, print_json_rows, save_page, say, screen
 
 map_option = click.option(
-    "--map", "prefix", type=click.Path(path_type=Path), help="Draw where a result is wrong to PREFIX.png and .svg."
+    "--map", "prefix", type=OutputPath(), help="Draw where a result is wrong to PREFIX.png and .svg."
 )
 
 

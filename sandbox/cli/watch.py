@@ -21,6 +21,7 @@ from ..watch.job import Job
 from .group import cli
 from .options import (
     Scored,
+    Seconds,
     backend_option,
     causal_option,
     dtype_option,
@@ -44,7 +45,9 @@ from .output import plain, print_json, save_page, say, screen
 @score_options
 @tile_option
 @backend_option
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds that one run of the kernel may take.")
+@click.option(
+    "--timeout", type=Seconds(), default=10.0, show_default=True, help="Seconds that one run of the kernel may take."
+)
 @click.option("--once", is_flag=True, help="Examine the kernel as it is now, and end.")
 @click.option("--history", is_flag=True, help="List the versions so far.")
 @click.option("--show", type=int, metavar="N", help="Print version N.")
@@ -79,6 +82,8 @@ def watch_(
     try:
         ok = _follow(chosen, job, once, as_json)
     except KeyboardInterrupt:
+        if once:  # no verdict yet
+            raise
         sys.exit(0)
     sys.exit(0 if ok else 1)
 

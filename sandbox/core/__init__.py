@@ -7,6 +7,7 @@ __all__ = [
     "errors",
     "files",
     "integers",
+    "interrupts",
     "jsonl",
     "kernel",
     "log",

@@ -21,6 +21,8 @@ def fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
         or not all(n.isdecimal() for n in numbers)
     ):  # fmt: skip
         raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
+    if not int(heads[0]):
+        raise SpecError(f"shape {shape!r}: H=0: a problem has at least one query head")
     lengths = [int(n) for n in parts[2:-1]]
     Hk, Dv = int(heads[-1]), int(widths[-1])
     if len(heads) == 2 and not Hk:

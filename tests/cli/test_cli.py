@@ -347,6 +347,14 @@ def test_help(command: tuple[str, ...]) -> None:
         ),
         (("run", "--shape", "1,2,3"), "sandbox: shape '1,2,3' must be B,H,S,D or B,H,Sq,Sk,D, such as "),
         (("run", "--shape", "1,3/2,5,64"), "sandbox: H=3 query heads are not a multiple of Hk=2 key/value heads"),
+        (("list", "--shape", "1,0,64,64"), "sandbox: shape '1,0,64,64': H=0: a problem has at least one query head"),
+        (("run", "--shape", ""), "Invalid value for '--shape': '' is blank: give it a value, or leave it out"),
+        (("bench", "--shape", "1,1,5,64", "--shape", " "), "Invalid value for '--shape': ' ' is blank"),
+        (("tune", "fwd_minimal", "--shape", "1,1,5,64", "--dask", ""), "Invalid value for '--dask': '' is blank"),
+        (("sanitize", "fwd_minimal", "--timeout", "nan"), "nan is not a number of seconds, 0 < seconds <= 1e+06"),
+        (("sanitize", "fwd_minimal", "--timeout", "-5"), "-5.0 is not in the range 0<x<=1000000.0"),
+        (("watch", "fwd_minimal", "--once", "--timeout", "inf"), "inf is not in the range 0<x<=1000000.0"),
+        (("bench", "--seconds", "nan"), "nan is not a number of seconds, 0 < seconds <= 1e+06"),
         (("run", "--shape", "1,1,5,0"), "sandbox: D=0 must be an integer >= 1"),
         (
             ("run", "--tile", "64x32", "--shape", "1,1,5,64"),
@@ -378,6 +386,35 @@ def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("timeline", "fwd_mma"), "--trace"),
+        (("timeline", "fwd_mma"), "--plot"),
+        (("timeline", "fwd_mma"), "--html"),
+        (("run", "fwd_minimal"), "--map"),
+        (("bench",), "--out"),
+        (("bench",), "--plot"),
+        (("tune", "fwd_minimal", "--grid", "gpt2"), "--plot"),
+        (("profile", "fwd_minimal", "--dry-run"), "--out"),
+    ],
+)
+def test_a_file_where_a_folder_should_be(command: tuple[str, ...], option: str, tmp_path: Path) -> None:
+    """It is said before any work is done."""
+    (tmp_path / "file").write_text("")
+    result = call(*command, option, str(tmp_path / "file" / "below"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Invalid value for '{option}': {tmp_path}/file/below cannot be written: " in result.stderr
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "prefix.png").mkdir()
+    options = ("--shape", "1,1,17,16", "--backend", "cpu", "--plot", str(tmp_path / "prefix"))
+    result = call("timeline", "fwd_mma", *options)
+    assert result.exit_code == 1
+    assert result.stderr == f"sandbox: {tmp_path}/prefix.png: Is a directory\n"
 
 
 @pytest.mark.parametrize(
@@ -577,28 +614,70 @@ SLEEPS = """
 import sys, time
 from sandbox import cli
 from sandbox.verify import check
-def slow(*args):
+from sandbox.watch import session
+def slow(*args, **options):
     print("ready", file=sys.stderr, flush=True)
     time.sleep(60)
     yield
-check.sweep = slow
+check.sweep = session.watch = slow
 cli.main()
 """
 
 
-def test_control_c() -> None:
+def interrupted(*command: str, **environment: str) -> tuple[int, str]:
+    """Status and stderr of a process that is sent SIGINT when it says that it is ready."""
     process = subprocess.Popen(
-        [*INTERRUPTIBLE, sys.executable, "-c", SLEEPS, "check", "--backend", "cpu"],
+        [*INTERRUPTIBLE, sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **environment},
     )
     assert process.stderr.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 1
-    assert "Traceback" not in stderr
-    assert stderr.strip() == "Aborted!"
+    return process.returncode, stderr.strip()
+
+
+def test_control_c() -> None:
+    assert interrupted("-c", SLEEPS, "check", "--backend", "cpu") == (1, "Aborted!")
+
+
+def test_watch_once_that_is_interrupted_has_no_verdict() -> None:
+    assert interrupted("-c", SLEEPS, "watch", "fwd_minimal", "--once", "--backend", "cpu") == (1, "Aborted!")
+    assert interrupted("-c", SLEEPS, "watch", "fwd_minimal", "--backend", "cpu") == (0, "")
+
+
+@pytest.mark.parametrize("library", ["numpy", "click"])  # which the package imports, and which the command line does
+def test_control_c_in_the_middle_of_an_import(library: str, tmp_path: Path) -> None:
+    slow = 'import sys, time\nprint("ready", file=sys.stderr, flush=True)\ntime.sleep(60)\n'
+    (tmp_path / f"{library}.py").write_text(slow)
+    assert interrupted("-m", "sandbox", "list", PYTHONPATH=str(tmp_path)) == (-signal.SIGINT, "")
+
+
+def test_a_program_that_imports_the_package_keeps_its_handler_of_control_c() -> None:
+    program = "import signal, sandbox; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    command = [*INTERRUPTIBLE, sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(closed: str) -> None:
+    run = "run fwd_minimal --shape 1,1,17,16 --backend cpu"
+    for command, status in ((run, 0), ("run nothing", 2)):
+        shell = ["sh", "-c", f'exec "$0" -m sandbox {command} {closed}', sys.executable]
+        done = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, "Traceback" in done.stderr) == (status, False)
+        assert (" ok" in done.stdout) == (command == run and closed == "2>&-")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_is_full() -> None:
+    for arguments in (("list",), ("list", "--json")):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "sandbox", *arguments]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (1, "sandbox: No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("doctor",), ("cache", "ls"), ("--help",)])
