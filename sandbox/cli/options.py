@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -29,7 +29,7 @@ class OutputPath(click.Path):
         super().__init__(path_type=Path, **more)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = super().convert(value, param, ctx)
+        path = cast(Path, super().convert(value, param, ctx))
         folder = next((parent for parent in path.absolute().parents if parent.exists()), None)
         if folder and not folder.is_dir():
             self.fail(f"{path} cannot be written: {folder} is a file, not a folder", param, ctx)

@@ -44,14 +44,27 @@ class Version:
 
 def read_texts(kernel: Kernel) -> Texts | None:
     """The `.cu`, its spec and every header of the project that it includes, as they are now; None while one of the two
-    is missing, as in the middle of an editor's save."""
+    is missing, as in the middle of an editor's save, or cannot be read (see `unreadable`)."""
     project = registry.FOLDER.parent
     try:
         files, _ = sources.included_files(kernel.source, (nvrtc.INCLUDE_DIR,))
         own = [path for path in (kernel.source.with_suffix(".py"), *files) if path.is_relative_to(project)]
         return {str(path.relative_to(project)): _read(path) for path in own}
-    except FileNotFoundError:
+    except OSError:
         return None
+
+
+def unreadable(kernel: Kernel) -> str:
+    """Why the `.cu` or its spec cannot be read, as when it is a folder or a symbolic link to itself; "" if both can, or
+    are just missing."""
+    for path in _own_files(kernel):
+        try:
+            path.read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+    return ""
 
 
 class History:

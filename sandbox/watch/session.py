@@ -15,7 +15,7 @@ from ..core.kernel import Kernel
 from ..jobs.worker import Worker, WorkerDied
 from . import examine
 from .figures import Examination, figures
-from .history import History, Texts, Version, read_texts
+from .history import History, Texts, Version, read_texts, unreadable
 from .job import Job
 
 _DEBOUNCE_MS = 20  # an editor's save is several events
@@ -47,9 +47,12 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
     history = History(kernel)
     with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
         saved_again = iter(()) if once else saves(registry.FOLDER)  # from here on no save is missed
-        seen: Texts | None = None
+        seen: Texts | str | None = None  # or why they could not be read
         while True:
             texts = read_texts(kernel)
+            if texts is None and (reason := unreadable(kernel)) and reason != seen:
+                seen = reason
+                yield Iteration(0, kernel.name, Examination("spec", reason), {}, 0.0)
             if texts is not None and texts != seen:
                 saved = _saved_at(texts) if seen is not None else time.time()
                 seen = texts
@@ -128,5 +131,8 @@ def _rank(version: Version) -> tuple[float, ...]:
 
 
 def _saved_at(texts: Texts) -> float:
-    """When the newest of the files was written."""
-    return max(path.stat().st_mtime for path in (registry.FOLDER.parent / name for name in texts) if path.exists())
+    """When the newest of the files was written; now, if one of them is gone again."""
+    try:
+        return max((registry.FOLDER.parent / name).stat().st_mtime for name in texts)
+    except OSError:
+        return time.time()

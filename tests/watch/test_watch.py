@@ -151,6 +151,29 @@ def test_a_loop_that_no_problem_ends_is_met_under_the_sanitizers(person: Callabl
     assert said["message"] == "mine did not finish within 1 s: does it end?"
 
 
+def test_a_file_that_cannot_be_read(person: Callable[..., Person]) -> None:
+    me = person("cpu", "--shape", "1,1,17,16", "--tile", "BLOCK_M=64,BLOCK_N=32")
+    me.sees()
+
+    def refused(path: Path, why: str) -> None:
+        said = me.sees()
+        assert (said["number"], said["found"]["stage"]) == (0, "spec")
+        assert said["found"]["message"].startswith(f"{path} cannot be read: {why}")
+
+    source, spec = me.folder / "mine.cu", me.folder / "mine.py"
+    for path in (source, spec):
+        text = path.read_text()
+        path.unlink()
+        path.mkdir()
+        refused(path, "Is a directory")
+        path.rmdir()
+        path.symlink_to(path)
+        refused(path, "Too many levels of symbolic links")
+        path.unlink()
+        path.write_text(text)
+        assert me.sees()["found"]["stage"] == "ok"
+
+
 def test_what_a_kernel_prints_is_shown(person: Callable[..., Person]) -> None:
     me = person("cpu", "--shape", "1,1,33,8", "--dtype", "float32")
     me.sees()
