@@ -27,7 +27,7 @@ from .cases import Case, sweep_cases
 from .error_map import ErrorMap, locate
 from .scores import seen_pairs
 from .trial import Array
-from .truth import Answer, truth_of
+from .truth import Answer, Truth, truth_of
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def verify(
         seconds=done.seconds,
         tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
-        where=None if right else _where(verdict.tensor, truth.answers, done),
+        where=None if right else _where(verdict.tensor, truth, done),
         sanitize=not right or bool(done.trespassed),
     )
 
@@ -173,9 +173,9 @@ def _verdict(answers: Mapping[str, Answer], outputs: Mapping[str, Array]) -> _Ve
         return dataclasses.replace(worst, lse_error=max_error(lse, ref.values), lse_excess=excess)
 
 
-def _where(worst: str, answers: Mapping[str, Answer], done: trial.Trial) -> ErrorMap | None:
+def _where(worst: str, truth: Truth, done: trial.Trial) -> ErrorMap | None:
     """Of the output that fares worst; of another where that is right."""
-    about = done.prepared.kernel, done.prepared.problem, done.prepared.tile
+    about, answers = (done.prepared.kernel, done.prepared.problem, done.prepared.tile, truth.given), truth.answers
     maps = (locate(name, done.outputs[name], answers[name].values, answers[name].bound, *about) for name in
             dict.fromkeys((worst, *answers)) if name in done.outputs)  # fmt: skip
     return next(filter(None, maps), None)

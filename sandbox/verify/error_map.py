@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..reference import errors
+from . import mask_fault
 
 Array = NDArray[Any]
 _OF_QUERIES = ("O", "LSE", "dQ", "delta")  # a row of them is a query's
@@ -47,10 +48,12 @@ class ErrorMap:
 
 
 def locate(
-    name: str, got: ArrayLike, ref: ArrayLike, bound: Array | float, kernel: Kernel, problem: Problem, tile: Tile
-) -> ErrorMap | None:
+    name: str, got: ArrayLike, ref: ArrayLike, bound: Array | float, kernel: Kernel, problem: Problem, tile: Tile,
+    given: Mapping[str, Array] | None = None,
+) -> ErrorMap | None:  # fmt: skip
     """Of an output called `name`, of any shape, (B, H, S, D) or without the last of these, or (H,), against the truth
-    and its bound (a number, or of the same shape): where |got − ref| exceeds the bound; None where it nowhere does."""
+    and its bound (a number, or of the same shape): where |got − ref| exceeds the bound; None where it nowhere does.
+    `given`: what the kernel was given, by which a wrong mask is told from other faults."""
     got, ref = np.asarray(got).astype(np.float64), np.asarray(ref).astype(np.float64)
     error = errors(got, ref)
     bad = ~(error <= bound)
@@ -62,7 +65,9 @@ def locate(
     worst = _at(np.unravel_index(int(np.where(bad, ratio, 0).argmax()), bad.shape))
     cube, truth, off = (_cube(x) for x in (bad, ref, error))
     M, named = _tile_rows(name, tile)
+    by_mask = mask_fault.explain(name, got, bad, worst[:2], bound, problem, given) if given else ""
     shapes = (
+        (f"the diagonal: {by_mask}",) if by_mask else (),
         _extent(cube),
         _factor(np.asarray(got)[bad], ref[bad]),
         _row_shapes(np.nonzero(cube.any((0, 1, 3)))[0], cube.shape[2], M, named, math.prod(kernel.block(tile))),
@@ -141,7 +146,7 @@ def _factor(got: Array, truth: Array) -> Iterator[str]:
 
 def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterator[str]:
     tail = S // M * M
-    if tail <= rows.min() and rows.size < S:
+    if 0 < tail <= rows.min() and rows.size < S:
         yield f"the tail: only rows of the last, partial tile ({named})"
     elif np.isin(rows % M, (0, M - 1)).all() and S > M and rows.size < S:
         edge = "first" if (rows % M == 0).all() else "last" if (rows % M == M - 1).all() else "first or last"
@@ -150,13 +155,13 @@ def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterat
         yield f"only tiles {_ranges(tiles)} of {-(-S // M)} ({named})"
     warps = threads // 32
     if warps > 1 and M % warps == 0:
-        owners = np.unique(rows % M // (M // warps))
-        if owners.size <= warps // 2 and rows.size > 1:
+        owners, all_owners = (np.unique(some % M // (M // warps)) for some in (rows, np.arange(S)))
+        if owners.size <= all_owners.size // 2 and rows.size > 1:
             yield f"a warp's rows: those of warp {_ranges(owners)} of {warps}, if each has {M // warps} rows of a tile"
 
 
 def _diagonal(bad: Array, error: Array, truth: Array, problem: Problem) -> Iterator[str]:
-    """A mask that is off by one weighs most where the fewest keys are seen; a wrong scale or sum, alike everywhere."""
+    """A wrong mask, first tile or sum weighs most where the fewest keys are seen; a wrong scale, alike everywhere."""
     rows = np.asarray(bad.any((0, 1, 3)))
     seen = np.clip(np.arange(len(rows)) + problem.diagonal + 1, 0, problem.Sk)
     if not rows[seen > 0].any():
@@ -167,7 +172,7 @@ def _diagonal(bad: Array, error: Array, truth: Array, problem: Problem) -> Itera
     relative = error.max((0, 1, 3)) / np.maximum(abs(np.nan_to_num(truth)).max((0, 1, 3)), 1e-30)
     few, many = np.median(relative[by_keys[:part]]), np.median(relative[by_keys[-part:]])
     if rows.sum() > len(by_keys) // 2 >= 8 and few > 2 * many:
-        yield "the diagonal: worst where a row sees few keys, as with a wrong mask"
+        yield "worst where a row sees few keys"
 
 
 def _column_shapes(columns: Array, D: int) -> Iterator[str]:

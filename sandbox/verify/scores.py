@@ -161,7 +161,8 @@ def part_options(
 
     def cut(name: str, *at: int | slice) -> Array:
         x = given[name]
-        return host_array(x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))])
+        own = x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))]
+        return host_array(np.asarray(own) if isinstance(own, np.generic) else own)  # one number of a NumPy array
 
     part: dict[str, Array] = {}
     for name in ("bias", "mask"):

@@ -70,6 +70,14 @@ def test_shapes(where: tuple, phrase: str) -> None:
     assert phrase in found.text
 
 
+def test_a_single_tile_has_no_tail() -> None:
+    """With fewer rows than a tile has, every row is one of the last, partial tile."""
+    problem = Problem(1, 1, 16, 16, 32)
+    for where in ((every, every, slice(3, 5)), (every, every, 15), (every, every, every, 1)):
+        found = spoilt(*where, problem=problem)
+        assert not any("tail" in said or "warp" in said for said in found.follows), found.text
+
+
 def test_rows_of_keys_come_in_other_tiles() -> None:
     assert any("BLOCK_N=32" in said for said in spoilt(every, every, slice(32, 200, 32), name="dK").follows)
 
@@ -111,20 +119,37 @@ def test_an_infinite_reference_is_no_error_by_itself() -> None:
     assert "row 3: 0 instead of -inf" in found.text
 
 
-@pytest.mark.parametrize("fault", ["mask", "scale"])
-def test_a_mask_follows_the_diagonal_and_a_scale_does_not(fault: str) -> None:
-    problem = Problem(1, 2, 200, 200, 32, causal="bottom-right")
+MASKS = {"one more": "sees one key too many", "one less": "misses its last key", "none": "as without a causal mask",
+         "other corner": "aligned top-left"}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [*MASKS, "scale", "sum", "first tile"])
+@pytest.mark.parametrize("name", ["O", "LSE"])
+def test_a_mask_follows_the_diagonal_and_nothing_else_does(fault: str, name: str) -> None:
+    """A sum that begins at 1, or a wrong tile of keys 0 to 31, weighs most where few keys are seen, too."""
+    Sq, Sk = 170, 200
+    problem = Problem(1, 2, Sq, Sk, 32, Hk=1, causal="bottom-right", alibi=(2,))
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 2, 200, 32)) for _ in range(3))
-    ref, _ = attention(q, k, v, causal=True)
-    if fault == "mask":  # keys j < i: the same attention, one key behind
-        got = np.zeros_like(ref)
-        got[:, :, 1:], _ = attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], causal=True)
-    else:
-        got, _ = attention(q, k, v, causal=True, scale=2 / np.sqrt(32))
-    found = locate("O", got, ref, BOUND, KERNEL, problem, TILE)
+    q, k, v = (rng.standard_normal((1, h, n, 32)) for h, n in ((2, Sq), (1, Sk), (1, Sk)))
+    slopes = np.array([0.1, 0.2])
+    i, j = np.arange(Sq)[:, None] + Sk - Sq, np.arange(Sk)[None, :]
+    seen = {"one more": j <= i + 1, "one less": j < i, "none": j < Sk, "other corner": j <= i + Sq - Sk}
+    k_read, factor = k.copy(), 1.0
+    if fault == "first tile":
+        k_read[:, :, :32] = k[:, :, 32:64]
+    ref = attention(q, k, v, causal=True, alibi=slopes)
+    scale = 2 / np.sqrt(32) if fault == "scale" else None
+    got_O, got_LSE = attention(q, k_read, v, mask=seen.get(fault, j <= i), scale=scale, alibi=slopes)
+    if fault == "sum":
+        factor = 1 / (1 + np.exp(-got_LSE))
+        got_O, got_LSE = got_O * factor[..., None], np.logaddexp(got_LSE, 0)
+    given = {"Q": q, "K": k, "V": v, "slopes": slopes}
+    got, true = (got_O, ref[0]) if name == "O" else (got_LSE, ref[1])
+    bound = BOUND if name == "O" else np.full_like(true, BOUND)
+    found = locate(name, got, true, bound, KERNEL, problem, TILE, given)
     assert found
-    assert any("diagonal" in said for said in found.follows) is (fault == "mask"), found.text
+    said = [phrase for phrase in found.follows if "diagonal" in phrase]
+    assert [MASKS[fault] in phrase for phrase in said] == [True] * (fault in MASKS), found.text
 
 
 def test_rows_that_see_no_key() -> None:
