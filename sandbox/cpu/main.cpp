@@ -29,6 +29,9 @@ int64_t read_number(FILE* file) {
     return number;
 }
 
+char** buffer;
+int64_t *size_of, buffers;
+
 dim3 read_dim3(FILE* file) {
     const unsigned x = read_number(file), y = read_number(file), z = read_number(file);
     return {x, y, z};
@@ -46,6 +49,20 @@ void* function_of(void* kernel, const char* prefix, const char* entry) {
 }
 
 }  // namespace
+
+// Which buffer an address is nearest to, by its number in the file, and how far from it.
+extern "C" void sandbox_print_place(const char* at) {
+    int64_t nearest = -1, least = 0;
+    bool behind = false;
+    for (int64_t i = 0; i < buffers; ++i) {
+        const bool past = at >= buffer[i];
+        const int64_t distance = past ? at - (buffer[i] + size_of[i]) : buffer[i] - at;
+        if (buffer[i] && distance >= 0 && (nearest < 0 || distance < least)) nearest = i, least = distance, behind = past;
+    }
+    if (nearest < 0) return;
+    fprintf(stderr, "%lld bytes %s buffer %lld", static_cast<long long>(least), behind ? "past the end of" : "before",
+            static_cast<long long>(nearest));
+}
 
 int main(int argc, char** argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // an endless kernel does not outlive whoever waits for it
@@ -74,15 +91,16 @@ int main(int argc, char** argv) {
     launch.order = read_number(file);
     launch.error = error;
     launch.error_size = sizeof error;
-    const int64_t buffers = read_number(file), arguments = read_number(file);
+    buffers = read_number(file);
+    const int64_t arguments = read_number(file);
     launch.args = static_cast<void**>(calloc(arguments, sizeof(void*)));
     for (int64_t i = 0; i < arguments; ++i) {
         const int64_t size = read_number(file);
         launch.args[i] = malloc(size);
         read(launch.args[i], size, file);
     }
-    char** buffer = static_cast<char**>(calloc(buffers, sizeof(char*)));
-    int64_t* size_of = static_cast<int64_t*>(calloc(buffers, sizeof(int64_t)));
+    buffer = static_cast<char**>(calloc(buffers, sizeof(char*)));
+    size_of = static_cast<int64_t*>(calloc(buffers, sizeof(int64_t)));
     for (int64_t i = 0; i < buffers; ++i) {
         const int64_t argument = read_number(file), offset = read_number(file);
         size_of[i] = read_number(file);

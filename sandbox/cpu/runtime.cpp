@@ -42,6 +42,7 @@ extern "C" void* __asan_region_is_poisoned(void* address, size_t size);
 extern "C" void __asan_loadN(const void* address, size_t size);
 extern "C" void __asan_storeN(void* address, size_t size);
 extern "C" void* __asan_get_report_address(void);
+extern "C" void sandbox_print_place(const char* at);  // of main.cpp
 #endif
 #if defined(SANDBOX_SHADOW)
 #include <dlfcn.h>
@@ -771,11 +772,23 @@ const Copy* copy_under_way(const char* at, unsigned* thread) {
 }
 }  // namespace
 
-// AddressSanitizer calls this before it reports.
+// AddressSanitizer calls this before it reports: which CUDA thread it was, and how far from what.
 extern "C" void __asan_on_error() {
+    const char* const at = static_cast<char*>(__asan_get_report_address());
     unsigned thread;
-    if (!copy_under_way(static_cast<char*>(__asan_get_report_address()), &thread)) return;
-    fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", thread);
+    if (copy_under_way(at, &thread)) {
+        fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", thread);
+        return;
+    }
+    if (!current) return;
+    const char* const end = current->smem.dynamic + current->launch.smem_bytes;
+    fprintf(stderr, "sandbox: ");
+    if (end <= at && at < current->smem.dynamic + MAX_DYNAMIC_SMEM)
+        fprintf(stderr, "%td bytes past the end of its %u bytes", at - end, current->launch.smem_bytes);
+    else
+        sandbox_print_place(at);
+    const uint3 &t = self().thread_idx, &b = self().block_idx;
+    fprintf(stderr, " in block (%u,%u,%u) thread (%u,%u,%u)\n", b.x, b.y, b.z, t.x, t.y, t.z);
 }
 #elif defined(SANDBOX_SHADOW)
 namespace {

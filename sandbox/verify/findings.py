@@ -17,14 +17,16 @@ _BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file without its folder
 _TWINS = str(HERE)  # CPU versions of headers: their lines say nothing to somebody who wrote a kernel
 _ACCESS = re.compile(r"^ {2}((?:Previous |Atomic |Previous atomic )?(?:read|write)) of size (\d+)", re.IGNORECASE)
 _COMPUTE = re.compile(r"^=+ ?")
+_NEAR = re.compile(r"^sandbox: (.+)$", re.MULTILINE)  # of __asan_on_error, in cpu/runtime.cpp
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a kernel does and may not do."""
+    """One thing that a kernel does and may not do; `on` which problem and tile, where that is not said beside it."""
 
     what: str
     places: tuple[Place, ...] = ()  # innermost call first
+    on: str = ""
 
 
 def places(text: str) -> tuple[Place, ...]:
@@ -53,6 +55,11 @@ def of_expressions(text: str, score: Score | None) -> tuple[str, str]:
     return text, said[0] if said else ""
 
 
+def of_buffers(text: str, names: Sequence[str]) -> str:
+    """A report in which buffers, which the program of cpu/main.cpp knows by their numbers, have these names."""
+    return re.sub(r"\bbuffer (\d+)(?= in block)", lambda m: names[int(m[1])], text)
+
+
 def of_host_sanitizer(text: str) -> list[Finding]:
     """The findings in what AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer or the runtime wrote."""
     if "ThreadSanitizer: data race" in text:
@@ -63,7 +70,8 @@ def of_host_sanitizer(text: str) -> list[Finding]:
         access = re.search(r"\b(READ|WRITE) of size (\d+)", text)
         how = f", {access[1].lower()} of {access[2]} bytes" if access else ""
         what = {"use-after-poison": "beyond the dynamic shared memory", "heap-buffer-overflow": "out of bounds"}
-        return [Finding(f"{what.get(found[1], found[1])}{how}", places(_first_stack(text)))]
+        near = f", {said[1]}" if (said := _NEAR.search(text)) else ""
+        return [Finding(f"{what.get(found[1], found[1])}{how}{near}", places(_first_stack(text)))]
     if found := re.search(r"^(\S+?):(\d+):\d+: runtime error: (.*)", text, re.MULTILINE):
         return [Finding(found[3], places(text))]
     # the runtime's own words: the first line, and who waits where

@@ -36,7 +36,7 @@ from ..launch.dlpack import HOST, Device
 from ..toolchain import snippets, tools
 from . import compute_sanitizer, trial
 from .cases import Array, Case, inputs_of
-from .findings import Finding, of_expressions, of_host_sanitizer
+from .findings import Finding, of_buffers, of_expressions, of_host_sanitizer
 
 HOST_TOOLS = {
     "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
@@ -184,6 +184,8 @@ def launch_on_host(
             team=entry.team(chosen), order=order, timeout=timeout, folders=snippets.folders(problem),
         )  # fmt: skip
         if not report.clean:
+            named = [f"{name} {arrays[name].shape} of {arrays[name].itemsize} bytes each" for name in follows.values()]
+            report = replace(report, text=of_buffers(report.text, named))
             break
         # Of a tensor that two arguments follow, each has a copy of its own: the first is what the kernel works on.
         left = dict(reversed([*zip(follows.values(), report.contents, strict=True)]))

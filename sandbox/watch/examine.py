@@ -130,7 +130,8 @@ def _examine(job: Job, at: At) -> Examination:
 
 def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tuple[str, str]:
     if findings:
-        return ("hang" if UNFINISHED in findings[0].what else "sanitize"), findings[0].what
+        first = findings[0]
+        return ("hang" if UNFINISHED in first.what else "sanitize"), f"{first.what}\non {first.on}"
     if broken := next((r for r in results if r.ok is False and r.error is None), None):
         return "run", broken.message
     if any(r.ok is False for r in results):
@@ -205,8 +206,11 @@ def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
     for futures in looking:
         of_problem = _all(futures)
         looked += [i for i in of_problem if not sanitize.misled(i.tool, of_problem)]
-    found = {finding: None for inspection in looked for finding in inspection.findings}
-    return tuple(found), [i.message for i in looked if i.clean is None][:1]
+    found: dict[object, Finding] = {}  # by their lines: the same fault is met on several problems
+    for i in looked:
+        for finding in i.findings:
+            found.setdefault(finding.places or finding.what, replace(finding, on=f"{i.problem}, tile {i.tile}"))
+    return tuple(found.values()), [i.message for i in looked if i.clean is None][:1]
 
 
 def _verify(kernel: Kernel, cases: Sequence[Case], job: Job, at: At) -> tuple[Result, ...]:

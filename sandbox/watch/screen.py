@@ -57,6 +57,7 @@ def screen(now: Iteration) -> RenderableType:
     parts: list[RenderableType] = [_headline(now), ""]
     parts += _faults(now.found)
     if now.figures:
+        parts += [Text(now.found.setting, "dim")] if now.found.findings else []
         parts += [_figures_table(now), ""]
     if now.found.results:
         parts += [_cases_table(now.found.results), ""]
@@ -70,7 +71,8 @@ def screen(now: Iteration) -> RenderableType:
 
 def _headline(now: Iteration) -> Text:
     word, style = _TITLES[now.found.stage]
-    about = f"\n{now.found.setting}" if now.found.setting else ""
+    # What a sanitizer finds has a problem of its own, and the setting is said above the figures, which are about it.
+    about = f"\n{now.found.setting}" if now.found.setting and not now.found.findings else ""
     compiling = f", {si_time(now.found.compiling)} of it compiling" if now.found.compiling else ""
     name = f"{now.kernel} #{now.number}" if now.number else now.kernel
     return Text.assemble((name, "bold"), "  ", (word, style),
@@ -81,6 +83,7 @@ def _faults(found: Examination) -> Iterator[RenderableType]:
     if found.findings:
         for finding in found.findings:
             yield Text(finding.what, "red")
+            yield Text(f"  on {finding.on}", "dim")
             for place in finding.places[:6]:
                 line = Text.assemble("  ", (str(place), "bold"), f"  {place.text()}")
                 line.no_wrap, line.overflow = True, "ellipsis"

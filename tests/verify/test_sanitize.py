@@ -38,11 +38,13 @@ FAULTS = {
     ),
     "out of bounds": (
         "fwd_minimal", "query_row < head.Sq ? to_float", "query_row <= head.Sq ? to_float", "address",
-        "out of bounds, read of 2 bytes", "query_row <= head.Sq ? to_float",
+        "read of 2 bytes, 0 bytes past the end of Q (1, 2, 67, 16) of 2 bytes each in block (2,1,0) thread (3,0,0)",
+        "query_row <= head.Sq ? to_float",
     ),
     "beyond shared memory": (
         "fwd_minimal", "Q_smem + HEAD_DIM * BLOCK_M;", "Q_smem + 1 + HEAD_DIM * BLOCK_M;", "address",
-        "beyond the dynamic shared memory, write of 4 bytes", "HEAD_DIM_V>(V_smem, V",
+        "shared memory, write of 4 bytes, 0 bytes past the end of its 6144 bytes in block (0,0,0) thread (31,0,0)",
+        "HEAD_DIM_V>(V_smem, V",
     ),
     "uninitialised shared memory": (
         "fwd_minimal", "O_smem[d * BLOCK_M + t] = 0.0f;", ";", "uninitialised",

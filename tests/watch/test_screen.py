@@ -83,7 +83,7 @@ TEXT = "O is wrong in 3 of 9 elements " * 5
 WHERE = ErrorMap("O", 3, 9, (0, 0, 1, 2), (0, 0, 1, 2), ("the tail",), TEXT, 64, np.ones((2, 3)))
 WRONG = dataclasses.replace(RESULT, ok=False, error=1.0, where=WHERE)
 REFUSED = f"NVRTC 12.9 refused {registry.FOLDER}/mine.cu\n\n{registry.FOLDER}/mine.cu(3): error: no\n  x = ;\n      ^"
-RACE = Finding("data race: " + "x" * 60, (Place(__file__, 2),) * 9)
+RACE = Finding("data race: " + "x" * 60, (Place(__file__, 2),) * 9, on="B1 H2/1 S131x69 D16, tile BLOCK_M=64")
 FAULTS = {
     "WRONG": Examination("wrong", TEXT, (WRONG,), cost=COST, setting=GOOD.setting),
     "DOES NOT COMPILE": Examination("compile", REFUSED),
@@ -107,6 +107,14 @@ def test_each_fault_fits(word: str, width: int) -> None:
     said = FAULTS[word].message or FAULTS[word].findings[0].what
     expected = said.replace(f"{registry.FOLDER.parent}/", "")
     assert "".join(expected.split()) in "".join("".join(shown).split())
+
+
+def test_what_a_sanitizer_finds_is_on_a_problem_of_its_own() -> None:
+    """The problem that figures are about is named beside them."""
+    shown = plain(screen(FAULTS["NOT SAFE"]))
+    at, figures = (next(i for i, each in enumerate(shown) if each.split()[:1] == [word]) for word in ("data", "now"))
+    assert [i for i, each in enumerate(shown) if GOOD.setting in each] == [figures - 1]
+    assert shown.index("  on B1 H2/1 S131x69 D16, tile BLOCK_M=64") > at
 
 
 def test_notes_and_prints_are_shown() -> None:
