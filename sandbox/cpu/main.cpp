@@ -60,7 +60,7 @@ extern "C" void sandbox_print_place(const char* at) {
         if (buffer[i] && distance >= 0 && (nearest < 0 || distance < least)) nearest = i, least = distance, behind = past;
     }
     if (nearest < 0) return;
-    fprintf(stderr, "%lld bytes %s buffer %lld", static_cast<long long>(least), behind ? "past the end of" : "before",
+    fprintf(stderr, "%lld bytes %s buffer %lld ", static_cast<long long>(least), behind ? "past the end of" : "before",
             static_cast<long long>(nearest));
 }
 

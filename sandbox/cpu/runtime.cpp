@@ -42,6 +42,7 @@ extern "C" void* __asan_region_is_poisoned(void* address, size_t size);
 extern "C" void __asan_loadN(const void* address, size_t size);
 extern "C" void __asan_storeN(void* address, size_t size);
 extern "C" void* __asan_get_report_address(void);
+extern "C" const char* __asan_get_report_description(void);
 extern "C" void sandbox_print_place(const char* at);  // of main.cpp
 #endif
 #if defined(SANDBOX_SHADOW)
@@ -784,11 +785,11 @@ extern "C" void __asan_on_error() {
     const char* const end = current->smem.dynamic + current->launch.smem_bytes;
     fprintf(stderr, "sandbox: ");
     if (end <= at && at < current->smem.dynamic + MAX_DYNAMIC_SMEM)
-        fprintf(stderr, "%td bytes past the end of its %u bytes", at - end, current->launch.smem_bytes);
-    else
+        fprintf(stderr, "%td bytes past the end of its %u bytes ", at - end, current->launch.smem_bytes);
+    else if (!strcmp(__asan_get_report_description(), "heap-buffer-overflow"))  // not of an array of the kernel's own
         sandbox_print_place(at);
     const uint3 &t = self().thread_idx, &b = self().block_idx;
-    fprintf(stderr, " in block (%u,%u,%u) thread (%u,%u,%u)\n", b.x, b.y, b.z, t.x, t.y, t.z);
+    fprintf(stderr, "in block (%u,%u,%u) thread (%u,%u,%u)\n", b.x, b.y, b.z, t.x, t.y, t.z);
 }
 #elif defined(SANDBOX_SHADOW)
 namespace {

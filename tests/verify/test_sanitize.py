@@ -46,6 +46,12 @@ FAULTS = {
         "shared memory, write of 4 bytes, 0 bytes past the end of its 6144 bytes in block (0,0,0) thread (31,0,0)",
         "HEAD_DIM_V>(V_smem, V",
     ),
+    "array of a thread": (
+        "fwd_minimal", "float m = -INF, l = 0.0f;",
+        ("float a[4]; for (int j = 0; j <= score.Sq / 32 + 2; ++j) "
+         "reinterpret_cast<volatile float*>(a)[j] = 0.0f; float m = -INF, l = a[0];"), "address",
+        "stack-buffer-overflow, write of 4 bytes, in block (0,0,0) thread (0,0,0)", "(a)[j] = 0.0f;",
+    ),
     "uninitialised shared memory": (
         "fwd_minimal", "O_smem[d * BLOCK_M + t] = 0.0f;", ";", "uninitialised",
         "shared memory read before anything was written there", "float o = alpha * O_smem",
