@@ -78,7 +78,7 @@ def watch_(
         _look_back(History(chosen), show, old, new, restore, as_json)
         return
     problem = problem_of(shape, dtype, causal, scored) if shape else None
-    job = Job(kernel, checking.pick_device(backend), problem, parsed_tile(tile), timeout)
+    job = Job(kernel, checking.pick_device(backend), problem, parsed_tile(tile), timeout, chosen.tiles)
     try:
         ok = _follow(chosen, job, once, as_json)
     except KeyboardInterrupt:

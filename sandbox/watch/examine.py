@@ -26,6 +26,7 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
+from ..engine.choose import refuses_tile
 from ..jobs.worker import At
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
@@ -40,7 +41,7 @@ from ..verify.findings import Finding
 from ..verify.sanitize import Inspection
 from ..verify.truth import truth_of
 from .figures import Cost, Examination
-from .job import Job, quick_cases
+from .job import Job, quick_cases, tile_case
 
 T = TypeVar("T")
 Opcodes = dict[str, int]
@@ -48,6 +49,7 @@ COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limi
 REPEATS = 20  # launches that are timed on a GPU
 _PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
 _QUICK_TOOLS = ("address", "thread")
+_SLOW = ("stack", "spill_stores", "spill_loads")  # of Resources: what is in local memory
 
 
 def prepare(job: Job) -> None:
@@ -100,23 +102,26 @@ def _examine(job: Job, at: At) -> Examination:
     kernel = registry.get(job.kernel)
     cases = _cases(kernel, job)
     setting = f"{_device_name(job.device)}: {cases[0].problem}"
+    new, untaken = _new_tiles(kernel, job)
+    trials = [(case, job.tile) for case in cases] + [(tile_case(kernel, tile), tile) for tile in new]
     at("compiling", COMPILE_SECONDS)
     with ThreadPoolExecutor() as pool:  # compilers run side by side
         started = time.perf_counter()
-        cost, notes = _compile(kernel, cases, job, pool)
+        cost, notes = _compile(kernel, trials, job, pool)
+        notes += untaken
         compiling = time.perf_counter() - started
         findings: tuple[Finding, ...] = ()
         shipped: _Looking = []
         if job.device == HOST:
             tile = job.tile or sanitize.small_tile(kernel)
-            small = [(tile, problem) for problem in sanitize.small_problems(kernel, tile)[:1]]
+            small = [(t, problem) for t in (tile, *new) for problem in sanitize.small_problems(kernel, t)[:1]]
             at("running it under sanitizers", COMPILE_SECONDS)
             findings, more = _found(_sanitizing(kernel, small, job, pool))
             notes += more
             if not findings and not job.tile:  # what is shipped, while results are compared
                 patient = replace(job, seconds=max(job.seconds, _PATIENCE))
                 shipped = _sanitizing(kernel, sanitize.shipped(kernel, None), patient, pool)
-        results = () if findings else _verify(kernel, cases, job, at)
+        results = () if findings else _verify(kernel, trials, job, at)
         at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
         findings += _found(shipped)[0]
         stage, message = _verdict(findings, results)
@@ -126,6 +131,19 @@ def _examine(job: Job, at: At) -> Examination:
         return Examination(
             stage, message, results, findings, cost, setting, tuple(notes), compiling=compiling, counting=counting
         )
+
+
+def _new_tiles(kernel: Kernel, job: Job) -> tuple[list[Tile], list[str]]:
+    """The tiles that the spec has now and did not have when watching began; and why some of them are not tried."""
+    arch, taken, reasons = pipeline.arch_of(job.device), [], []
+    for tile in kernel.tiles if job.known is not None and not job.tile else ():
+        if tile not in (job.known or ()):
+            problem = tile_case(kernel, tile).problem
+            if reason := kernel.refuses(problem, arch) or refuses_tile(kernel, problem, tile, arch):
+                reasons.append(f"new tile {tile} is not tried: {reason}")
+            else:
+                taken.append(tile)
+    return taken, reasons
 
 
 def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tuple[str, str]:
@@ -140,10 +158,10 @@ def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tupl
 
 
 def _compile(
-    kernel: Kernel, cases: Sequence[Case], job: Job, pool: ThreadPoolExecutor
+    kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, pool: ThreadPoolExecutor
 ) -> tuple[Cost | None, list[str]]:
-    """Every binary that will be needed. NVRTC's word comes first, also on the CPU backend, since it is the GPU's. The
-    first one's instructions are counted meanwhile.
+    """Every binary that will be needed. NVRTC's word comes first, also on the CPU backend, as it is the GPU's, and on
+    all of them: one may spill where another does not. The first one's instructions are counted meanwhile.
 
     Raises CompileError.
     """
@@ -151,14 +169,14 @@ def _compile(
     _counts = None
     arch, notes = pipeline.arch_of(job.device), []
     variants: dict[tuple, tuple[Problem, Tile]] = {}
-    for p in (case.problem for case in cases):
+    for p, wanted in ((case.problem, tile) for case, tile in trials):
         if not kernel.refuses(p, arch):
-            tile = pipeline.tile_on(job.device, kernel, p, job.tile)
+            tile = pipeline.tile_on(job.device, kernel, p, wanted)
             variants.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
     target = pipeline.DEFAULT_ARCH if arch is None else pipeline.arch_name(kernel, arch)
     try:
         nvrtc.version()
-        for_gpu = [*variants.values()][: None if arch else 1]
+        for_gpu = [*variants.values()]
     except ToolchainMissing as missing:
         for_gpu, notes = [], [str(missing).splitlines()[0]]
     cubins = [pool.submit(pipeline.compile_problem, kernel, p, t, target) for p, t in for_gpu]
@@ -167,7 +185,8 @@ def _compile(
         _counts = _disassembler.submit(_opcodes, cubins[0])
     compiled = _all(cubins)
     _all(on_host)
-    return (_cost(kernel, *for_gpu[0], compiled[0]) if compiled else None), notes
+    notes += _slow_memory(kernel, for_gpu, compiled)
+    return (_cost(kernel, *for_gpu[0], compiled) if compiled else None), notes
 
 
 def _opcodes(compiled: Future[tuple[Compiled, ...]]) -> Opcodes:
@@ -181,12 +200,35 @@ def _counted() -> Opcodes:
     return _counts.result() if _counts else {}
 
 
-def _cost(kernel: Kernel, problem: Problem, tile: Tile, compiled: tuple[Compiled, ...]) -> Cost:
+def _cost(kernel: Kernel, problem: Problem, tile: Tile, variants: Sequence[tuple[Compiled, ...]]) -> Cost:
+    """Of the first of the variants, all but stack and spills."""
+    compiled = variants[0]
     entries = [(entry, made.resources) for entry, made in zip(kernel.entries, compiled, strict=True)]
     arch = architectures.parse(compiled[0].arch)
+    most = Resources.worst(made.resources for variant in variants for made in variant)
+    own = replace(Resources.worst(r for _, r in entries), **{name: getattr(most, name) for name in _SLOW})
     least = min((pipeline.occupancy(entry, problem, tile, r, arch) for entry, r in entries), key=lambda o: o.fraction)
     smem = max(entry.smem_bytes(problem, tile) + r.smem_static for entry, r in entries)
-    return Cost(compiled[0].arch, tile, Resources.worst(r for _, r in entries), smem, least, {})
+    return Cost(compiled[0].arch, tile, own, smem, least, {})
+
+
+def _slow_memory(
+    kernel: Kernel, variants: Sequence[tuple[Problem, Tile]], compiled: Sequence[tuple[Compiled, ...]]
+) -> list[str]:
+    """Which variants' threads keep something in local memory, how much, and the likely cause: a sentence each."""
+    said = []
+    for (problem, tile), entries in zip(variants, compiled, strict=True):
+        for made in entries:
+            r, name = made.resources, f"{made.entry} on {problem}, tile {tile}, for {made.arch}"
+            if r.spill_stores or r.spill_loads:
+                how = f"{r.spill_stores} bytes of stores and {r.spill_loads} of loads are spilled"
+                said.append(f"{name}: {how} with {r.registers} registers: a thread has too much to keep in them")
+            elif r.stack:
+                lines = (i.line for i in disassembly.ptx(made.ptx) if i.opcode.startswith(("ld.local", "st.local")))
+                at = ", ".join(map(str, [*dict.fromkeys(line for line in lines if line)][:3]))
+                cause = f"an array that is indexed by a variable{f', at {at}' if at else ''}, cannot stay in registers"
+                said.append(f"{name}: {r.stack} bytes of stack, in slow local memory: the likely cause is {cause}")
+    return said
 
 
 _Looking = list[list[Future[Inspection]]]  # by the tools, at each problem
@@ -213,15 +255,15 @@ def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
     return tuple(found.values()), [i.message for i in looked if i.clean is None][:1]
 
 
-def _verify(kernel: Kernel, cases: Sequence[Case], job: Job, at: At) -> tuple[Result, ...]:
+def _verify(kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, at: At) -> tuple[Result, ...]:
     """Every case; after one that failed to run there is nothing to learn from the next."""
     results = []
-    for i, case in enumerate(cases):
+    for i, (case, tile) in enumerate(trials):
         at(f"preparing {case.problem}", COMPILE_SECONDS)
         truth_of(kernel.computes, case)
         at(f"running {case.problem}", job.seconds)
         repeats = REPEATS if i == 0 and job.device != HOST else 1
-        results.append(check.verify(kernel, case, job.device, job.tile, repeats=repeats))
+        results.append(check.verify(kernel, case, job.device, tile, repeats=repeats))
         if results[-1].ok is False and results[-1].error is None:
             break
     return tuple(results)

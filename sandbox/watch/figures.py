@@ -18,7 +18,8 @@ _OPCODES = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "LDG", "STG", "BAR", "
 @dataclass(frozen=True)
 class Cost:
     """What the compiler made of the first problem's kernel for `arch`: of several entries, the largest figures and the
-    lowest occupancy. `opcodes`: all their instructions by class; {} when nothing can disassemble, or until it has."""
+    lowest occupancy; its stack and spills are the most that any of the problems' has. `opcodes`: all instructions of
+    the first by class; {} when nothing can disassemble, or until it has."""
 
     arch: str
     tile: Tile
@@ -57,7 +58,7 @@ def figures(found: Examination) -> dict[str, float]:
     if found.cost:
         r = found.cost.resources
         numbers |= {"registers": r.registers, "spills": r.spill_stores + r.spill_loads, "smem": found.cost.smem_bytes,
-                    "occupancy": found.cost.occupancy.fraction}  # fmt: skip
+                    "stack": r.stack or None, "occupancy": found.cost.occupancy.fraction}  # fmt: skip
         counts = found.cost.opcodes
         numbers |= {"instructions": sum(counts.values()) or None}
         numbers |= {name: counts[name] for name in sorted(counts) if name.partition(".")[0] in _OPCODES}

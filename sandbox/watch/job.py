@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.kernel import Kernel
 from ..core.problem import Problem
@@ -15,22 +16,22 @@ _WIDTHS = (64, 128, 32, 16, 256)
 
 @dataclass(frozen=True)
 class Job:
-    """What to examine: `problem` instead of the quick set; `seconds` that one run may take."""
+    """What to examine: `problem` instead of the quick set; `seconds` that one run may take. Of the spec's tiles, those
+    that are not among `known` are new, and each is tried."""
 
     kernel: str
     device: Device
     problem: Problem | None = None
     tile: Tile | None = None
     seconds: float = 10.0
+    known: tuple[Tile, ...] | None = None  # None: all of them
 
 
 def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
     """One to time, and small ones with ragged lengths, groups, strides, large scores: two compilations in all."""
-    dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
 
-    def of(B: int, H: int, Sq: int, Sk: int, Hk: int = 0, causal: str | bool = False) -> Problem:
-        problems = [Problem(B, H, Sq, Sk, D, Hk, dtype, causal) for D in _WIDTHS]  # type: ignore[arg-type]
-        return next((p for p in problems if not kernel.refuses(p)), problems[0])
+    def of(*sizes: int, **fields: Any) -> Problem:
+        return _taken(kernel, *sizes, **fields)
 
     H, S = (2, 192) if device == HOST else (12, 1024)
     M, N = kernel.tiles[0].get("BLOCK_M", 64), kernel.tiles[0].get("BLOCK_N", 64)
@@ -41,3 +42,16 @@ def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
         Case("ragged", of(2, 4, 77, 97, Hk=2, causal="bottom-right"), layout="bshd"),
         Case("large", of(1, 2, 97, 77, causal="bottom-right"), inputs="large"),
     ]
+
+
+def tile_case(kernel: Kernel, tile: Tile) -> Case:
+    """A small one with two tiles of rows, the second partial, and masked: to try `tile` on."""
+    M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
+    return Case("new tile", _taken(kernel, 1, 1, M + 1, 2 * N - 1, causal="bottom-right"))
+
+
+def _taken(kernel: Kernel, B: int, H: int, Sq: int, Sk: int, **fields: Any) -> Problem:
+    """The problem with the first head width that the kernel takes."""
+    dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
+    problems = [Problem(B, H, Sq, Sk, D, dtype=dtype, **fields) for D in _WIDTHS]
+    return next((p for p in problems if not kernel.refuses(p)), problems[0])

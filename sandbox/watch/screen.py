@@ -34,6 +34,7 @@ _FIGURES: dict[str, tuple[str, int, Callable[[float], str]]] = {
     "error": ("error / bound", _LOWER, lambda x: f"{x:.2f}"),
     "registers": ("registers", _LOWER, lambda x: f"{x:.0f}"),
     "spills": ("spilled bytes", _LOWER, lambda x: f"{x:.0f}"),
+    "stack": ("stack bytes", _LOWER, lambda x: f"{x:.0f}"),
     "smem": ("shared memory", _LOWER, lambda x: f"{x / 1024:.4g} KiB"),
     "occupancy": ("occupancy", _HIGHER, lambda x: f"{x:.1%}"),
 }

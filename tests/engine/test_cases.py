@@ -82,6 +82,8 @@ BESIDE = {
     "a row before": "if (query_row == 0) O.row(b, h, -1)[0] = dtype(0.0f);",
     "a row after": "if (query_row + 1 == score.Sq) O.row(b, h, score.Sq)[0] = dtype(0.0f);",
     "a column after": "O.row(b, h, query_row)[HEAD_DIM] = dtype(0.0f);",
+    # which without a gap is the next row's first, and right again once that row is written
+    "a column between rows": "if (query_row + 1 < score.Sq) O.row(b, h, query_row)[HEAD_DIM] = dtype(0.0f);",
     "a number before": "if (query_row == 0 && b == 0 && h == 0) LSE[-1] = 0.0f;",
     "a number after": "LSE[gridDim.z * gridDim.y * score.Sq] = 0.0f;",
 }

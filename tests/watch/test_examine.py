@@ -1,0 +1,111 @@
+"""What `watch` looks at in a version of a kernel, and what it calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sandbox.core import registry
+from sandbox.core.errors import ToolchainMissing
+from sandbox.core.kernel import Kernel
+from sandbox.core.place import Place
+from sandbox.core.tile import Tile
+from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem
+from sandbox.toolchain import nvrtc
+from sandbox.verify.cases import Case
+from sandbox.verify.check import Result
+from sandbox.watch import examine
+from sandbox.watch.figures import Examination, figures
+from sandbox.watch.job import Job
+
+KERNEL = registry.get("fwd_minimal")
+
+
+def examined(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, known: tuple[Tile, ...] | None = None) -> Examination:
+    """Of a kernel as its spec would have it, without sanitizers."""
+    monkeypatch.setattr(registry, "get", lambda name: kernel)
+    monkeypatch.setattr(examine, "_sanitizing", lambda *args: [])
+    found, _ = examine.examine(Job(kernel.name, HOST, known=known), lambda stage, limit: None)
+    assert isinstance(found, Examination)
+    return found
+
+
+def test_a_kernel_that_takes_no_problem_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    shy = dataclasses.replace(KERNEL, supports=lambda p, arch: "it is taken apart")
+    found = examined(shy, monkeypatch)
+    assert (found.stage, found.ok, found.message) == ("refused", False, "fwd_minimal: it is taken apart")
+    assert {r.ok for r in found.results} == {None}
+
+
+@pytest.mark.parametrize(
+    ("oks", "stage"),
+    [
+        ((None, None), "refused"),
+        ((True, None), "ok"),
+        ((None, True), "ok"),
+        ((True, True), "ok"),
+        ((True, False), "wrong"),
+    ],
+)
+def test_one_problem_that_is_right_makes_a_version_ok(oks: tuple[bool | None, ...], stage: str) -> None:
+    problem = Problem(1, 1, 1, 1, 16)
+    results = tuple(Result("mine", "case", problem, "cpu", ok, error=None if ok is None else 1.0) for ok in oks)
+    assert examine._verdict((), results)[0] == stage
+
+
+def test_a_tile_that_is_new_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, wide = Tile(BLOCK_M=32, BLOCK_N=8), Tile(BLOCK_M=2048, BLOCK_N=8)
+    more = dataclasses.replace(KERNEL, tiles=(*KERNEL.tiles, new, wide))
+    found = examined(more, monkeypatch, KERNEL.tiles)
+    assert found.stage == "ok", found
+    assert [r.tile for r in found.results if r.case == "new tile"] == [new]
+    (note,) = [note for note in found.notes if "tile" in note]
+    assert note.startswith(f"new tile {wide} is not tried: fwd_minimal: BLOCK_M=2048 is too large")
+    assert not [r for r in examined(more, monkeypatch).results if r.case == "new tile"]
+
+
+def test_a_new_tile_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fault that shows with it alone."""
+    source, new = tmp_path / "fwd_minimal.cu", Tile(BLOCK_M=32, BLOCK_N=8)
+    text = KERNEL.source.read_text()
+    assert "l = alpha * l + row_sum;" in text
+    source.write_text(text.replace("l = alpha * l + row_sum;", "l = alpha * l + row_sum + (BLOCK_N == 8);"))
+    more = dataclasses.replace(KERNEL, source=source, tiles=(*KERNEL.tiles, new))
+    assert examined(more, monkeypatch, KERNEL.tiles).stage == "wrong"
+
+
+def test_local_memory_of_any_variant_is_named(tmp_path: Path) -> None:
+    """The first problem, whose figures are shown, has none."""
+    try:
+        nvrtc.version()
+    except ToolchainMissing as missing:
+        pytest.skip(str(missing))
+    line = "    float m = -INF, l = 0.0f;"
+    text = KERNEL.source.read_text()
+    assert line in text
+    indexed = (
+        "float a[64]; for (int j = 0; j < 64; ++j) a[j] = expf(t * j); float m = -INF, l = a[score.Sq & 63] * 0.0f;"
+    )
+    source = tmp_path / "fwd_minimal.cu"
+    source.write_text(text.replace(line, f"#if CAUSAL\n    {indexed}\n#else\n{line}\n#endif"))
+    plain = Problem(1, 1, 64, 64, 64, dtype="float16")
+    trials = [(Case("case", p), None) for p in (plain, dataclasses.replace(plain, causal="bottom-right"))]
+    with ThreadPoolExecutor() as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examine.pipeline, "load", lambda *args: None)  # of the CPU backend
+        kernel = dataclasses.replace(KERNEL, source=source)
+        cost, notes = examine._compile(kernel, trials, Job("fwd_minimal", HOST), pool)
+        _, silent = examine._compile(KERNEL, trials, Job("fwd_minimal", HOST), pool)
+    assert cost is not None
+    shown = figures(Examination("ok", cost=cost))
+    assert (shown["stack"], shown["spills"]) == (256, 0)
+    (note,) = notes
+    assert note.startswith(f"fwd_minimal on {trials[1][0].problem}, tile ")
+    at = text.splitlines().index(line) + 2
+    cause = f"the likely cause is an array that is indexed by a variable, at {Place(str(source), at)}"
+    assert "256 bytes of stack, in slow local memory" in note
+    assert cause in note
+    assert silent == []
