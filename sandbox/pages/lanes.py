@@ -12,11 +12,12 @@ from .tables import of_terminal
 
 def page(timeline: Timeline) -> str:
     """HTML. Raises ToolchainMissing without jinja2."""
-    colours = plot.colours(timeline)
+    colours, shares = plot.colours(timeline), "Share of time by step" if timeline.timed else "Share of marks by step"
     return render(
         "lanes.html", title=f"{timeline.kernel}: timeline", about=[report.headline(timeline)], colours=colours,
-        data=_data(timeline, [*colours]), table=of_terminal(report.shares_table(timeline), "Share of time by step"),
-        remarks=report.remarks(timeline), unit=timeline.unit, until=plot.shown_until(timeline),
+        data=_data(timeline, [*colours]), table=of_terminal(report.shares_table(timeline), shares),
+        heading=report.heading(timeline), remarks=report.remarks(timeline), unit=timeline.unit,
+        until=plot.shown_until(timeline),
     )  # fmt: skip
 
 

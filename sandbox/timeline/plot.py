@@ -53,7 +53,7 @@ def draw(timeline: Timeline, prefix: Path | str, between: tuple[int, int] | None
         axis.set_xlim(first, last)
         axis.set_ylim(len(lanes), 0)
         axis.set_yticks([n + 0.5 for n in range(len(lanes))], _labels(lanes), fontsize=7)
-        axis.set_xlabel(timeline.unit)
+        axis.set_xlabel(timeline.unit if timeline.timed else f"{timeline.unit}: order, not time")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.set_title(f"{timeline.kernel} {timeline.problem} on {timeline.device}", loc="left", fontsize=9)
         figure.legend(frameon=False, fontsize=8, loc="outside right upper")

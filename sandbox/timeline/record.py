@@ -81,6 +81,11 @@ class Timeline:
     same: bool | None
 
     @property
+    def timed(self) -> bool:
+        """Whether ticks are time; on the CPU backend they are the order of marks alone."""
+        return self.rate is not None
+
+    @property
     def slowdown(self) -> float | None:
         """What marks cost, as a share of the time without them."""
         return self.seconds[1] / self.seconds[0] - 1 if self.seconds else None

@@ -54,7 +54,7 @@ def longest_waits(timeline: Timeline, count: int = _WAITS) -> list[tuple[Lane, S
 
 def shares_table(timeline: Timeline) -> Table:
     """What `timeline` prints."""
-    numbers = ["times", "share", f"mean {timeline.unit}", "longest"]
+    numbers = ["times", "share" if timeline.timed else "share of marks", f"mean {timeline.unit}", "longest"]
     shown = table("role", "step", *numbers, right=numbers)
     last = ""
     for row in shares(timeline):
@@ -63,6 +63,11 @@ def shares_table(timeline: Timeline) -> Table:
         figures = (str(row.times), f"{row.share:.1%}", f"{row.mean:.0f}", str(row.longest))
         shown.add_row(role, row.step, *figures, style=style)
     return shown
+
+
+def heading(timeline: Timeline) -> str:
+    """What a timeline shows."""
+    return "Where the time goes" if timeline.timed else "In which order the steps come: marks, not time"
 
 
 def headline(timeline: Timeline) -> str:
@@ -79,7 +84,7 @@ def remarks(timeline: Timeline) -> Sequence[str]:
         for lane, step in longest_waits(timeline)
     ]
     if said:
-        said.insert(0, "longest waits:")
+        said.insert(0, "longest waits:" if timeline.timed else "waits with the most marks of other warps in between:")
     if timeline.seconds and timeline.slowdown is not None:
         plain, marked = map(si_time, timeline.seconds)
         said.append(f"marks cost {timeline.slowdown:+.1%}: {plain} without them, {marked} with them")

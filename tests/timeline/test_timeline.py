@@ -21,6 +21,7 @@ from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST
+from sandbox.pages import lanes
 from sandbox.spec import Kernel, Problem
 from sandbox.timeline import plot, record, report, tapes, trace
 from sandbox.toolchain import nvrtc
@@ -212,13 +213,23 @@ def test_the_picture_shows_what_it_is_asked_for(mma: record.Timeline, tmp_path: 
         plot.draw(mma, tmp_path / "none", (10**6, 10**6 + 1))
 
 
+def test_the_order_of_marks_is_not_called_time(mma: record.Timeline) -> None:
+    """On the CPU backend nothing is timed; on a GPU ticks are cycles."""
+    page = lanes.page(mma)
+    assert "In which order the steps come: marks, not time" in page
+    assert "Share of marks by step" in page
+    assert not any(said in page for said in ("Where the time goes", "Share of time", "longest waits"))
+    timed = lanes.page(dataclasses.replace(mma, rate=10**9, unit="cycles", seconds=(1e-3, 1e-3)))
+    assert all(said in timed for said in ("Where the time goes", "Share of time", "longest waits"))
+
+
 def test_the_command_says_what_it_was_asked(tmp_path: Path) -> None:
     run = lambda *more: CliRunner().invoke(  # noqa: E731
         cli, ["timeline", "fwd_mma", "--shape", "1,1,256,64", "--backend", "cpu", *more]
     )
     shown = run()
     assert shown.exit_code == 0, shown.output
-    assert "longest waits" in shown.output
+    assert "waits with the most marks" in shown.output
     assert "wait_load" in shown.output
     found = json.loads(run("--json", "--blocks", "1", "--trace", str(tmp_path / "t.json")).stdout)
     assert {lane["block"] for lane in found["lanes"]} == {1}
