@@ -19,6 +19,7 @@ __all__ = [
     "refusals",
     "registry",
     "score",
+    "score_errors",
     "snippet",
     "tile",
 ]

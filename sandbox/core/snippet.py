@@ -23,8 +23,15 @@ def single(text: str) -> str:
     return _DOUBLE.sub(r"\1f", text)
 
 
+def column_of(line: str, column: int) -> int:
+    """Where in a line of an expression stands what has this column, from 0 on, of `single(line)`."""
+    added = sum(literal.end() + n < column for n, literal in enumerate(_DOUBLE.finditer(line)))
+    return min(column - added, len(line))
+
+
 def header(score: Score) -> str:
-    """`struct Snippet`, as include/score.cuh uses it. Mistakes are reported in files called "score" and "mask"."""
+    """`struct Snippet`, as include/score.cuh uses it. Mistakes are reported in files called "score" and "mask", and
+    "score-end" or "mask-end" where an expression ends too early (see core/score_errors.py)."""
     members = "".join(
         f"    SnippetTensor<{_TYPES[like.dtype]}, {len(like.shape)}> {name};\n" for name, like in score.structure[2]
     )
@@ -42,14 +49,14 @@ def header(score: Score) -> str:
             "        return X(",
             '#line 1 "score"',
             single(score.score),
-            '#line 1 "sandbox"',
+            '#line 1 "score-end"',
             "        );",
             "    }",
             "    __device__ __forceinline__ bool new_mask(int b, int h, int i, int j, int Sq, int Sk) const {",
             "        return bool(",
             '#line 1 "mask"',
             single(score.mask),
-            '#line 1 "sandbox"',
+            '#line 1 "mask-end"',
             "        );",
             "    }",
             "};",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import CompileError, SpecError
+from ..core.errors import SpecError
 from ..core.options import macros
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
@@ -67,14 +67,11 @@ def _snippet(tensors: dict[str, Array]) -> ctypes.Structure:
 
 
 @lru_cache(maxsize=64)
+@snippets.explaining
 def _function(score: Score) -> CpuFunction:
     problem = Problem(1, 1, 1, 1, 1, score=score)
     like = {name: np.empty(tensor.shape, np.bool_) for name, tensor in score.tensors.items()}
     size = ctypes.sizeof(_snippet(like))
     defines = {**macros(problem), "DTYPE_float32": 1, "HEAD_DIM": 1, "CAUSAL": 0, "SNIPPET_BYTES": size}
-    try:
-        built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
-    except CompileError as error:  # the source is ours, and compiles
-        said = f"Score: {score} does not compile: {error}"
-        raise CompileError(said, source=error.source, options=error.options, log=error.log) from None
+    built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
     return CpuFunction(built.path, _ENTRY)

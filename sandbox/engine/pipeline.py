@@ -128,6 +128,7 @@ class Loaded:
     max_threads: tuple[int, ...]  # of each entry's blocks, by its __launch_bounds__; 0: it has none
 
 
+@snippets.explaining
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
     """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
     SpecError where the spec's `args` are not the parameters that the compiler found, or its `block` exceeds the
@@ -193,6 +194,7 @@ def _compiled(
     return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines, folders=folders) for entry in kernel.entries)
 
 
+@snippets.explaining
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
     """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches.
 

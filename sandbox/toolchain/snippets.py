@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+from ..core import score_errors
+from ..core.errors import CompileError
 from ..core.problem import Problem
+from ..core.score import Score
 from ..core.snippet import HEADER, digest, header
 from . import cache
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def folders(problem: Problem) -> tuple[Path, ...]:
@@ -24,3 +33,21 @@ def folders(problem: Problem) -> tuple[Path, ...]:
             out.write(text)
         os.replace(staged, file)  # whoever reads meanwhile finds it whole
     return (folder,)
+
+
+def explaining(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, one of whose arguments is a Problem or a Score: a CompileError that is due to the expressions
+    names these, not the files around them."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except CompileError as error:
+            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Problem, Score))), None)
+            score = given.score if isinstance(given, Problem) else given
+            if not score or not (said := score_errors.explain(error, score)):
+                raise
+            raise CompileError(said, source=error.source, options=error.options, log=error.log) from None
+
+    return wrapped

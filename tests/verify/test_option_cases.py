@@ -12,10 +12,14 @@ import torch
 
 from sandbox import reference
 from sandbox.core import registry
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import CompileError, SpecError, ToolchainMissing
+from sandbox.cpu import compiler
+from sandbox.engine import pipeline
+from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
+from sandbox.toolchain import nvrtc
 from sandbox.verify import sampled, sampled_gradients, scores, sequences
 from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
@@ -177,6 +181,66 @@ def test_an_expression_that_does_not_compile_is_a_result() -> None:
         found = apart.verify(registry.get("fwd_minimal"), Case("typo", p), HOST)
     assert found.ok is False
     assert found.message.startswith("Score: x - slop(h) does not compile: ")
+
+
+TABLE = {"t": np.zeros((130, 97), np.float32)}
+# what is wrong: score, mask, and of each mistake (where it is, the line up to the place that the host compiler means)
+MISTAKES = {
+    "a name": (Score("x - 0.5 * slop(h) * .25"), [("score", "x - 0.5 * ")]),
+    "a name in the condition": (Score("x", "j <= q"), [("mask", "j <= ")]),
+    "one in each": (Score("y", "j <= q"), [("score", ""), ("mask", "j <= ")]),
+    "its end": (Score("x\n - 0.1 * abs(i - j"), [("score, line 2", " - 0.1 * abs(i - j")]),
+    "a line": (Score("x\n + 1.5 * 2.5 * nothing"), [("score, line 2", " + 1.5 * 2.5 * ")]),
+    "types": (Score('x + "ab"'), [("score", "x ")]),
+    "indices": (Score("x + t(i)", tensors=TABLE), [("score", "x + t")]),
+}
+
+
+def told(message: str, score: Score) -> list[tuple[str, str]]:
+    """Of a message about `score`: where each mistake is, and the line up to the caret below it."""
+    assert message.startswith(f"Score: {' '.join(str(score).split())} does not compile: ")
+    assert "score.cuh" not in message
+    assert "number.cuh" not in message
+    lines = message.splitlines()
+    found = [(n, *line[2:].split(": ", 1)) for n, line in enumerate(lines) if line.startswith(("  score", "  mask"))]
+    carets = [lines[n + 1].index("^") - len(where) - 4 if "^" in lines[n + 1] else 0 for n, where, _ in found]
+    return [(where, text[:caret]) for (_, where, text), caret in zip(found, carets, strict=True)]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
+    """Not by those of headers that its author never saw; of the host's compiler and of NVRTC."""
+    score, expected = MISTAKES[mistake]
+    if "Clang" in compiler.find().identity or "clang" in compiler.find().identity:
+        pytest.skip("Clang means other columns")
+    with pytest.raises(CompileError) as refused:
+        score.evaluate(np.zeros((2, 2)), 0, 0, np.zeros((2, 1), int), np.zeros((1, 2), int), 130, 97)
+    assert told(str(refused.value), score) == expected
+    assert str(refused.value).endswith("\n(g++)")
+    assert "error: " in refused.value.log
+    try:
+        nvrtc.version()
+    except ToolchainMissing as missing:
+        pytest.skip(str(missing))
+    kernel, p = registry.get("fwd_minimal"), dataclasses.replace(P, score=score)
+    with pytest.raises(CompileError, match="NVRTC") as refused:
+        pipeline.compile_problem(kernel, p, choose_tile(kernel, p, None), "sm_90a")
+    found = told(str(refused.value), score)
+    assert {where for where, _ in found} == {where for where, _ in expected}
+    if mistake not in ("types", "indices"):  # of which NVRTC means another part, or tells no place
+        assert found == expected
+
+
+def test_a_mistake_of_the_kernel_is_not_the_scores(tmp_path) -> None:
+    """One in both is shown as the compiler has it."""
+    kernel = registry.get("fwd_minimal")
+    source = tmp_path / "fwd_minimal.cu"
+    source.write_text(kernel.source.read_text().replace("float m = -INF", "float m = -INFF"))
+    broken, p = dataclasses.replace(kernel, source=source), dataclasses.replace(P, score=Score("x - slop(h)"))
+    for score in (p.score, Score("x")):
+        with pytest.raises(CompileError, match=f"refused {source}") as refused:
+            pipeline.load(broken, choose_tile(kernel, p, None), dataclasses.replace(p, score=score), HOST)
+        assert "INFF" in str(refused.value)
 
 
 X, I, J = np.linspace(-2, 2, 20).reshape(4, 5), np.arange(3, 7)[:, None], np.arange(5)[None]

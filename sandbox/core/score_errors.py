@@ -1,0 +1,111 @@
+"""What a compiler says of a Score's expressions, told by their own lines instead of those of files around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .errors import CompileError
+from .score import Score
+from .snippet import HEADER, column_of
+
+# How compilers name what the header of core/snippet.py calls so. g++ and clang tell a column, NVRTC shows it.
+_EXPRESSION = r"(?P<name>score|mask)(?P<after>-end)?"
+_HOST = re.compile(rf"^(?:\S*/)?{_EXPRESSION}:(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: (?P<text>.*)")
+_HOST_FROM = re.compile(rf"^(?:\S*/)?{_EXPRESSION}:(?P<line>\d+):(?P<column>\d+): +required from")
+_NVRTC = re.compile(rf"^{_EXPRESSION}\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<text>.*)")
+_NVRTC_FROM = re.compile(rf" at line (?P<line>\d+) of {_EXPRESSION}")
+_ELSEWHERE = re.compile(
+    r"^(?P<file>[^\s:(]\S*?)(?::\d+:\d+|\(\d+\)): (?:fatal |catastrophic )?error(?: #\S+)?: (?P<text>.*)"
+)
+# What g++ says of an unknown function in a template, before it says, at another column, that it was not declared.
+_UNDECLARED = re.compile(r"there are no arguments to (\S+) that depend on a template parameter.*")
+_DUAL = "Dual"  # our own type, of x and its derivative
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One error: `line` and `column` of an expression, from 0 on; None for a column that the compiler does not tell."""
+
+    name: str
+    line: int
+    column: int | None
+    text: str
+
+
+def explain(error: CompileError, score: Score) -> str:
+    """What a compiler said of the expressions of `score`: for each mistake its words, the line and the place in it. ""
+    where it says something of other files too, which is not the score's fault."""
+    found = mistakes(error.log, score)
+    if not found:
+        return ""
+    compiler = str(error).partition(" refused ")[0].split("/")[-1]
+    file = f" (in {score.file})" if score.file else ""
+    told = "\n".join(f"{m.text}{_excerpt(m, score)}" for m in found)
+    return f"Score: {' '.join(str(score).split())}{file} does not compile: {told}\n({compiler})"
+
+
+def _excerpt(mistake: Mistake, score: Score) -> str:
+    lines = getattr(score, mistake.name).splitlines()
+    many = f", line {mistake.line + 1}" if len(lines) > 1 else ""
+    shown = f"\n  {mistake.name}{many}: "
+    line = lines[mistake.line].replace("\t", " ")
+    caret = "" if mistake.column is None else f"\n{' ' * (len(shown) - 1 + mistake.column)}^"
+    return f"{shown}{line}{caret}"
+
+
+def mistakes(log: str, score: Score) -> list[Mistake]:
+    """The errors of a compiler's log that are an expression's, the first of each place; [] if some are not."""
+    found: dict[tuple[str, int, int | None], Mistake] = {}
+    for mistake in _read(log.splitlines(), score):
+        if mistake is None:
+            return []
+        if any((m.name, m.line, m.text) == (mistake.name, mistake.line, mistake.text) for m in found.values()):
+            continue
+        place = mistake.name, mistake.line, mistake.column
+        if place not in found or (_DUAL in found[place].text and _DUAL not in mistake.text):
+            found[place] = mistake
+    return sorted(found.values(), key=lambda m: (m.name == "mask", m.line, m.column or 0))
+
+
+def _read(lines: list[str], score: Score) -> Iterator[Mistake | None]:
+    """Every error; None for one that is not an expression's."""
+    caller: re.Match[str] | None = None  # the line of an expression that a template was needed for
+    for number, line in enumerate(lines):
+        if at := _HOST.match(line):
+            yield _mistake(at, at["text"], score, int(at["column"]) - 1)
+        elif at := _HOST_FROM.match(line):
+            caller = at
+            continue
+        elif at := _NVRTC.match(line):
+            yield _mistake(at, at["text"], score, _shown_column(lines[number + 1 :]))
+        elif (other := _ELSEWHERE.match(line)) and not other["file"].endswith(HEADER):
+            text = other["text"].removeprefix("static assertion failed: ")
+            text = re.sub(r'^static assertion failed with "(.*)"$', r"\1", text)
+            if not caller:
+                caller = next(filter(None, map(_NVRTC_FROM.search, _block(lines[number + 1 :]))), None)
+            column = int(caller["column"]) - 1 if caller and caller.re is _HOST_FROM else None
+            yield _mistake(caller, text, score, column) if caller else None
+        else:
+            continue
+        caller = None
+
+
+def _mistake(at: re.Match[str], text: str, score: Score, column: int | None) -> Mistake:
+    lines = getattr(score, at["name"]).splitlines()
+    number, text = int(at["line"]) - 1, _UNDECLARED.sub(r"\1 was not declared in this scope", text)
+    if at["after"] or number >= len(lines):  # something is missed where the expression ends
+        return Mistake(at["name"], len(lines) - 1, None if column is None else len(lines[-1]), text)
+    return Mistake(at["name"], number, None if column is None else column_of(lines[number], column), text)
+
+
+def _block(lines: list[str]) -> list[str]:
+    """What NVRTC says of one error: up to an empty line."""
+    return lines[: lines.index("")] if "" in lines else lines
+
+
+def _shown_column(lines: list[str]) -> int | None:
+    """NVRTC repeats the line, indented by two, with a caret below it."""
+    caret = next((line for line in _block(lines) if line.strip() == "^"), None)
+    return None if caret is None else max(0, len(caret) - 3)
