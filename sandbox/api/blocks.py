@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.block_map import remember
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.problem import Problem
 from ..core.score import Score
@@ -15,7 +16,9 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
 
     For `score.with_blocks(...)`: without it every launch makes its own, so that tensors may change between calls; with
     it what they held when the map was made counts for tiles that hold nothing or everything. It goes with every
-    problem of the same B, H, Sq and Sk, forward and backward, whatever else is asked for but `mask=`.
+    problem of the same B, H, Sq and Sk, forward and backward, whatever else is asked for but `mask=`; not with
+    key_lengths if the mask names Sk. Of B, H and Sq those that the mask does not name may differ. Other sizes raise
+    UnsupportedProblem; of a copy of a map the sizes are not known, and its shape alone is compared.
 
     Returns (B, H, rows of 64 queries, twice the words of 512 keys, in fours) int32, each of B, H and rows 1 where the
     mask does not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: q
@@ -45,7 +48,9 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     prepared = pipeline.prepare(kernel, pipeline.tile_on(device, kernel, bare), bare, tensors, device)
     prepared.launch(prepared.pointers(tensors), library.stream(device[1])() if device != HOST else 0)
     handed = library.handed(arrays[0])
-    return handed(made) if handed else made
+    blocks = handed(made) if handed else made
+    remember(blocks, (problem.B, problem.H, problem.Sq, problem.Sk))
+    return blocks
 
 
 def _host() -> Any:

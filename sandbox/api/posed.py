@@ -74,6 +74,22 @@ def _check_map(view: ArrayView, p: Problem) -> None:
             f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of "
             f"the score and {p}, contiguous, {p.block_map}, int32"
         )
+    assert p.score is not None
+    named = p.score.named_by_mask
+    if p.key_lengths and "Sk" in named:
+        raise UnsupportedProblem(
+            "score has a block map, and its mask names Sk, which key_lengths makes another number for each batch entry: "
+            "leave out with_blocks"
+        )
+    if p.score.made_for is None:
+        return
+    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # keys beyond the map's Sk are hidden
+    for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
+        if made != own and names & named:
+            raise UnsupportedProblem(
+                f"score has a block map that was made for {size}={made}, and this problem has {size}={own}: make one "
+                "for each with sandbox.block_map"
+            )
 
 
 def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None]) -> tuple[int, int, int]:

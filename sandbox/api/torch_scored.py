@@ -53,7 +53,7 @@ def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name not in ARRAYS]
     read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
-    score = None if what.score is None else (what.score.score, what.score.mask)
+    score = None if what.score is None else (what.score.score, what.score.mask, what.score.made_for)
     said = what.window, what.softcap, what.dropout, score, read, what.longest, PAGES in given
     options = [given.get(name) for name in ARRAYS]
     if torch.compiler.is_compiling():
@@ -64,7 +64,7 @@ def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def text_of_options(
-    window: Any, softcap: float, dropout: float, score: tuple[str, str] | None, read: list[str], longest: Any,
+    window: Any, softcap: float, dropout: float, score: tuple[Any, ...] | None, read: list[str], longest: Any,
     paged: bool,
 ) -> str:  # fmt: skip
     """`score`: its texts, not the object, which PyTorch 2.11 takes for no constant and later ones know by its id."""
@@ -85,10 +85,10 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
     said = json.loads(text)
     score = None
     if "score" in said:
-        expression, mask, read = said["score"]
+        expression, mask, made_for, read = said["score"]
         given = dict(zip((f"score.{name}" for name in read), likes, strict=False))
         tensors = {name.removeprefix("score."): like for name, like in given.items() if name != BLOCK_MAP}
-        score = Score(expression, mask, tensors)
+        score = Score(expression, mask, tensors, made_for=made_for and tuple(made_for))
         names = (*names, *(f"score.{name}" for name in read))
     window, longest = (x if x is None else tuple(x) for x in (said["window"], said["longest"]))
     if longest:

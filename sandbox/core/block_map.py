@@ -1,8 +1,9 @@
-"""How large the block map of a problem is (kernels_cu/include/block_map.cuh)."""
+"""How large the block map of a problem is (kernels_cu/include/block_map.cuh), and for which problem one was made."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from .integers import cdiv
 
@@ -10,6 +11,26 @@ if TYPE_CHECKING:
     from .problem import Problem
 
 ROWS, WORD_KEYS = 64, 512  # queries of a row of the map, keys of a word
+
+Sizes = tuple[int, int, int, int]  # B, H, Sq, Sk
+
+_made: dict[int, tuple[weakref.ref[Any], Sizes]] = {}  # by the id of a map that is alive
+
+
+def remember(blocks: Any, sizes: Sizes) -> None:
+    """Keeps for which (B, H, Sq, Sk) `blocks` was made, as long as that very object is alive: its shape is rounded up
+    to tiles and does not tell. Arrays of libraries without weak references are not remembered."""
+    key = id(blocks)
+    try:
+        _made[key] = weakref.ref(blocks, lambda _: _made.pop(key, None)), sizes
+    except TypeError:
+        _made.pop(key, None)
+
+
+def sizes_of(blocks: Any) -> Sizes | None:
+    """(B, H, Sq, Sk) that `blocks` was made for; None of a copy, and of a map made by hand."""
+    found = _made.get(id(blocks))
+    return found[1] if found is not None and found[0]() is blocks else None
 
 
 def words_for(p: Problem) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from .block_map import Sizes, sizes_of
 from .dtypes import ITEMSIZE
 from .errors import SandboxError, SpecError
 from .files import mistake, names_of
@@ -49,7 +50,8 @@ class Score:
     strides. Indices must lie inside, for every b, h, i < Sq and j < Sk. Constants to autograd.
 
     Two are equal when their texts are and their tensors are alike in name, shape and dtype. `file` is where it was
-    read from, `blocks` the block map of its mask. Raises SpecError naming what makes no sense; whether an expression
+    read from, `blocks` the block map of its mask, `made_for` the (B, H, Sq, Sk) that `sandbox.block_map` made it for
+    (None: not known), which is compared too. Raises SpecError naming what makes no sense; whether an expression
     compiles shows when it is first used.
     """
 
@@ -58,6 +60,7 @@ class Score:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
     blocks: Any = None
+    made_for: Sizes | None = None
     # All that two equal ones share; and the same without the tensors' numbers, which keeps no array alive.
     structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
     described: Score = field(init=False, repr=False)
@@ -91,7 +94,10 @@ class Score:
         named = {f"score.{name}": tensor for name, tensor in tensors.items()}
         object.__setattr__(self, "arrays", named if self.blocks is None else named | {BLOCK_MAP: self.blocks})
         bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
-        object.__setattr__(self, "described", self if bare else _described(self.score, self.mask, self.file, **likes))
+        if self.blocks is not None and self.made_for is None:
+            object.__setattr__(self, "made_for", sizes_of(self.blocks))
+        described = self if bare else _described(self.score, self.mask, self.file, self.made_for, **likes)
+        object.__setattr__(self, "described", described)
 
     @property
     def changes(self) -> bool:
@@ -109,13 +115,15 @@ class Score:
         return set(re.findall(r"[A-Za-z_]\w*", self.mask)) | {"true"}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Score) and self.structure == other.structure
+        return (
+            isinstance(other, Score) and self.structure == other.structure and self.made_for == other.made_for
+        )  # fmt: skip
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
-        return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks)
+        return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks, self.made_for)
 
     def __str__(self) -> str:
         shown = [self.score] if self.changes or not self.hides else []
@@ -128,7 +136,7 @@ class Score:
 
     def with_blocks(self, blocks: Any) -> Score:
         """The same with the block map of its mask, of `sandbox.block_map`, so that no call makes one of its own."""
-        return dataclasses.replace(self, blocks=blocks)
+        return dataclasses.replace(self, blocks=blocks, made_for=None)
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes; the tensors without their numbers."""
@@ -165,9 +173,9 @@ class Score:
 
 
 @lru_cache(maxsize=256)
-def _described(score: str, mask: str, file: str, /, **likes: TensorLike) -> Score:
+def _described(score: str, mask: str, file: str, made_for: Sizes | None, /, **likes: TensorLike) -> Score:
     """One object for all scores of a structure: those that are made anew at each call make no other."""
-    return Score(score, mask, likes, file)
+    return Score(score, mask, likes, file, None, made_for)
 
 
 _SUCH_AS = {"score": "x - 0.1f * abs(i - j)", "mask": "j <= i"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
 
 import numpy as np
@@ -11,7 +12,7 @@ from project import LOT
 
 import sandbox
 from sandbox import Score
-from sandbox.core import registry
+from sandbox.core import block_map, registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.core.score import TensorLike
 from sandbox.launch import driver
@@ -184,3 +185,124 @@ def test_what_does_not_fit_is_refused() -> None:
         sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(told[:, :, :-1]))
     with pytest.raises(SpecError, match="hides no keys"):
         sandbox.block_map(Score("x + 1"), Problem(1, 2, S, S, 32))
+
+
+def drawn_for(problem: Problem) -> tuple[np.ndarray, ...]:
+    B, H, D = problem.B, problem.H, problem.D
+    return drawn(B, H, problem.Sq, D), drawn(B, H, problem.Sk, D), drawn(B, H, problem.Sk, D)
+
+
+# What of the mask counts, the problem that a map is made for, others that it does not fit.
+OTHERS = {
+    "Sk": ("j <= i + 30", {"Sk": S}, [{"Sk": S - 10}, {"Sk": S + 212}]),
+    "Sq": ("j <= i + 30", {"Sq": S}, [{"Sq": S - 10}, {"Sq": S + 20}]),
+    "Sq by name": ("j <= Sq / 2", {"Sq": S}, [{"Sq": S - 10}]),
+    "B": ("j <= i + 30 * b", {"B": 2}, [{"B": 1}]),
+    "H": ("j <= i + 30 * h", {"H": 2}, [{"H": 1}]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("planned", [False, True], ids=["first", "after the right one"])
+def test_a_map_of_another_problem_is_refused(name: str, planned: bool) -> None:
+    """Rounded up to tiles most sizes have the same shape. Also where a plan with a map of that shape exists, by
+    PyTorch's operators, and from a pickle."""
+    torch = pytest.importorskip("torch")
+    mask, own, others = OTHERS[name]
+    right = dataclasses.replace(Problem(1, 1, S, S, 32, dtype="float16"), **own)
+    sandbox.reload()
+    told = sandbox.block_map(Score(mask=mask), right)
+    for other in others:
+        wrong = dataclasses.replace(right, **other)
+        fitting = Score(mask=mask).with_blocks(sandbox.block_map(Score(mask=mask), wrong))
+        score = Score(mask=mask).with_blocks(told)
+        arrays = drawn_for(wrong)
+        if planned:
+            sandbox.attention_forward(*arrays, score=fitting)
+        assert fitting.made_for == (wrong.B, wrong.H, wrong.Sq, wrong.Sk)
+        for asked in (score, pickle.loads(pickle.dumps(score)), dataclasses.replace(score, file="elsewhere")):
+            with pytest.raises(UnsupportedProblem, match="score has a block map"):
+                sandbox.attention_forward(*arrays, score=asked)
+        tensors = [torch.from_numpy(x) for x in arrays]
+        score = Score(mask=mask).with_blocks(sandbox.block_map(Score(mask=mask), right, like=tensors[0]))
+        with pytest.raises(UnsupportedProblem, match="score has a block map"):
+            torch.func.functionalize(lambda q, k, v, score=score: sandbox.attention(q, k, v, score=score))(*tensors)
+
+
+def test_what_the_mask_does_not_name_may_differ() -> None:
+    """One map for all batch entries and heads, and of padding for every number of queries."""
+    for mask, sizes in (("j <= i + 30", {"B": 2, "H": 3}), ("j < 200", {"B": 2, "H": 3, "Sq": 70})):
+        score = Score(mask=mask)
+        given = score.with_blocks(sandbox.block_map(score, Problem(1, 1, S, S, 32)))
+        arrays = drawn_for(dataclasses.replace(Problem(1, 1, S, S, 32), **sizes))
+        found = sandbox.attention_forward(*arrays, score=given)[0]
+        assert np.array_equal(found, sandbox.attention_forward(*arrays, score=score)[0])
+
+
+def test_a_map_by_hand_goes_by_its_shape() -> None:
+    """Nobody knows what a copy was made for."""
+    told = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
+    assert DOCUMENTS.with_blocks(told).made_for == (1, 1, S, S)
+    assert DOCUMENTS.with_blocks(told.copy()).made_for is None
+    assert DOCUMENTS.with_blocks(told).with_blocks(told.copy()).made_for is None
+    q, k, v = drawn_for(Problem(1, 1, S, S, 32))
+    expected = sandbox.attention_forward(q, k, v, score=DOCUMENTS)[0]
+    assert np.array_equal(sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(told.copy()))[0], expected)
+
+
+def test_nothing_is_kept_of_maps_that_are_gone() -> None:
+    before = len(block_map._made)
+    told = [sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32)) for _ in range(3)]
+    assert len(block_map._made) == before + 3
+    del told
+    assert len(block_map._made) == before
+
+
+def test_key_lengths_with_a_mask_that_names_Sk() -> None:
+    """Of one batch entry the shapes agree, and the map was made with all keys."""
+    score = Score(mask="j >= Sk - 40")
+    told = sandbox.block_map(score, Problem(1, 1, S, S, 32))
+    q, k, v = drawn_for(Problem(1, 1, S, S, 32))
+    lengths = np.array([100], np.int32)
+    with pytest.raises(UnsupportedProblem, match="its mask names Sk, which key_lengths makes another number"):
+        sandbox.attention_forward(q, k, v, score=score.with_blocks(told), key_lengths=lengths)
+    given = Score(mask="j >= 30").with_blocks(sandbox.block_map(Score(mask="j >= 30"), Problem(1, 1, S, S, 32)))
+    found = sandbox.attention_forward(q, k, v, score=given, key_lengths=lengths)[0]
+    true = sandbox.reference.attention(q, k, v, score=Score(mask="j >= 30"), key_lengths=lengths)[0]
+    assert np.abs(found - true).max() < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["a row of a wider one", "every second", "Fortran's", "not aligned", "of int64"])
+def test_a_map_that_lies_otherwise_is_refused(kind: str) -> None:
+    """Kernels read it 16 bytes at a time, without strides."""
+    sandbox.reload()
+    told = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
+    memory = np.empty(told.nbytes + 32, np.uint8)
+    start = -memory.ctypes.data % 16 + 4
+    lying = {
+        "a row of a wider one": np.concatenate([told, told], -1)[..., : told.shape[-1]],
+        "every second": told.repeat(2, 2)[:, :, ::2],
+        "Fortran's": np.asfortranarray(told),
+        "not aligned": memory[start : start + told.nbytes].view(np.int32).reshape(told.shape),
+        "of int64": told.astype(np.int64),
+    }[kind]
+    lying[...] = told
+    q, k, v = drawn_for(Problem(1, 1, S, S, 32))
+    with pytest.raises(UnsupportedProblem, match=r"it must be what sandbox\.block_map makes of .* contiguous"):
+        sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(lying))
+
+
+def test_the_compiler_carries_a_map() -> None:
+    """And the sizes that it was made for."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in drawn_for(Problem(1, 2, S, S, 32)))
+    sandbox.attention(q, k, v)
+    score = Score(mask="j <= i + 30")
+    told = sandbox.block_map(score, Problem(1, 2, S, S, 32), like=q)
+    expected = sandbox.attention(q, k, v, score=score)
+    given = score.with_blocks(told)
+    compiled = torch.compile(lambda q: sandbox.attention(q, k, v, score=given), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q), expected)
+    with pytest.raises(UnsupportedProblem, match="was made for Sk=300, and this problem has Sk=290"):
+        short = k[:, :, :290], v[:, :, :290]
+        torch.compile(lambda q: sandbox.attention(q, *short, score=given), backend="aot_eager", fullgraph=True)(q)
