@@ -74,6 +74,8 @@ struct Offsets {
         for (int b = 0; b < count; ++b)
             require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens falls");
         require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the rows that there are");
+        for (int b = 0; b < count; ++b)  // such rows would not be written, such keys not be seen
+            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= most, "a sequence is longer than max_seqlen");
     }
 };
 
@@ -161,7 +163,7 @@ struct Sequence {
 
     __device__ __forceinline__ Sequence(const Score& score, int b) : score(score), b(b) {
         const Offsets queries = query_offsets(score), keys = key_offsets(score);
-        if (CHECKED) keys.check();
+        if (CHECKED) queries.check(), keys.check();
         first_query = queries.begin(b), Sq = queries.length(b);
         first_key = keys.begin(b), Sk = all_keys = keys.length(b);
 #if KEY_LENGTHS

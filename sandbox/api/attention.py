@@ -125,7 +125,9 @@ def attention_varlen(
 
     The options are those of `attention`, their i, j, Sq and Sk those within a sequence, and b its number. bias and mask
     broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default the totals; a sequence reads the beginning of its part.
-    Otherwise max_seqlen_* have no effect.
+    Otherwise max_seqlen_* have no effect. With a bias or mask, a sequence longer than max_seqlen_* is an error on the
+    CPU backend; on a GPU its queries from max_seqlen_q on have out, lse and gradients NaN, and its keys from
+    max_seqlen_k on are not seen and have gradients NaN. SANDBOX_CHECKED=1 makes it an error there too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
     `attention` is. cu_seqlens that make no sense are an error on the CPU backend; on a GPU results are then undefined,

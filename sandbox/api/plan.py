@@ -145,6 +145,8 @@ def _plan(
         del scratch["block_map"]
     made = {**results, **{name: lying for name, lying in scratch.items() if name not in results}}  # results first
     makers = {name: library.allocator(like, *lying) for name, lying in made.items()}
+    if device != HOST:  # the CPU backend reports sequences that are longer than max_seqlen
+        makers |= {name: _nan_filled(library, makers[name]) for name in may_stay_unwritten(problem) if name in results}
     given = [_TENSORS.get(name, name) for name in views]
     if device != home:
         staged = _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
@@ -179,6 +181,22 @@ def _together(scratch: Sequence[_Lying]) -> tuple[int, list[int]]:
         offsets.append(4 * room)
         room += -(-math.prod(shape) // 128) * 128
     return room, offsets
+
+
+def may_stay_unwritten(problem: Problem) -> tuple[str, ...]:
+    """The results whose rows a GPU does not write where a sequence of a ragged batch is longer than max_seqlen."""
+    if not problem.ragged or problem.rows == (problem.Sq, problem.Sk):
+        return ()
+    return "O", "LSE", "dQ", "dK", "dV"
+
+
+def _nan_filled(library: Library, make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        array = make()
+        library.fill(array, math.nan)
+        return array
+
+    return made
 
 
 def _handing_plan(plan: Plan, handed: Callable[[Any], Any]) -> Plan:
@@ -224,7 +242,7 @@ def _staged_plan(
     def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         every = dict(zip(given, arrays, strict=True)) | {name: make() for name, make in makers.items()}
         staged = {name: Staged(library.view(array), device) for name, array in every.items()}
-        for name in given:
+        for name in (*given, *(name for name in may_stay_unwritten(problem) if name in results)):
             staged[name].send()
         prepared = pipeline.prepare(kernel, tile, problem, staged, device)
         prepared.launch(prepared.pointers(staged))

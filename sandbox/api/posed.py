@@ -78,8 +78,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
     named = p.score.named_by_mask
     if p.key_lengths and "Sk" in named:
         raise UnsupportedProblem(
-            "score has a block map, and its mask names Sk, which key_lengths makes another number for each batch entry: "
-            "leave out with_blocks"
+            "score has a block map, and its mask names Sk, which key_lengths makes another number for each batch "
+            "entry: leave out with_blocks"
         )
     if p.score.made_for is None:
         return

@@ -89,6 +89,10 @@ class _CuPy(Library):
 
         return allocate
 
+    def fill(self, array: Any, value: float) -> None:
+        with array.device:
+            array.fill(value)
+
     def contiguous(self, array: Any) -> Any:
         import cupy
 
@@ -138,6 +142,9 @@ class _PyTorch(Library):
             if empty is not None:
                 return partial(empty, shape, strides, kind)
         return partial(torch.empty(0, dtype=kind, device=device).new_empty_strided, shape, strides)
+
+    def fill(self, array: Any, value: float) -> None:
+        array.fill_(value)
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
@@ -267,6 +274,9 @@ class _Capsule(Library):
             return namespace.from_dlpack(Exported(made.owner) if made.dtype == "bfloat16" else made.owner)
 
         return hand
+
+    def fill(self, array: ArrayView, value: float) -> None:
+        array.owner.fill(value)  # one of `allocator`
 
     def seed(self, like: Any, seed: int | None) -> ArrayView:
         return self.view(_KNOWN["numpy"].view(_KNOWN["numpy"].seed(like, seed)))

@@ -61,6 +61,10 @@ class Library:
         """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
         return int  # int() is 0, the default stream
 
+    def fill(self, array: Any, value: float) -> None:
+        """Writes `value` to every element, in the order of the caller's stream."""
+        array.fill(value)
+
     def contiguous(self, array: Any) -> Any:
         """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 import sandbox
+from sandbox.api import asked, passes, plan
 from sandbox.core.errors import LaunchError, UnsupportedProblem
+from sandbox.launch.dlpack import library_of
+from sandbox.spec import Problem
 
 torch = pytest.importorskip("torch")
 
@@ -128,3 +132,68 @@ def test_tensors_of_four_dimensions_are_another_function() -> None:
         sandbox.attention_varlen(*(x[None] for x in arrays()), OFFSETS)
     with pytest.raises(UnsupportedProblem, match="cu_seqlens_q is a list"):
         sandbox.attention_varlen(*arrays(), OFFSETS.tolist())
+
+
+def with_max(most_q: Any, most_k: Any, name: str = "bias", **options: Any) -> Any:
+    """The longest of LENGTHS is 70."""
+    shape = 1, 1, *(109 if most is None else most for most in (most_q, most_k))
+    extra = np.ones(shape, bool) if name == "mask" else np.zeros(shape, np.float32)
+    given = {name: extra, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
+    return sandbox.attention_varlen(*arrays(), OFFSETS, **given, **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize("longest", [(69, 70), (70, 69), (69, None), (None, 69), (0, 0)])
+def test_a_sequence_longer_than_max_seqlen_is_reported(name: str, longest: tuple[Any, Any]) -> None:
+    """Its last rows would not be written, or its last keys not be seen."""
+    with pytest.raises(LaunchError, match="a sequence is longer than max_seqlen"):
+        with_max(*longest, name)
+
+
+@pytest.mark.parametrize("longest", [(70, 70), (None, 70), (109, 109), (1000, 1000), (None, None)])
+def test_max_seqlen_of_the_longest_or_more(longest: tuple[Any, Any]) -> None:
+    most = tuple(None if n is None else min(n, 109) for n in longest)
+    assert np.array_equal(with_max(*most), sandbox.attention_varlen(*arrays(), OFFSETS))
+
+
+def test_a_backward_with_a_sequence_longer_than_max_seqlen() -> None:
+    q, k, v = (x.swapaxes(0, 1)[None] for x in arrays())
+    what, more = asked.ragged(
+        *asked.asked(q, None, 0.0, None, np.zeros((1, 1, 60, 60), np.float32), None, None, None, None, 0.0, None),
+        (OFFSETS, OFFSETS), (60, 60),
+    )  # fmt: skip
+    lse = np.zeros((1, 4, 109), np.float32)
+    for kernel in ("bwd_minimal", "bwd_block2d"):
+        with pytest.raises(LaunchError, match="a sequence is longer than max_seqlen"):
+            passes.run_backward((q, q, k, v, q, lse, *more), (False, None, kernel, None, None, False, what))
+
+
+def test_what_may_stay_unwritten_on_a_gpu_is_nan() -> None:
+    """Where a bias or mask has fewer rows than the batch; nothing is filled otherwise."""
+    filled = Problem(4, 2, 64, 64, 32, ragged=(109, 109), bias=(1, 1, 64, 64))
+    assert plan.may_stay_unwritten(filled) == ("O", "LSE", "dQ", "dK", "dV")
+    assert plan.may_stay_unwritten(dataclasses.replace(filled, Sq=109, bias=(1, 1, 109, 64)))
+    for whole in (Problem(4, 2, 109, 109, 32, ragged=(109, 109)), Problem(4, 2, 64, 64, 32)):
+        assert plan.may_stay_unwritten(whole) == ()
+    for like, dtype in ((np.zeros(1), "float32"), (np.zeros(1), "bfloat16"), (torch.zeros(1), "bfloat16")):
+        library = library_of(like)
+        made = plan._nan_filled(library, library.allocator(like, (2, 3), (3, 1), dtype))()
+        assert (made != made).all()
+
+
+@pytest.mark.gpu
+def test_rows_beyond_max_seqlen_on_a_gpu() -> None:
+    """NaN, also in gradients; the other rows and sequences as ever."""
+    q, k, v = (torch.tensor(x, device="cuda", requires_grad=True) for x in arrays())
+    offsets = torch.tensor(OFFSETS, device="cuda")
+    bias = torch.zeros(1, 1, 60, 60, device="cuda")
+    given = {"bias": bias, "max_seqlen_q": 60, "max_seqlen_k": 60, "causal": "top-left"}
+    out, lse = sandbox.attention_varlen(q, k, v, offsets, **given, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out[:65].sum() + out[75:].sum(), (q, k, v))
+    expected = sandbox.attention_varlen(q, k, v, offsets, causal="top-left")
+    beyond = torch.zeros(109, dtype=torch.bool, device="cuda")
+    beyond[65:75] = True  # of the sequence of rows 5 to 75
+    for x in (out, lse.T, dq, dk, dv):
+        assert torch.equal(x.isnan().flatten(1).all(1), beyond)
+        assert torch.equal(x.isnan().flatten(1).any(1), beyond)
+    assert (out - expected)[~beyond].abs().max() < 1e-3
