@@ -51,6 +51,23 @@ def test_nothing_and_everything_dropped() -> None:
     assert not any(x.grad.any() for x in tensors)
 
 
+@pytest.mark.parametrize("p", [1 - 2.0**-16, 1 - 2.0**-17, 1 - 2.0**-18, 1 - 2.0**-40])
+def test_a_probability_just_below_one(p: float) -> None:
+    """p counts in steps of 2^-16: nearer to 1 than half of one nothing is kept, not the elements of the last step."""
+    shape = 1, 1, 128, 128
+    seed = next(n for n in range(100) if reference.dropout_keep(n, *shape, 1 - 2.0**-16).any())
+    q, k, v, dout = (torch.randn(1, 1, 128, 16, generator=torch.Generator().manual_seed(n)) for n in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = sandbox.attention(q, k, v, dropout=p, seed=seed, return_lse=True)
+    assert torch.equal(lse, sandbox.attention(q, k, v, return_lse=True)[1])
+    found = torch.autograd.grad(out, (q, k, v), dout)
+    kept = p == 1 - 2.0**-16
+    assert reference.dropout_keep(seed, *shape, p).any() == kept
+    assert [bool(x.any()) for x in (out, *found)] == [kept] * 4
+    true = reference.attention(*(x.detach().numpy() for x in (q, k, v)), dropout=p, seed=seed)[0]
+    assert abs(out.detach().numpy() - true).max() <= 1e-5 * max(1.0, abs(true).max())
+
+
 def test_numpy_draws_from_its_own_generator() -> None:
     arrays = tuple(x.numpy() for x in inputs())
     found = []

@@ -17,7 +17,7 @@ from sandbox.core.errors import UnsupportedProblem
 from sandbox.engine import choose, pipeline
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST, Device
-from sandbox.spec import COMPUTATIONS, ITEMSIZE, Causal, Kernel, Problem, Tile
+from sandbox.spec import COMPUTATIONS, ITEMSIZE, Causal, Entry, Kernel, Problem, Tile
 from sandbox.toolchain import arch, nvrtc
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of, make_inputs, pointed_cases, sweep_cases
@@ -416,3 +416,27 @@ def test_each_entry_is_compiled_by_its_name() -> None:
         compiled = [pipeline.compile(entry.name, D=64, dtype=dtype, arch="sm_90a") for entry in kernel.entries]
         assert [c.entry for c in compiled] == [entry.name for entry in kernel.entries]
         assert len({c.cubin for c in compiled}) == 1
+
+
+@pytest.mark.parametrize("arch_name", ["sm_75", "sm_80", "sm_89", "sm_90a", "sm_120", None])
+def test_a_tile_may_take_all_the_shared_memory_there_is(arch_name: str | None) -> None:
+    """And not a byte more; of several entries the one that takes most counts."""
+    target = arch.parse(arch_name) if arch_name else None
+    have = arch.limits(target).smem_per_block if target else arch.LARGEST_SMEM
+    kernel, problem = registry.get("fwd_minimal"), Problem(1, 1, 64, 64, 64)
+    for need in (have - 1, have, have + 1):
+        entry = Entry(
+            name="fwd_minimal_more", grid=kernel.grid, block=kernel.block, args=kernel.args,
+            smem_bytes=lambda p, t, need=need: need,
+        )  # fmt: skip
+        for asked in (
+            dataclasses.replace(kernel, smem_bytes=lambda p, t, need=need: need),
+            dataclasses.replace(kernel, then=(entry,)),
+        ):
+            reason = choose.refuses_tile(asked, problem, kernel.tiles[0], target)
+            assert (reason is None) == (need <= have)
+            if reason is None:
+                assert choose.choose_tile(asked, problem, target) == kernel.tiles[0]
+            else:
+                assert f"needs {need} bytes of shared memory at D=64" in reason
+                assert f"has {have}" in reason
