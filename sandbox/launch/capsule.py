@@ -49,6 +49,11 @@ class _Versioned(ctypes.Structure):
 
 _MAJOR = 1  # of dlpack.h: what another says may lie differently
 BFLOAT16 = 4  # of DLDataTypeCode
+DTYPES = {  # (DLDataTypeCode, bits)
+    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
+    (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
+}  # fmt: skip
+DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
 
 def capsule_of(array: Any, **options: Any) -> Any:

@@ -19,8 +19,8 @@ from ..core.dtypes import ITEMSIZE
 from ..core.errors import UnsupportedProblem
 from ..core.score import SIZES
 from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, numpy_dtype, permuted
-from .capsule import BFLOAT16, Exported, capsule_of, tensor_in
-from .library import Library
+from .capsule import DEVICES, DTYPES, Exported, capsule_of, tensor_in
+from .library import IGNORED_MASK, Library
 
 __all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
 
@@ -91,7 +91,7 @@ class _CuPy(Library):
 
     def fill(self, array: Any, value: float) -> None:
         with array.device:
-            array.fill(value)
+            array[...] = value
 
     def contiguous(self, array: Any) -> Any:
         import cupy
@@ -142,9 +142,6 @@ class _PyTorch(Library):
             if empty is not None:
                 return partial(empty, shape, strides, kind)
         return partial(torch.empty(0, dtype=kind, device=device).new_empty_strided, shape, strides)
-
-    def fill(self, array: Any, value: float) -> None:
-        array.fill_(value)
 
     def contiguous(self, array: Any) -> Any:
         return array.contiguous()
@@ -239,14 +236,14 @@ class _Capsule(Library):
     def view(self, array: Any) -> ArrayView:
         if isinstance(array, ArrayView):
             return array
-        device = _DEVICES.get(int(array.__dlpack_device__()[0]))
+        device = DEVICES.get(int(array.__dlpack_device__()[0]))
         if device is None:
             raise UnsupportedProblem(f"DLPack device type {array.__dlpack_device__()} is neither a CPU nor a CUDA GPU")
         # On a GPU, 1 asks the producer to make its work visible to the legacy default stream, on which we launch.
         capsule = capsule_of(array, stream=1) if device == "cuda" else capsule_of(array)
         tensor = tensor_in(capsule)
         code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
-        name = _DTYPES.get((code, bits), f"code {code}, {bits} bit")
+        name = DTYPES.get((code, bits), f"code {code}, {bits} bit")
         dtype = _dtype(name if lanes == 1 else f"{name} x {lanes}", self.name)
         shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
         stored = tensor.strides  # absent when contiguous
@@ -276,7 +273,7 @@ class _Capsule(Library):
         return hand
 
     def fill(self, array: ArrayView, value: float) -> None:
-        array.owner.fill(value)  # one of `allocator`
+        array.owner[...] = value  # one of `allocator`
 
     def seed(self, like: Any, seed: int | None) -> ArrayView:
         return self.view(_KNOWN["numpy"].view(_KNOWN["numpy"].seed(like, seed)))
@@ -292,11 +289,6 @@ _TORCH = _PyTorch()
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _TORCH}
 _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
-_DTYPES = {  # (DLDataTypeCode, bits)
-    (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
-    (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
-}  # fmt: skip
-_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLCUDAHost
 
 
 def library_of(array: Any) -> Library:
@@ -317,10 +309,7 @@ def library_of(array: Any) -> Library:
                 f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
             )
         if library is _KNOWN["numpy"] and hasattr(kind, "mask"):  # np.ma.MaskedArray and others alike
-            raise UnsupportedProblem(
-                f"a {kind.__name__} is not supported: its mask would be ignored; pass its numbers (.filled(0)), and "
-                "what is hidden as mask="
-            )
+            raise UnsupportedProblem(f"a {kind.__name__} is not supported: {IGNORED_MASK}")
         _by_type[kind] = library
     return library
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from .array_view import ArrayView
 
+IGNORED_MASK = "its mask would be ignored; pass its numbers (.filled(0)), and what is hidden as mask="
+
 
 class Library:
     """An array library's adapter; `name` is the word for messages.
@@ -63,7 +65,7 @@ class Library:
 
     def fill(self, array: Any, value: float) -> None:
         """Writes `value` to every element, in the order of the caller's stream."""
-        array.fill(value)
+        array[...] = value
 
     def contiguous(self, array: Any) -> Any:
         """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
