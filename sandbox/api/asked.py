@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
 
-from ..core.errors import SpecError
+from ..core.errors import SpecError, UnsupportedProblem
 from ..core.integers import integer
 from ..core.normalise import normalise_window, number
 from ..core.score import Score
@@ -53,6 +53,8 @@ def asked(
         and key_lengths is None and score is None and not dropout
     ):  # fmt: skip
         return NOTHING, ()
+    if type(softcap) is not float or type(dropout) is not float:
+        softcap, dropout = constant("softcap", softcap or 0.0), constant("dropout", dropout or 0.0)
     if score is not None and not isinstance(score, Score):
         raise SpecError(f"score={score!r} must be a sandbox.Score")
     if window is not None:
@@ -76,6 +78,23 @@ def _plain_window(window: Any) -> tuple[int | None, int | None]:
         if (left is None or type(left) is int) and (right is None or type(right) is int):
             return left, right
     return normalise_window(window)
+
+
+def constant(name: str, value: Any) -> float:
+    """`value` as a float, so that a plan belongs to the number and not to the array that holds it just now. Raises
+    SpecError for what is no number, UnsupportedProblem for a tensor whose derivative would be lost."""
+    if hasattr(value, "requires_grad"):
+        from .torch_autograd import differentiated
+
+        if differentiated(value):
+            raise UnsupportedProblem(
+                f"{name} is a tensor to differentiate by, and attention has no derivative by its {name}: "
+                f"{_OTHERWISE.get(name, f'pass {name}.detach()')}"
+            )
+    return number(name, value)
+
+
+_OTHERWISE = {"scale": "pass scale.detach(), or multiply q by it and pass scale=1.0"}
 
 
 def with_float8(of: Asked, arrays: tuple[Any, ...], descale: Any, out_dtype: Any) -> tuple[Asked, tuple[Any, ...]]:

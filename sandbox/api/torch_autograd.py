@@ -27,7 +27,7 @@ def attention(
     """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
     q, k, v and those that `what` names; unless `with_lse`, lse may be None."""
     if isinstance(scale, Tensor):
-        scale = _constant(scale)
+        scale = asked.constant("scale", scale)
     if not library_of(arrays[0]).intercepts(*arrays):
         return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None, with_lse)
     return forward_seen(arrays, what, causal, scale, kernel, tile, backend)
@@ -47,15 +47,10 @@ def forward(*inputs: Any) -> Results:
         return attention(*inputs)
 
 
-def _constant(scale: Tensor) -> float:
-    """The value of a scale that is a tensor. Raises UnsupportedProblem where its derivative would be lost."""
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(scale).tangent is not None
-    if dual or (scale.requires_grad and torch.is_grad_enabled()):
-        raise UnsupportedProblem(
-            "scale is a tensor to differentiate by, and attention has no derivative by its scale: "
-            "pass scale.detach(), or multiply q by it and pass scale=1.0"
-        )
-    return number(scale)
+def differentiated(x: Tensor) -> bool:
+    """Whether somebody asks for the derivative by `x` just now, in reverse or forward mode."""
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return dual or (x.requires_grad and torch.is_grad_enabled())
 
 
 _PYTORCH = library_of(torch.empty(0))

@@ -15,7 +15,7 @@ from .torch_op import Results
 def attention(arrays: Results, options: tuple[Any, ...]) -> Results:
     """Of float8, for `run_forward`: it is no operator, so that the compiler goes around it. Raises UnsupportedProblem
     where a gradient is asked for, and for who wants to see an operator."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, options[1])):
         raise UnsupportedProblem(
             "attention of float8 has no gradient: pass detached tensors, or convert q, k and v to bfloat16"
         )

@@ -14,7 +14,8 @@ from .asked import Asked
 
 def attention(arrays: tuple[Tensor, ...], what: Asked, *how: Any) -> tuple[Tensor, ...]:
     """(out, lse), by the operator that compiled graphs take. Raises UnsupportedProblem for a gradient."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays):
+    _, scale, *_ = how
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, scale)):
         raise UnsupportedProblem(
             "attention_paged has no gradient: call it under torch.no_grad(), or gather the pages and use attention"
         )

@@ -207,6 +207,71 @@ def test_a_scale_that_wants_a_gradient_is_refused() -> None:
         assert torch.equal(sandbox.attention(q, k, v, scale=scale), expected)
 
 
+OPTIONS = {"softcap": (0.5, 2.0), "dropout": (0.25, 0.75)}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_its_value(name: str) -> None:
+    """An array of one number, and an integer, are the number: no plan belongs to the object."""
+    q, k, v = inputs(np.float32, 9, 16)
+    value = OPTIONS[name][0]
+    expected = sandbox.attention(q, k, v, seed=1, **{name: value})
+    for make in (np.float64, np.float32, np.array):
+        assert np.array_equal(sandbox.attention(q, k, v, seed=1, **{name: make(value)}), expected)
+    assert len(passes._plans) == 1
+    assert np.array_equal(*(sandbox.attention(q, k, v, seed=1, **{name: one}) for one in (1, 1.0)))
+    with pytest.raises(SpecError, match=rf"{name}=\[1\] must be a number"):
+        sandbox.attention(q, k, v, **{name: [1]})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_changed_in_place(name: str) -> None:
+    """The next call sees the new value, forward and backward."""
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, inputs(np.float32, 9, 16))
+    held = torch.tensor(0.0)
+    for value in OPTIONS[name]:
+        held.fill_(value)
+        for _ in range(3):
+            out, lse = sandbox.attention_forward(q, k, v, seed=1, **{name: held})
+            assert torch.equal(out, sandbox.attention(q, k, v, seed=1, **{name: value}))
+            got = sandbox.attention_backward(out, q, k, v, out, lse, seed=1, **{name: held})
+            expected = sandbox.attention_backward(out, q, k, v, out, lse, seed=1, **{name: value})
+            assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_wants_a_gradient_is_refused(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, inputs(np.float32, 9, 16))
+    value = torch.tensor(0.5)
+    expected = sandbox.attention(q, k, v, seed=1, **{name: 0.5})
+    leaf = value.clone().requires_grad_()
+
+    def call(x) -> torch.Tensor:
+        return sandbox.attention(q, k, v, seed=1, **{name: x})
+
+    for compute in (call, torch.func.grad(lambda x: call(x).sum()), lambda x: torch.func.jvp(call, (value,), (value,))):
+        with pytest.raises(UnsupportedProblem, match=rf"no derivative by its {name}: pass {name}\.detach\(\)"):
+            compute(leaf)
+    assert torch.equal(call(leaf.detach()), expected)
+    with torch.no_grad():
+        assert torch.equal(call(leaf), expected)
+
+
+def test_a_scale_that_wants_a_gradient_is_refused_where_there_is_none() -> None:
+    """Of keys in pages, and of float8, as of other inputs that want one."""
+    torch = pytest.importorskip("torch")
+    q = torch.zeros(1, 2, 1, 16, dtype=torch.float16)
+    pages, table = torch.zeros(2, 16, 2, 16, dtype=torch.float16), torch.tensor([[1]], dtype=torch.int32)
+    lengths, scale = torch.tensor([9], dtype=torch.int32), torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(UnsupportedProblem, match="attention_paged has no gradient"):
+        sandbox.attention_paged(q, pages, pages, table, lengths, scale=scale)
+    eighth = q.to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedProblem, match="attention of float8 has no gradient"):
+        sandbox.attention(eighth, eighth, eighth, scale=scale, descale=(1.0, 1.0, 1.0))
+
+
 # ---- reload
 
 
