@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from ..core.tile import Tile
     from .plan import Plan
 
-_COPIED = ("bias", BLOCK_MAP)  # by tensor maps, and 16 bytes at a time
 _plans = Plans()
-_NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address
+_NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address or signature
 
 
 def attention_forward(
@@ -166,7 +165,7 @@ def plan_forward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Pla
     """The plan of `run_forward`, and what to call it with."""
     if found := known(library_of(arrays[0]), "forward", options, arrays):
         return found[0], arrays, found[1]
-    return _planned("forward_plan", 3, arrays, options)
+    return _planned("forward", 3, arrays, options)
 
 
 def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -174,7 +173,7 @@ def run_backward(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any
     for as a result."""
     if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
-    plan, arrays, addresses = _planned("backward_plan", 5, arrays, options)  # lse and so on is read number by number
+    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # lse and so on is read number by number
     return plan(arrays, addresses)
 
 
@@ -201,35 +200,31 @@ def known(library: Library, which: str, options: tuple[Any, ...], arrays: tuple[
 
 
 def _planned(
-    maker: str, copied: int, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    which: str, copied: int, arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
     """The plan for arrays of this kind, found by its key or made, and what to call it with. Kernels copy the first so
     many arrays by rows: their alignment counts, and that of a bias and of a block map."""
-    causal, scale, *how = options
+    scale = options[1]
     if scale is not None and type(scale) is not float:
-        options = (causal, number(scale), *how)
+        options = (options[0], number(scale), *options[2:])
     library, plans = library_of(arrays[0]), _plans
     arrays = library.held(*arrays)
     try:
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
         names = options[-1].names
-        apart = _apart(names, addresses[-len(names) :]) if names else ()
-        key = (maker, *library.signatures(arrays), bits & -bits, apart, 0 in addresses, *options)
+        # Copied whole, by a tensor map and 16 bytes at a time. Apart from q, k and v: some kernels copy those by less.
+        bias = "bias" in names and addresses[names.index("bias") - len(names)] % ALIGNED > 0
+        blocks = BLOCK_MAP in names and addresses[names.index(BLOCK_MAP) - len(names)] % ALIGNED > 0
+        key = (which, *library.signatures(arrays), bits & -bits, bias, blocks, 0 in addresses, *options)
         plan = plans.get(key)
     except _NO_KEY:
         key, plan = None, None
     if plan is None:
-        plan, addresses = _make_plan(maker, key, arrays, options)
+        plan, addresses = _make_plan(f"{which}_plan", key, arrays, options)
     elif not isinstance(plan, Refusal):
-        plans.learn(maker.removesuffix("_plan"), options, arrays, addresses, plan)
+        plans.learn(which, options, arrays, addresses, plan)
     return plan, arrays, addresses
-
-
-def _apart(names: tuple[str, ...], addresses: Sequence[int]) -> tuple[bool, ...]:
-    """Whether each of the optional arrays that are copied whole, a bias and a block map, is aligned. Apart from the
-    alignment of q, k and v, which kernels with smaller copies exist for."""
-    return tuple(not address % ALIGNED for name, address in zip(names, addresses, strict=True) if name in _COPIED)
 
 
 def number(scale: Any) -> float:

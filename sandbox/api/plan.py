@@ -110,9 +110,9 @@ def _view(library: Library, name: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
     except UnsupportedProblem as refusal:
-        if name not in DTYPES:
+        what, converted, _ = str(refusal).partition(": convert to")  # the one that it must be is none of those
+        if name not in DTYPES or not converted:
             raise UnsupportedProblem(f"{name}: {refusal}") from None
-        what, _, _ = str(refusal).partition(": convert to")  # the one that it must be is none of those
         raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {what}") from None
 
 

@@ -87,7 +87,9 @@ class _Attention(torch.autograd.Function):
             how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]
             found = backward_seen(every[:6], dlse, what, saved[5:], how, wanted)
         else:
-            found = run_backward(every, options)
+            # Gradients may come lazily negated, as of z.conj() where out is a part of z; saved tensors are not.
+            given = every[0].resolve_neg(), *every[1:6], *(x.resolve_neg() for x in every[6:])
+            found = run_backward(given, options)
         if what is NOTHING:
             return None, *found
         named = dict(zip(wanted, found[3:], strict=True))

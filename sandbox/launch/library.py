@@ -40,7 +40,8 @@ class Library:
         return False
 
     def signature(self, array: Any) -> Hashable:
-        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device."""
+        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device. Raises
+        AttributeError, RuntimeError or TypeError for an array that no plan can be kept for."""
         raise NotImplementedError
 
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:

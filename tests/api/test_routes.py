@@ -95,6 +95,39 @@ def test_memory_that_was_given_back() -> None:
         sandbox.attention_forward(q, k, v, **KERNELS)
 
 
+@pytest.mark.parametrize("calls", [1, 3], ids=["after a plan", "after a route"])
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v", "bias", "alibi", "score.t"])
+def test_lazily_negated_tensors_are_refused_by_name(name: str, calls: int) -> None:
+    """They share memory, shape and strides with their base, whose plan is there."""
+    q, k, v, dout = tensors(torch.float32)
+    given = {"dout": dout, "q": q, "k": k, "v": v, "bias": torch.ones(9, 9), "alibi": torch.ones(2),
+             "score.t": torch.ones(9)}  # fmt: skip
+
+    def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, alibi: Tensor, t: Tensor) -> None:
+        options = {"bias": bias, "alibi": alibi, "score": sandbox.Score("x + t(i)", tensors={"t": t})}
+        out, lse = sandbox.attention_forward(q, k, v, **KERNELS, **options)
+        sandbox.attention_backward(dout, q, k, v, out, lse, **options)
+
+    for _ in range(calls):
+        call(*given.values())
+    with pytest.raises(UnsupportedProblem, match=rf"^{name}: a lazily negated tensor is not supported"):
+        call(*(given | {name: torch._neg_view(given[name])}).values())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}], ids=["plain", "window"])
+def test_gradients_that_come_lazily_negated(options: dict) -> None:
+    """As those of the imaginary part of a conjugate may; nobody could resolve them before."""
+    q, k, v, dout = tensors(torch.float32)
+    leaf = q.requires_grad_()
+    out, lse = sandbox.attention(leaf, k, v, return_lse=True, **KERNELS, **options)
+    dlse = torch.ones_like(lse)
+    for _ in range(3):
+        for results, given in ((out, dout), (lse, dlse)):
+            (expected,) = torch.autograd.grad(results, leaf, -given, retain_graph=True)
+            (found,) = torch.autograd.grad(results, leaf, torch._neg_view(given), retain_graph=True)
+            assert torch.equal(found, expected)
+
+
 def test_autocast_to_another_dtype() -> None:
     """Tensors that one autocast leaves as they are another casts."""
     q, k, v, dout = tensors(torch.bfloat16)
