@@ -87,14 +87,27 @@ def constant(name: str, value: Any) -> float:
         from .torch_autograd import differentiated
 
         if differentiated(value):
-            raise UnsupportedProblem(
-                f"{name} is a tensor to differentiate by, and attention has no derivative by its {name}: "
-                f"{_OTHERWISE.get(name, f'pass {name}.detach()')}"
-            )
+            raise UnsupportedProblem(no_derivative(name))
     return number(name, value)
 
 
-_OTHERWISE = {"scale": "pass scale.detach(), or multiply q by it and pass scale=1.0"}
+def no_derivative(name: str) -> str:
+    """The message for an option, or an array of `Asked.names`, that has no gradient and is asked for one."""
+    tensor = name.removeprefix("score.")
+    what = name if name == tensor else f"score's tensor {tensor}"
+    other = _OTHERWISE.get(name if name == tensor else "score")
+    return (
+        f"{what} is a tensor to differentiate by, and attention has no derivative by its {what}: "
+        f"pass {tensor}.detach(){f', or {other}' if other else ''}"
+    )
+
+
+_OTHERWISE = {  # ways to the same scores that have a gradient
+    "scale": "multiply q by it and pass scale=1.0",
+    "alibi": "what it adds as bias=-slopes[:, None, None] * distance",
+    "score": "what it adds as bias=, such as bias=table[:, bucket]",
+}
+DIFFERENTIABLE = ("bias", "sink")  # of the arrays in `Asked.names`
 
 
 def with_float8(of: Asked, arrays: tuple[Any, ...], descale: Any, out_dtype: Any) -> tuple[Asked, tuple[Any, ...]]:

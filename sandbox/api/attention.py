@@ -45,7 +45,8 @@ def attention(
     Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; and an operator to torch.compile.
     Under torch.autocast q, k and v are cast as PyTorch's own attention casts them.
     `kernel` and `tile` are the forward's; the backward takes the highest rung, a deterministic one under
-    torch.use_deterministic_algorithms(True). The other options are constants to autograd.
+    torch.use_deterministic_algorithms(True). The other options are constants to autograd: a tensor that asks for a
+    gradient is refused.
 
     PyTorch's jagged nested tensors, (B, H, j, D) with a length of its own for each batch entry, are a ragged batch, as
     `attention_varlen` has it; out and lse are nested then too.

@@ -56,6 +56,9 @@ class Plans(dict[tuple, "Plan"]):
             if any(getattr(array, "requires_grad", False) for array in arrays):
                 from . import torch_autograd
 
+                constants = torch_autograd.constants(options[-1], arrays) if which == "forward" else ()
+                if any(array.requires_grad for _, array in constants):
+                    return  # `attention` has to refuse it where gradients are recorded
                 followed = torch_autograd.followed
             routes = self.routes[which]
             if len(routes) >= _MOST_PLANS:

@@ -15,7 +15,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
 from ..launch.dlpack import library_of
 from . import asked
-from .asked import NOTHING, Asked
+from .asked import DIFFERENTIABLE, NOTHING, Asked
 from .passes import known, number, run_backward, run_forward
 from .torch_op import Results, backward_seen, forward_seen, or_zeros
 
@@ -28,6 +28,9 @@ def attention(
     q, k, v and those that `what` names; unless `with_lse`, lse may be None."""
     if isinstance(scale, Tensor):
         scale = asked.constant("scale", scale)
+    for name, array in constants(what, arrays):
+        if differentiated(array):
+            raise UnsupportedProblem(asked.no_derivative(name))
     if not library_of(arrays[0]).intercepts(*arrays):
         return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None, with_lse)
     return forward_seen(arrays, what, causal, scale, kernel, tile, backend)
@@ -45,6 +48,12 @@ def forward(*inputs: Any) -> Results:
     """`sandbox.attention_forward` where PyTorch has to see it; the arguments of `attention`."""
     with torch.no_grad():
         return attention(*inputs)
+
+
+def constants(what: Asked, arrays: Results) -> list[tuple[str, Tensor]]:
+    """Of q, k, v and the arrays that `what` names, those by which attention has no derivative."""
+    more = zip(what.names, arrays[3:], strict=True)
+    return [(name, x) for name, x in more if name not in DIFFERENTIABLE and isinstance(x, Tensor)]
 
 
 def differentiated(x: Tensor) -> bool:
@@ -103,7 +112,7 @@ _apply: Any = super(torch.autograd.Function, _Attention).apply
 
 def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
     """The gradients that are asked for beside those of q, k and v."""
-    return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in ("bias", "sink"))
+    return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in DIFFERENTIABLE)
 
 
 def _batched(gradient: Tensor | None) -> bool:

@@ -60,6 +60,39 @@ def leaves(device: Device, Dv: int = D) -> list[torch.Tensor]:
     return [torch.from_numpy(x).to(device[0]).requires_grad_() for x in inputs(Dv)[:3]]
 
 
+@pytest.mark.parametrize("option", ["alibi", "score"])
+def test_a_tensor_without_a_gradient_refuses_to_be_differentiated_by(option: str) -> None:
+    """In reverse and forward mode, compiled, and after a route was made without gradients; detached it is a number."""
+    q, k, v, _ = map(torch.from_numpy, inputs())
+    value = torch.rand(H)
+    leaf = value.clone().requires_grad_()
+    what, other = {
+        "alibi": ("alibi", r"alibi\.detach\(\), or what it adds as bias="),
+        "score": ("score's tensor gain", r"gain\.detach\(\), or what it adds as bias=, such as bias=table"),
+    }[option]
+    message = f"attention has no derivative by its {what}: pass {other}"
+
+    def given(x: torch.Tensor) -> dict[str, Any]:
+        return {option: x if option == "alibi" else Score("x * gain(h)", tensors={"gain": x})}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return sandbox.attention(q, k, v, **given(x))
+
+    expected = call(value)
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(call(leaf), expected)
+        with pytest.raises(UnsupportedProblem, match=message):
+            call(leaf)
+    assert torch.equal(call(leaf.detach()), expected)
+    with pytest.raises(UnsupportedProblem, match=message):
+        torch.func.grad(lambda x: call(x).sum())(value)
+    with pytest.raises(UnsupportedProblem, match=message):
+        torch.func.jvp(call, (value,), (value,))
+    with pytest.raises(UnsupportedProblem, match=message):
+        torch.compile(sandbox.attention, backend="eager")(q, k, v, **given(leaf))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_numpy(name: str) -> None:
     q, k, v, dout = inputs()
