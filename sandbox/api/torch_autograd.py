@@ -17,7 +17,7 @@ from ..launch.dlpack import library_of
 from . import asked
 from .asked import DIFFERENTIABLE, NOTHING, Asked
 from .passes import known, number, run_backward, run_forward
-from .torch_op import Results, backward_seen, forward_seen, or_zeros
+from .torch_op import Results, backward_seen, batched, forward_seen, or_zeros
 
 
 def attention(
@@ -92,7 +92,7 @@ class _Attention(torch.autograd.Function):
         twice = torch.is_grad_enabled()
         if not twice and (way := known(_PYTORCH, "backward", options, every)):
             found = way[0](every, way[1])
-        elif twice or _PYTORCH.intercepts(*every) or _batched(dout) or _batched(dlse):
+        elif twice or _PYTORCH.intercepts(*every) or batched(dout) or batched(dlse):
             how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]
             found = backward_seen(every[:6], dlse, what, saved[5:], how, wanted)
         else:
@@ -113,8 +113,3 @@ _apply: Any = super(torch.autograd.Function, _Attention).apply
 def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
     """The gradients that are asked for beside those of q, k and v."""
     return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in DIFFERENTIABLE)
-
-
-def _batched(gradient: Tensor | None) -> bool:
-    """Whether it is many, of torch.autograd.grad(is_grads_batched=True)."""
-    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)

@@ -192,6 +192,11 @@ def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
     return torch.zeros_like(out) if dout is None else dout
 
 
+def batched(gradient: Tensor | None) -> bool:
+    """Whether it is many, of torch.autograd.grad(is_grads_batched=True)."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
 def refuse(ctx: Any, *gradients: Tensor) -> None:
     raise UnsupportedProblem(
         "attention cannot be differentiated twice: no kernel computes the derivatives of its gradients "

@@ -21,6 +21,7 @@ from .asked import ARRAYS, CU_SEQLENS, PAGES, Asked
 from .passes import run_forward
 from .torch_op import (
     Results,
+    batched,
     chosen_kernel,
     empty_like,
     function_of,
@@ -42,7 +43,7 @@ def backward(
     arrays: Results, dlse: Tensor | None, what: Asked, more: Results, how: tuple[Any, ...], wanted: tuple[str, ...]
 ) -> Results:
     """dq, dk, dv and the `wanted` of dbias and dsink, of dout, q, k, v, out, lse, and the arrays that `what` names."""
-    found = watched(_backward, _WatchedBackward, *arrays, dlse, *_spread(what, more), *how, " ".join(wanted))
+    found = _differentiated(*arrays, dlse, *_spread(what, more), *how, " ".join(wanted))
     return (*found[:3], *(found[i] for i, name in ((3, "dbias"), (4, "dsink")) if name in wanted))
 
 
@@ -160,13 +161,25 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _differentiated(dout: Tensor, *inputs: Any) -> Results:
+    """The backward operator's results. Raises UnsupportedProblem for many gradients at once: PyTorch has no fallback
+    for an operator with a list of tensors."""
+    dlse = inputs[5]
+    if batched(dout) or batched(dlse):
+        raise UnsupportedProblem(
+            "is_grads_batched=True (jacobian with vectorize=True) is not supported with options other than causal and "
+            "scale: call torch.autograd.grad once for each gradient"
+        )
+    return watched(_backward, _WatchedBackward, dout, *inputs)
+
+
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, *options, out, lse = ctx.saved_tensors[:11]
     tensors, needed = list(ctx.saved_tensors[11:]), ctx.needs_input_grad
     wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[6])) if need)
     how = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
     inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, *options, tensors, ctx.asked, *how
-    dq, dk, dv, dbias, dsink = watched(_backward, _WatchedBackward, *inputs)
+    dq, dk, dv, dbias, dsink = _differentiated(*inputs)
     of = zip((dq, dk, dv, dbias, None, None, dsink, None, None), needed, strict=False)
     return *(gradient if need else None for gradient, need in of), *(None,) * 7
 
