@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 _plans = Plans()
-_NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address or signature
+_NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address, negated
 
 
 def attention_forward(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.errors import UnsupportedProblem
+from ..core.errors import SandboxError, UnsupportedProblem
+from ..core.integers import cdiv
 from .asked import NOTHING, Asked, asked, ragged
 
 if TYPE_CHECKING:
@@ -45,6 +46,25 @@ def _auxiliary(q: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
     return found if state is None else (state, *found[1:])
 
 
+def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], what: Asked, causal: bool) -> Tensor:
+    """PyTorch's debug_attn_mask, (B, H, Sq, Sk), both lengths rounded up to 128, of q's dtype: 1 where dropout keeps an
+    element, -1 where it drops it or where it is not seen, 0 beyond the lengths.
+
+    By the forward itself: which elements are dropped depends on the seed and their places alone. With q = k = 0 a row
+    of P is 1 / n, and with columns of the identity as V out is P after dropout, as many keys at a time as V is wide.
+    """
+    q, k, v, *more = arrays
+    (B, H, Sq, _), Sk, Dv = q.shape, k.size(2), v.size(3)
+    mask = q.new_zeros(B, H, cdiv(Sq, 128) * 128, cdiv(Sk, 128) * 128)
+    for first in range(0, Sk, Dv):
+        keys = torch.arange(first, min(first + Dv, Sk), device=q.device)
+        columns = torch.zeros_like(v)
+        columns[:, :, keys, keys - first] = 1
+        kept, _ = slot.attend((torch.zeros_like(q), torch.zeros_like(k), columns, *more), what, causal, 1.0)
+        mask[:, :, :Sq, first : first + len(keys)] = torch.where(kept[..., : len(keys)] > 0, 1.0, -1.0)
+    return mask
+
+
 def _not_built(name: str, given: object) -> None:
     if given:
         raise UnsupportedProblem(f"{name} of PyTorch's flash attention is not built")
@@ -55,13 +75,17 @@ def _dense_forward(
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of (B, heads, S, D); causal is bottom-right."""
-    _not_built("return_debug_mask", return_debug_mask)
     state, what, more = None, NOTHING, ()
     if dropout_p:
         state = _state(q)
         what, more = _asked(q, dropout_p, state)
     out, lse = slot.attend((q, k, v, *more), what, is_causal, scale)
-    return out, lse, None, None, q.size(2), k.size(2), *_auxiliary(q, state)
+    numbers = _auxiliary(q, state)
+    if return_debug_mask and dropout_p:
+        numbers = *numbers[:2], _debug_mask(slot, (q, k, v, *more), what, is_causal)
+    if not q.is_contiguous():
+        out = _dense_like(q, out)
+    return out, lse, None, None, q.size(2), k.size(2), *numbers
 
 
 def _dense_backward(
@@ -70,7 +94,8 @@ def _dense_backward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     what, more = _asked(q, dropout_p, rng_state) if dropout_p else (NOTHING, ())
-    return slot.differentiate((dout, q, k, v, out, lse, *more), what, is_causal, scale)
+    found = slot.differentiate((dout, q, k, v, out, lse, *more), what, is_causal, scale)
+    return tuple(map(_dense_like, (q, k, v), found))
 
 
 def _flash_forward(
@@ -80,16 +105,24 @@ def _flash_forward(
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of (B, S, heads, D), or of sequences that lie one after the other, (rows, heads, D); causal is bottom-right."""
-    _not_built("return_debug_mask", return_debug_mask)
     _not_built("block_table", block_table is not None)
     window, state = _window(window_size_left, window_size_right), _state(q) if dropout_p else None
     what, more = _asked(q, dropout_p, state, window=window, key_lengths=seqused_k, alibi=alibi_slopes)
+    numbers = _auxiliary(q, state)
     if cum_seq_q is None:
-        out, lse = slot.attend((*_heads_first(q, k, v), *more), what, is_causal, scale)
-        return out.transpose(1, 2), lse, *_auxiliary(q, state)
+        arrays = *_heads_first(q, k, v), *more
+        out, lse = slot.attend(arrays, what, is_causal, scale)
+        if return_debug_mask and dropout_p:
+            numbers = *numbers[:2], _debug_mask(slot, arrays, what, is_causal)
+        return _dense_like(q, out.transpose(1, 2)), lse, *numbers
+    if return_debug_mask and dropout_p:  # not UnsupportedProblem: PyTorch's forward, our backward would drop others
+        raise SandboxError(
+            "return_debug_mask of a ragged batch with dropout is not supported in use_in_torch: no kernel writes the "
+            "mask; call the operator outside of it, or leave out return_debug_mask"
+        )
     what, more = ragged(what, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     out, lse = slot.attend((*_one_batch(q, k, v), *more), what, is_causal, scale)
-    return out[0].transpose(0, 1), lse[0], *_auxiliary(q, state)
+    return _dense_like(q, out[0].transpose(0, 1)), lse[0], *numbers
 
 
 def _flash_backward(
@@ -102,10 +135,21 @@ def _flash_backward(
     what, more = _asked(q, dropout_p, state, window=_window(window_size_left, window_size_right))
     if cum_seq_q is None:
         arrays = *_heads_first(dout, q, k, v, out), lse, *more
-        return _heads_first(*slot.differentiate(arrays, what, is_causal, scale))
+        found = _heads_first(*slot.differentiate(arrays, what, is_causal, scale))
+        return tuple(map(_dense_like, (q, k, v), found))
     what, more = ragged(what, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     arrays = *_one_batch(dout, q, k, v, out), lse[None], *more
-    return tuple(x[0].transpose(0, 1) for x in slot.differentiate(arrays, what, is_causal, scale))
+    found = (x[0].transpose(0, 1) for x in slot.differentiate(arrays, what, is_causal, scale))
+    return tuple(map(_dense_like, (q, k, v), found))
+
+
+def _dense_like(given: Tensor, result: Tensor) -> Tensor:
+    """`result` in the strides that PyTorch's operator gives it: those of torch.empty_like(given), but for the width.
+    Ours are the same unless `given` is broadcast. PyTorch views results of nested tensors as one row of numbers, and
+    its compiler asserts the strides."""
+    if 0 not in given.stride():
+        return result
+    return torch.empty_like(given[..., :1].expand(result.shape), memory_format=torch.preserve_format).copy_(result)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ import pytest
 from project import leave_process_group
 
 import sandbox
+from sandbox import reference
 from sandbox.core.errors import SandboxError, UnsupportedProblem
 
 torch = pytest.importorskip("torch")
@@ -372,6 +373,65 @@ def test_flash_operators_on_the_cpu() -> None:
     own = sandbox.attention_forward(*(x.detach() for x in dense), causal=True, scale=0.3, kernel="fwd_minimal")
     assert torch.equal(whole, own[0])
     assert torch.equal(statistics, own[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_debug_mask_is_the_dropout_that_was_applied(causal: bool) -> None:
+    """PyTorch's math with the mask has the same results and gradients, as its tests of dropout ask; more keys than V is
+    wide, grouped heads."""
+    inputs, p = tensors(4, 2, 2), 0.4
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    with sandbox.use_in_torch(**EXACT):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out, _, _, _, _, _, state, _, mask = flash(*leaves, p, causal, True)
+        ours = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        bshd = [x.transpose(1, 2) for x in inputs]
+        *_, other, _, same = torch.ops.aten._flash_attention_forward(*bshd, None, None, 17, 23, p, causal, True)
+        nothing = flash(*inputs, 0.0, causal, True)[-1]
+    assert nothing.numel() == 0
+    assert mask.shape == same.shape == (2, 4, 128, 128)
+    seen = torch.ones(17, 23, dtype=torch.bool).tril(6 if causal else 23)
+    for numbers, found in ((state, mask), (other, same)):
+        keep = torch.from_numpy(reference.dropout_keep(int(numbers.view(torch.int64)[0]), 2, 4, 17, 23, p))
+        assert torch.equal(found[:, :, :17, :23] > 0, keep & seen)
+        assert not found[:, :, 17:].any()
+        assert not found[..., 23:].any()
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    q, k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in leaves)
+    P = (q @ k.mT / 4).masked_fill(~seen, -torch.inf).softmax(-1) * (mask[:, :, :17, :23] >= 0) / (1 - p)
+    theirs = [P @ v, *torch.autograd.grad((P @ v).square().sum(), leaves)]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() < 1e-3 * b.abs().max()
+
+
+def test_a_debug_mask_of_a_ragged_batch_is_refused() -> None:
+    """Even where PyTorch has a kernel: our backward would follow, and drop other elements."""
+    x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
+    with sandbox.use_in_torch(**EXACT), pytest.raises(SandboxError, match="return_debug_mask of a ragged batch") as e:
+        torch.ops.aten._flash_attention_forward(x, x, x, offsets, offsets, 7, 7, 0.5, False, True)
+    assert not isinstance(e.value, UnsupportedProblem)  # which PyTorch's own kernel answers for
+
+
+@pytest.mark.parametrize("place", ["heads", "rows", "both"])
+def test_results_of_broadcast_inputs_lie_as_pytorchs(place: str) -> None:
+    """Those of nested tensors whose batch or heads are broadcast: PyTorch views out as one row of numbers."""
+    there = {"heads": (12, 1, 16), "rows": (1, 4, 16), "both": (1, 1, 16)}[place]
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    aten, generator = torch.ops.aten, torch.Generator().manual_seed(0)
+    q = torch.randn(there, generator=generator).expand(12, 4, 16)
+    lengths = offsets, offsets, 7, 7, 0.0, False
+    dense = q.transpose(0, 1)[None].expand(2, 4, 12, 16)
+    with sandbox.use_in_torch(**EXACT):
+        out, lse, *state, _ = aten._flash_attention_forward(q, q, q, *lengths, False)
+        found = aten._flash_attention_backward(q, q, q, q, out, lse, *lengths, *state)
+        copy = q.contiguous()
+        expected, *_ = aten._flash_attention_forward(copy, copy, copy, *lengths, False)
+        whole = aten._scaled_dot_product_flash_attention(dense, dense, dense)[0]
+        bshd = aten._flash_attention_forward(*(dense.transpose(1, 2),) * 3, None, None, 12, 12, 0.0, False, False)[0]
+    assert torch.equal(out.view(-1), expected.view(-1))
+    assert all(x.stride() == torch.empty_like(q).stride() for x in found)
+    assert whole.stride() == torch.empty_like(dense).stride()
+    assert bshd.stride() == torch.empty_like(dense.transpose(1, 2)).stride()
 
 
 def test_flash_operators_after_inference_mode() -> None:
