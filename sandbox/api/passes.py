@@ -12,7 +12,8 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import SpecError, UnsupportedProblem
+from ..core import normalise
+from ..core.errors import UnsupportedProblem
 from ..core.score import BLOCK_MAP, Score
 from ..launch.dlpack import Library, library_of
 from .asked import asked, with_float8
@@ -229,10 +230,7 @@ def _planned(
 
 def number(scale: Any) -> float:
     """`scale` as a float, so that a plan belongs to the value and not to the array that holds it just now."""
-    try:
-        return float(scale)
-    except (TypeError, ValueError):
-        raise SpecError(f"scale={scale!r} must be a number") from None
+    return normalise.number("scale", scale)
 
 
 def _make_plan(

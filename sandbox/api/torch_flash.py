@@ -139,8 +139,8 @@ def _flash_backward(
         return tuple(map(_dense_like, (q, k, v), found))
     what, more = ragged(what, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     arrays = *_one_batch(dout, q, k, v, out), lse[None], *more
-    found = (x[0].transpose(0, 1) for x in slot.differentiate(arrays, what, is_causal, scale))
-    return tuple(map(_dense_like, (q, k, v), found))
+    rows = (x[0].transpose(0, 1) for x in slot.differentiate(arrays, what, is_causal, scale))
+    return tuple(map(_dense_like, (q, k, v), rows))
 
 
 def _dense_like(given: Tensor, result: Tensor) -> Tensor:

@@ -148,8 +148,8 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
         loaded = _load(*what)
     except CompileError as refusal:
         fingerprint = sources.fingerprint(kernel.source, build.include_dirs(kernel.source))
-        said = {"source": refusal.source, "options": refusal.options, "log": refusal.log}
-        _refused[what] = fingerprint, partial(CompileError, str(refusal), **said)
+        made = partial(CompileError, source=refusal.source, options=refusal.options, log=refusal.log)
+        _refused[what] = fingerprint, partial(made, str(refusal))
         raise
     _hold_blocks(kernel, tile, loaded.max_threads)
     return loaded
