@@ -118,16 +118,11 @@ class _PyTorch(Library):
     def pointer(self) -> Callable[[Any], int]:  # without a Python frame: half the time
         return sys.modules["torch"].Tensor.data_ptr
 
-    @cached_property
-    def _methods(self) -> tuple[Any, Any]:  # called without a look-up by name: two thirds of the time
-        Tensor = sys.modules["torch"].Tensor
-        return Tensor.stride, Tensor.is_neg
-
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-        stride, is_neg = self._methods
-        if True in map(is_neg, arrays):  # it shares with its base the memory, and all that is asked here
+        Tensor = sys.modules["torch"].Tensor  # whose methods take two thirds of the time of a look-up in each array
+        if True in map(Tensor.is_neg, arrays):  # it shares with its base the memory, and all that is asked here
             raise RuntimeError("a lazily negated tensor has no signature")
-        return *map(_TORCH_KIND, arrays), *map(stride, arrays)
+        return *map(_TORCH_KIND, arrays), *map(Tensor.stride, arrays)
 
     def view(self, array: Any) -> ArrayView:
         dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
@@ -193,20 +188,16 @@ class _PyTorch(Library):
         dtype, whole = torch.get_autocast_dtype(kind), torch.float64
         return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not whole else x for x in arrays)
 
-    _watchers: tuple[Any, Any] | None = None  # found once: half of the time that it takes to ask them
+    @cached_property
+    def _watchers(self) -> tuple[Any, Any]:  # found once: half of the time that it takes to ask them
+        return sys.modules["torch"]._C._len_torch_dispatch_stack, sys.modules["torch"].autograd.forward_ad
 
     def unwatched(self) -> bool:
         """No compiler, dispatch mode or dual level, by what their own Python asks."""
-        # First, and without any state of ours: PyTorch's compiler traces this, and would guard on the state.
-        if sys.modules["torch"].compiler.is_compiling():
+        if sys.modules["torch"].compiler.is_compiling():  # the compiler traces no further: it enters no cached_property
             return False
-        modes, forward_ad = self._watchers or self._find_watchers()
+        modes, forward_ad = self._watchers
         return not (modes() > 0 or forward_ad._current_level >= 0)
-
-    def _find_watchers(self) -> tuple[Any, Any]:
-        torch = sys.modules["torch"]
-        self._watchers = torch._C._len_torch_dispatch_stack, torch.autograd.forward_ad
-        return self._watchers
 
     def intercepts(self, *arrays: Any) -> bool:
         """Somebody watches the thread, torch.func and torch.jit.trace among them, or an array is of a subclass (a fake
