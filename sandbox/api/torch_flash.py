@@ -57,11 +57,11 @@ def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], what: Asked, causal: boo
     (B, H, Sq, _), Sk, Dv = q.shape, k.size(2), v.size(3)
     mask = q.new_zeros(B, H, cdiv(Sq, 128) * 128, cdiv(Sk, 128) * 128)
     for first in range(0, Sk, Dv):
-        keys = torch.arange(first, min(first + Dv, Sk), device=q.device)
+        count = min(Dv, Sk - first)
         columns = torch.zeros_like(v)
-        columns[:, :, keys, keys - first] = 1
+        columns.diagonal(-first, 2, 3).fill_(1)  # no index tensor: a CUDA graph may be capturing
         kept, _ = slot.attend((torch.zeros_like(q), torch.zeros_like(k), columns, *more), what, causal, 1.0)
-        mask[:, :, :Sq, first : first + len(keys)] = torch.where(kept[..., : len(keys)] > 0, 1.0, -1.0)
+        mask[:, :, :Sq, first : first + count] = torch.where(kept[..., :count] > 0, 1.0, -1.0)
     return mask
 
 
