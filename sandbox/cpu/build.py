@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..core import log
-from ..core.errors import ToolchainMissing
+from ..core.errors import CompileError, ToolchainMissing
+from ..core.files import refused_path
 from ..toolchain import cache, sources
 from ..toolchain.nvrtc import INCLUDE_DIR
 from . import compiler as host
@@ -72,7 +73,7 @@ def library(source: Path, entries: Sequence[str], defines: Mapping[str, object],
         runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
         # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
         link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
-        return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link)
+        return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link, folders)
 
 
 def program(
@@ -98,21 +99,27 @@ def program(
         compiler, sanitizer, HERE / "main.cpp", "", (*_OPTIONS, *instrumented, "-rdynamic"), (str(objects.path), "-ldl")
     )
     runner.path.chmod(0o700)
-    return runner, _kernel(
-        compiler, source, (entry,), (*_kernel_options(compiler, source, defines, folders), "-O1", *instrumented)
-    )
+    options = (*_kernel_options(compiler, source, defines, folders), "-O1", *instrumented)
+    return runner, _kernel(compiler, source, (entry,), options, folders=folders)
 
 
 def _kernel(
-    compiler: HostCompiler, source: Path, entries: Sequence[str], options: tuple[str, ...], link: tuple[str, ...] = ()
-) -> Built:
+    compiler: HostCompiler, source: Path, entries: Sequence[str], options: tuple[str, ...], link: tuple[str, ...] = (),
+    folders: Sequence[Path] = (),
+) -> Built:  # fmt: skip
     text = translation_unit(source.resolve(), entries)
-    return _build(compiler, f"{entries[0]}.so", source.resolve(), text, ("-shared", *options), link)
+    return _build(compiler, f"{entries[0]}.so", source.resolve(), text, ("-shared", *options), link, folders)
 
 
 def translation_unit(source: Path, entries: Sequence[str]) -> str:
-    """The C++ around the unmodified `.cu`: the shim before it; entries and their dynamic shared memory after it."""
-    files, _ = sources.included_files(source, include_dirs(source))
+    """The C++ around the unmodified `.cu`: the shim before it; entries and their dynamic shared memory after it.
+
+    Raises CompileError for a path that cannot be included.
+    """
+    if reason := refused_path(source):
+        message = f"the host compiler cannot include {str(source)!r}: {reason}; move it to another folder"
+        raise CompileError(message, source=str(source), options=(), log=reason)
+    files, _ = sources.included_files(source, searched(source))
     texts = [_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files]
     names = dict.fromkeys(name for text in texts for name in _DYNAMIC.findall(text))
     return "\n".join(
@@ -148,6 +155,12 @@ def include_dirs(source: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((TWINS, source.parent / "include", INCLUDE_DIR)))
 
 
+def searched(source: Path, folders: Sequence[Path] = ()) -> tuple[Path, ...]:
+    """All that a header of `source` may come from but the system's own folders: `include_dirs`, `folders`, and what the
+    environment names for the host's compiler."""
+    return (*include_dirs(source), *folders, *host.extra_folders())
+
+
 def _runtime_text() -> str:
     portable = "#define SANDBOX_PORTABLE_FIBERS\n" if os.environ.get("SANDBOX_PORTABLE_FIBERS") == "1" else ""
     return f'{portable}#include "{HERE / "runtime.cpp"}"\n'
@@ -167,17 +180,19 @@ def _kernel_options(
 
 
 def _build(
-    compiler: HostCompiler, name: str, source: Path, text: str, options: tuple[str, ...], link: tuple[str, ...] = ()
-) -> Built:
+    compiler: HostCompiler, name: str, source: Path, text: str, options: tuple[str, ...], link: tuple[str, ...] = (),
+    folders: Sequence[Path] = (),
+) -> Built:  # fmt: skip
     """Compile `text`, which stands around `source`, into one cached file called `name`."""
 
     def made_of() -> list[str | None]:
         files = [source, TWINS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
-        return [sources.fingerprint(path, include_dirs(source)) for path in files]
+        return [sources.fingerprint(path, searched(source, folders)) for path in files]
 
     parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}
     fingerprints = made_of()
-    if None not in fingerprints and (found := cache.get(cache.make_key(source=fingerprints, **parts))):
+    key = cache.make_key(source=fingerprints, **parts)
+    if None not in fingerprints and (found := cache.get(key, (name,), {"seconds": float})):
         log.logger.log(log.COMPILING, "%s: in the cache, %s", name, found.path)
         return Built(found.path / name, found.meta["seconds"], True)
     start = time.perf_counter()

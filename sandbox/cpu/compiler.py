@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ..core.errors import CompileError, ToolchainMissing
 
+_FOLDER_OPTIONS = ("-I", "-isystem", "-iquote", "-idirafter")
+
 
 @dataclass(frozen=True)
 class HostCompiler:
@@ -49,6 +51,20 @@ def _find(chosen: str, path: str) -> HostCompiler:
         "the CPU backend needs a host C++ compiler and found none: set CXX, or install one: "
         "apt-get install g++, or pip install ziglang"
     )
+
+
+def extra_folders() -> tuple[Path, ...]:
+    """Where the compiler that `find` gives looks for headers because the environment says so: the folders of `-I` and
+    the like in `$CXX`, `$CPATH`, and `$CPLUS_INCLUDE_PATH`, in which an empty name is the working directory."""
+    words = iter(shlex.split(os.environ.get("CXX", "")))
+    found = []
+    for word in words:
+        if option := next((o for o in _FOLDER_OPTIONS if word.startswith(o)), None):
+            found.append(word.removeprefix(option) or next(words, ""))
+    for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        if folders := os.environ.get(variable):
+            found += [folder or "." for folder in folders.split(os.pathsep)]
+    return tuple(Path(folder) for folder in dict.fromkeys(found))
 
 
 def _identity(command: tuple[str, ...]) -> str:

@@ -23,9 +23,10 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import CacheError
@@ -35,7 +36,8 @@ _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
 _LIMIT_MIB = 4096
 _TRIMMED_EVERY = 16  # entries that a process puts, from its first on: looking at some thousands takes 0.1 s
 _STAGING = ".new-"  # prefix of folders on their way in or out
-_OURS = re.compile(r"(revision-)?[0-9a-f]{40}|headers-[0-9a-f]{16}")  # entries, old sources, headers that NVRTC unpacks
+_ENTRY = re.compile(r"[0-9a-f]{40}")  # an entry's name; it is one only if it holds entry.json, too
+_UNPACKED = re.compile(r"revision-[0-9a-f]{40}|headers-[0-9a-f]{16}")  # old sources, headers that NVRTC unpacks
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Entry:
 def directory() -> Path:
     """The cache folder: `$SANDBOX_CACHE_DIR`, else `attention-sandbox` under `$XDG_CACHE_HOME` or `~/.cache`.
 
-    Made with mode 0700 when missing. Raises CacheError when it cannot be made or is not private.
+    Made with mode 0700 when missing. Raises CacheError when it cannot be made or is not private, and for a path that
+    compilers cannot read.
     """
     chosen = os.environ.get("SANDBOX_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -109,16 +112,19 @@ def limit() -> int:
     return int(chosen) * 2**20
 
 
-def get(key: str) -> Entry | None:
-    """The entry of that key if it is there and undamaged; a damaged one is removed. Raises CacheError when it cannot be
-    read, for want of a file descriptor, say: that says nothing about the entry."""
+def get(key: str, files: Iterable[str] = (), meta: Mapping[str, type] = MappingProxyType({})) -> Entry | None:
+    """The entry of that key if it is there, undamaged, and has all of `files` and a value of that type for each name in
+    `meta`; otherwise it is removed. Raises CacheError when it cannot be read, for want of a file descriptor, say: that
+    says nothing about the entry."""
     path = directory() / key
     try:
         recorded = json.loads((path / "entry.json").read_bytes())
-        files = {name: (path / name).read_bytes() for name in recorded["files"]}
-        if {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} != recorded["files"]:
+        found = {name: (path / name).read_bytes() for name in recorded["files"]}
+        if {name: hashlib.sha256(content).hexdigest() for name, content in found.items()} != recorded["files"]:
             raise ValueError("digest")
-        meta = {**recorded["meta"]}
+        kept, _ = {**recorded["meta"]}, float(recorded["made"])
+        if {*files} - {*found} or not all(isinstance(kept[name], kind) for name, kind in meta.items()):
+            raise ValueError("incomplete")
     except (ValueError, KeyError, TypeError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if os.path.lexists(path):
             _remove(path)
@@ -127,18 +133,19 @@ def get(key: str) -> Entry | None:
         raise CacheError(f"cache entry {path} cannot be read ({error.strerror}): mend that, or {_REMEDY}") from error
     with contextlib.suppress(OSError):  # its time says when it was last used
         os.utime(path)
-    return Entry(key, path, meta, files)
+    return Entry(key, path, kept, found)
 
 
 def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
     """Store an object's files and return its entry.
 
-    When another process has stored the same key meanwhile, that entry stays and is returned.
-    Raises CacheError when the folder cannot be written.
+    When another process has stored the same key meanwhile, that entry stays and is returned, unless it lacks a file or
+    a name of `meta`. Raises CacheError when the folder cannot be written.
     """
     root = directory()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     record = json.dumps({"files": digests, "meta": dict(meta), "made": time.time()})
+    kinds = {name: type(value) for name, value in json.loads(record)["meta"].items()}
     try:
         for _ in range(5):  # again only when somebody else clears the cache, or leaves a damaged entry, meanwhile
             staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=root))
@@ -150,7 +157,7 @@ def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
                     os.rename(staging, root / key)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
-            if entry := get(key):
+            if entry := get(key, files, kinds):
                 if next(_puts) % _TRIMMED_EVERY == 0:
                     _to_trim.set()
                 _trim()
@@ -175,6 +182,8 @@ def entries() -> Iterator[Listed]:
     """Every entry whose record can be read, by key."""
     for path in sorted(directory().iterdir()):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if not _is_entry(path):
+                continue
             recorded = json.loads((path / "entry.json").read_bytes())
             nbytes = sum(file.stat().st_size for file in path.iterdir())
             yield Listed(path.name, {**recorded["meta"]}, nbytes, float(recorded["made"]), path.stat().st_mtime)
@@ -183,19 +192,24 @@ def entries() -> Iterator[Listed]:
 def clear() -> int:
     """Remove every entry and what interrupted writers left; returns how many entries there were.
 
-    Files that are not the cache's own are left alone, and so is what another process may be writing right now. Waits
-    for whoever has the cache `in_use`.
+    A folder is an entry only if its name is a key and it holds `entry.json`: other folders may have names of 40 hex
+    digits too. Files that are not the cache's own are left alone, and so is what another process may be writing right
+    now. Waits for whoever has the cache `in_use`.
     """
     removed = 0
     with _locked(fcntl.LOCK_EX):
         for path in directory().iterdir():
             with contextlib.suppress(OSError):
-                if _OURS.fullmatch(path.name):
-                    removed += (path / "entry.json").exists()
+                if (entry := _is_entry(path)) or _UNPACKED.fullmatch(path.name):
+                    removed += entry
                     _remove(path)
                 elif path.name.startswith(_STAGING) and time.time() - path.stat().st_mtime > 600:
                     shutil.rmtree(path, ignore_errors=True)
     return removed
+
+
+def _is_entry(path: Path) -> bool:
+    return bool(_ENTRY.fullmatch(path.name)) and (path / "entry.json").is_file()
 
 
 _puts, _to_trim = itertools.count(), threading.Event()

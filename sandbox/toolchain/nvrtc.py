@@ -106,7 +106,7 @@ def compile(
     )
     fingerprint = sources.fingerprint(source, folders)
     key = cache.make_key(kind="cubin", source=fingerprint, flags=flags, nvrtc=library.identity)
-    if fingerprint and (found := cache.get(key)):
+    if fingerprint and (found := cache.get(key, ("cubin", "ptx"), {"log": str, "seconds": float})):
         meta, cubin, ptx = found.meta, found.files["cubin"], found.files["ptx"].decode()
         resources = parse_resources(meta["log"], entry, source)
         log.logger.log(log.COMPILING, "%s %s: in the cache, %s", entry, arch, found.path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -960,6 +962,76 @@ def test_an_edit_of_what_a_library_is_made_of_is_built(
         file.write("// edited\n")
     assert not made().cached
     assert made().cached
+
+
+@pytest.mark.parametrize("by", ["CPATH", "CPLUS_INCLUDE_PATH", "CXX", "folders"])
+def test_an_edit_of_a_header_that_the_environment_names_is_built(
+    by: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever adds its folder to the search path of the host's compiler."""
+    folder, source = tmp_path / "headers", tmp_path / "k.cu"
+    folder.mkdir()
+    source.write_text('#include <elsewhere.h>\nextern "C" __global__ void k(int* out) { *out = VALUE; }\n')
+    if by == "CXX":
+        monkeypatch.setenv("CXX", f"g++ -isystem {folder}")
+    elif by != "folders":
+        monkeypatch.setenv(by, f"{tmp_path / 'none'}:{folder}")
+    folders = [folder] if by == "folders" else []
+    found = compiler.find()
+    options = build._kernel_options(found, source, {}, folders)
+
+    def cached(value: int) -> bool:
+        (folder / "elsewhere.h").write_text(f"#define VALUE {value}\n")
+        return build._kernel(found, source, ("k",), options, folders=folders).cached
+
+    assert [cached(value) for value in (1, 1, 2, 1)] == [False, True, False, True]
+
+
+def test_folders_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ -Ia -I b -isystem c -O2 -iquoted -idirafter e")
+    monkeypatch.setenv("CPATH", ":f")
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", "g:a")
+    assert compiler.extra_folders() == tuple(map(Path, ("a", "b", "c", "d", "e", ".", "f", "g")))
+
+
+def test_a_library_is_linked_with_the_runtime_of_now(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link step names the runtime's file: another runtime makes another library."""
+    source = tmp_path / "k.cu"
+    source.write_text('extern "C" __global__ void k(int* out) { __syncthreads(); *out = 1; }\n')
+    runtimes = []
+    for portable in ("0", "1"):
+        monkeypatch.setenv("SANDBOX_PORTABLE_FIBERS", portable)
+        built = build.library(source, ["k"], {})
+        assert not built.cached
+        (runtime,) = set(re.findall(rb"[^\0]*/runtime\.so", built.path.read_bytes()))
+        runtimes.append(runtime)
+    assert len(set(runtimes)) == 2
+
+
+@pytest.mark.parametrize("damaged", ["k.so", "runtime.so"])
+def test_a_library_whose_record_lacks_its_seconds_is_rebuilt(damaged: str, tmp_path: Path, own_cache: Path) -> None:
+    source = tmp_path / "k.cu"
+    source.write_text('extern "C" __global__ void k(int* out) { *out = 1; }\n')
+    build.library(source, ["k"], {})
+    for entry in cache.entries():
+        file = own_cache / entry.key / "entry.json"
+        recorded = json.loads(file.read_text())
+        if recorded["meta"]["name"] == f"{damaged} cpu":
+            del recorded["meta"]["seconds"]
+            file.write_text(json.dumps(recorded))
+    assert build.library(source, ["k"], {}).cached == (damaged != "k.so")
+    assert build.library(source, ["k"], {}).cached
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b"])
+def test_a_source_whose_path_cannot_be_quoted(name: str, tmp_path: Path) -> None:
+    source = tmp_path / name / "k.cu"
+    source.parent.mkdir()
+    source.write_text('extern "C" __global__ void k(int* out) { *out = 1; }\n')
+    with pytest.raises(CompileError, match=r"the host compiler cannot include .*, which PTX cannot quote; move it to"):
+        build.library(source, ["k"], {})
 
 
 def test_launches_from_several_threads(tmp_path: Path) -> None:

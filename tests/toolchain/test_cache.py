@@ -249,10 +249,11 @@ def test_a_limit_that_is_no_number(own_cache: Path, monkeypatch: pytest.MonkeyPa
 
 def test_clear_takes_what_is_ours_and_old_and_nothing_else(own_cache: Path) -> None:
     cache.put(KEY, FILES, {})
-    lose_record(cache.put(cache.make_key(other=1), FILES, {}).path)
-    foreign = own_cache / "notes"
-    foreign.mkdir()
-    (foreign / "entry.json").write_text("{}")
+    foreign, checkout, unpacked = own_cache / "notes", own_cache / ("0a" * 20), own_cache / ("revision-" + "0a" * 20)
+    for folder in (foreign, checkout, unpacked):
+        folder.mkdir()
+    (foreign / "entry.json").write_text('{"files": {}, "meta": {}, "made": 1.0}')
+    (checkout / "work.cu").write_text("mine")  # a folder named by a git commit, for instance
     (own_cache / "todo.txt").write_text("mine")
     fresh, stale = own_cache / ".new-fresh", own_cache / ".new-stale"
     for staging in (fresh, stale):
@@ -260,8 +261,49 @@ def test_clear_takes_what_is_ours_and_old_and_nothing_else(own_cache: Path) -> N
         (staging / "cubin").write_bytes(b"half")
     os.utime(stale, (time.time() - 3600,) * 2)
     assert cache.clear() == 1
-    assert sorted(path.name for path in own_cache.iterdir()) == [".new-fresh", "notes", "todo.txt"]
+    assert sorted(path.name for path in own_cache.iterdir()) == [".new-fresh", checkout.name, "notes", "todo.txt"]
+    assert (checkout / "work.cu").read_text() == "mine"
     assert cache.clear() == 0
+
+
+def test_the_limit_leaves_other_folders_alone(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
+    monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
+    foreign = cache.directory() / "notes"
+    foreign.mkdir()
+    (foreign / "entry.json").write_text('{"files": {}, "meta": {}, "made": 1.0}')
+    cache.put(KEY, FILES, {})
+    assert list(own_cache.iterdir()) == [foreign]
+
+
+def without_field(section: str, name: str) -> Callable[[Path], None]:
+    def damage(entry: Path) -> None:
+        recorded = json.loads((entry / "entry.json").read_text())
+        del (recorded[section] if section else recorded)[name]
+        (entry / "entry.json").write_text(json.dumps(recorded))
+
+    return damage
+
+
+INCOMPLETE = {
+    "files": without_field("", "files"),
+    "meta": without_field("", "meta"),
+    "made": without_field("", "made"),
+    "a file": without_field("files", "ptx"),
+    "seconds": without_field("meta", "seconds"),
+}
+
+
+@pytest.mark.parametrize("damage", INCOMPLETE.values(), ids=INCOMPLETE)
+def test_an_entry_without_what_its_reader_needs_is_rebuilt(own_cache: Path, damage: Callable[[Path], None]) -> None:
+    meta = {"name": "k", "seconds": 0.5, "numbers": (1, 2)}
+    needed = ("cubin", "ptx"), {"seconds": float}
+    damage(cache.put(KEY, FILES, meta).path)
+    assert cache.put(KEY, FILES, meta).meta["seconds"] == 0.5
+    assert cache.get(KEY, *needed)
+    damage(own_cache / KEY)
+    assert cache.get(KEY, *needed) is None
+    assert list(own_cache.iterdir()) == []
 
 
 def test_entries(own_cache: Path) -> None:

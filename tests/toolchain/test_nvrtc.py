@@ -313,6 +313,18 @@ def test_a_damaged_cubin_is_rebuilt(write, own_cache: Path) -> None:
     assert nvrtc.compile(source, "scale", "sm_90a", {"FACTOR": 2}).cached
 
 
+@pytest.mark.parametrize("field", ["log", "seconds"])
+def test_a_record_without_a_field_is_rebuilt(write, own_cache: Path, field: str) -> None:
+    """As another version of this package may have left it."""
+    source = write(SCALE)
+    nvrtc.compile(source, "scale", "sm_90a", {"FACTOR": 2})
+    (file,) = (own_cache / listed.key / "entry.json" for listed in cache.entries())
+    recorded = json.loads(file.read_text())
+    del recorded["meta"][field]
+    file.write_text(json.dumps(recorded))
+    assert [nvrtc.compile(source, "scale", "sm_90a", {"FACTOR": 2}).cached for _ in range(2)] == [False, True]
+
+
 def test_a_refused_source_is_not_cached(write, own_cache: Path) -> None:
     for _ in range(2):
         with pytest.raises(CompileError):
