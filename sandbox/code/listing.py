@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-import runpy
 import subprocess
 import tarfile
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 from ..core import registry
 from ..core.errors import UnknownKernel, UnsupportedProblem
+from ..core.files import names_of
 from ..core.kernel import Kernel
 from ..core.place import Place, lines_of
 from ..core.problem import Problem
@@ -144,7 +144,7 @@ def _unpacked(kernel: Kernel, key: str, write: Callable[[Path], None], called: s
             write(Path(staging) / "revision")
             Path(staging, "revision").rename(folder)
     spec = folder / registry.FOLDER.name / f"{kernel.source.stem}.py"
-    found = runpy.run_path(str(spec)) if spec.is_file() else {}
+    found = names_of(spec) if spec.is_file() else {}
     for old in (*found.get("kernels", ()), found.get("kernel")):
         if isinstance(old, Kernel) and old.name == kernel.name:
             return dataclasses.replace(old, source=spec.with_suffix(".cu"))

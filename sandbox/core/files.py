@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import runpy
+import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +17,21 @@ from .errors import SandboxError, SpecError
 
 def names_of(path: str | Path) -> dict[str, Any]:
     """What a Python file defines. Raises SpecError with the line of its mistake."""
-    try:
+    with mistakes_of(path, str(path)):
         return runpy.run_path(str(path))
+
+
+@contextlib.contextmanager
+def mistakes_of(path: str | Path, named: str) -> Iterator[None]:
+    """Whatever a user's file raises while it is executed, and a call of `exit`, becomes SpecError with its line; the
+    message calls the file `named`."""
+    try:
+        with _stdin_stays_open():
+            yield
     except SandboxError as error:
-        raise SpecError(f"{path}: {error}") from error
-    except Exception as error:  # whatever a file's own mistakes raise
-        raise SpecError(f"{path}, {mistake(error, path)}") from error
+        raise SpecError(f"{named}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise SpecError(f"{named}, {mistake(error, path)}") from error
 
 
 def refused_path(path: str | Path) -> str | None:
@@ -33,9 +47,35 @@ def refused_path(path: str | Path) -> str | None:
     return None
 
 
-def mistake(error: Exception, path: str | Path) -> str:
+def mistake(error: BaseException, path: str | Path) -> str:
     """The last line of the file that led to the error, and the error."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     what = error.msg if isinstance(error, SyntaxError) else error
+    if isinstance(error, SystemExit):
+        what = f"{error}: exit would end the program that reads this file: raise an exception instead"
     return f"line {line}: {type(error).__name__}: {what}"
+
+
+_swapping, _users = threading.Lock(), 0
+_quitters: dict[str, Any] = {}  # those of `site`, while files are executed
+
+
+@contextlib.contextmanager
+def _stdin_stays_open() -> Iterator[None]:
+    """`exit` and `quit` of the module `site` close standard input before they raise SystemExit."""
+    global _users  # noqa: PLW0603
+    with _swapping:
+        if not _users:
+            _quitters.update((name, getattr(builtins, name)) for name in ("exit", "quit") if hasattr(builtins, name))
+            for name in _quitters:
+                setattr(builtins, name, sys.exit)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _swapping:
+            _users -= 1
+            if not _users:
+                for name, original in _quitters.items():
+                    setattr(builtins, name, original)

@@ -16,7 +16,7 @@ import kernels_cu
 
 from . import log
 from .errors import SpecError, UnknownKernel
-from .files import mistake
+from .files import mistakes_of
 from .kernel import COMPUTATIONS, Kernel
 from .project import FOLDER as FOLDER  # whoever knows the registry knows where
 
@@ -74,12 +74,8 @@ def _kernels_of(name: str) -> tuple[Kernel, ...]:
 
 
 def _load(name: str) -> ModuleType:
-    try:
+    with mistakes_of(FOLDER / f"{name}.py", f"kernels_cu/{name}.py"):
         return importlib.import_module(f"kernels_cu.{name}")
-    except SpecError as error:
-        raise SpecError(f"kernels_cu/{name}.py: {error}") from error
-    except Exception as error:  # whatever a spec's own mistakes raise
-        raise SpecError(f"kernels_cu/{name}.py, {mistake(error, FOLDER / f'{name}.py')}") from error
 
 
 def kernels() -> dict[str, Kernel]:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from .block_map import Sizes, sizes_of
 from .dtypes import ITEMSIZE
-from .errors import SandboxError, SpecError
-from .files import mistake, names_of
+from .errors import SpecError
+from .files import mistakes_of, names_of
 from .project import from_project, within_project
 
 SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
@@ -161,12 +161,8 @@ class Score:
             raise SpecError(f"score {path}: there is no such file")
         found = names_of(path).get("score")
         if isinstance(found, Callable):  # type: ignore[arg-type]
-            try:
+            with mistakes_of(path, f"score {path}"):
                 found = found(problem)  # type: ignore[misc]
-            except SandboxError as error:
-                raise SpecError(f"score {path}: {error}") from error
-            except Exception as error:  # whatever the function's own mistakes raise
-                raise SpecError(f"score {path}, {mistake(error, path)}") from error
         if not isinstance(found, cls):
             raise SpecError(f"score {path}: it must define score, a sandbox.Score or a function of the problem to one")
         return dataclasses.replace(found, file=str(path.resolve()))

@@ -16,7 +16,7 @@ from ..core.problem import Problem
 from ..core.score import Score, TensorLike
 from ..launch.arguments import PackedArguments
 from ..launch.host import host_array
-from ..toolchain import snippets
+from ..toolchain import cache, snippets
 from . import build
 from .launch import CpuFunction
 
@@ -73,5 +73,6 @@ def _function(score: Score) -> CpuFunction:
     like = {name: np.empty(tensor.shape, np.bool_) for name, tensor in score.tensors.items()}
     size = ctypes.sizeof(_snippet(like))
     defines = {**macros(problem), "DTYPE_float32": 1, "HEAD_DIM": 1, "CAUSAL": 0, "SNIPPET_BYTES": size}
-    built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
-    return CpuFunction(built.path, _ENTRY)
+    with cache.in_use():  # the loader is given a path
+        built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
+        return CpuFunction(built.path, _ENTRY)

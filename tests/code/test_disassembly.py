@@ -15,7 +15,7 @@ import sandbox
 from sandbox.cli import cli
 from sandbox.code import listing
 from sandbox.core import registry
-from sandbox.core.errors import HistoryError, ToolchainMissing, UnknownKernel, UnsupportedProblem
+from sandbox.core.errors import HistoryError, SpecError, ToolchainMissing, UnknownKernel, UnsupportedProblem
 from sandbox.core.place import Place
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import disassembly, tools
@@ -130,8 +130,9 @@ def test_a_cubin_that_cannot_be_read() -> None:
 
 def test_a_version_of_watch(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     """The kernel, its headers and its spec are those of the save, whatever has been edited since."""
+    of_project = registry.get("fwd_minimal")  # before the folder is another, which the registry would remember
     monkeypatch.setattr(registry, "FOLDER", project_copy / "kernels_cu")
-    kernel = sandbox.Kernel(**{**vars(registry.get("fwd_minimal")), "source": registry.FOLDER / "fwd_minimal.cu"})
+    kernel = sandbox.Kernel(**{**vars(of_project), "source": registry.FOLDER / "fwd_minimal.cu"})
     header, seen = registry.FOLDER / "include/common.cuh", History(kernel)
     seen.append(read_texts(kernel) or {}, ok=True, stage="ok")
     after = listing.translate(kernel, "ptx", PROBLEM, tile=TILE)
@@ -141,6 +142,15 @@ def test_a_version_of_watch(project_copy: Path, monkeypatch: pytest.MonkeyPatch,
     assert before.counts == after.counts
     with pytest.raises(HistoryError, match="fwd_minimal has no version 2: there are 1 to 1"):
         listing.version(kernel, "history:2")
+
+
+def test_an_old_spec_that_exits_is_an_error(own_cache: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "kernels_cu").mkdir(parents=True)
+        (folder / "kernels_cu/fwd_minimal.py").write_text("raise SystemExit(1)\n")
+
+    with pytest.raises(SpecError, match=r"fwd_minimal\.py, line 1: SystemExit: 1: exit would end the program"):
+        listing._unpacked(registry.get("fwd_minimal"), "0" * 40, write, "revision HEAD")
 
 
 def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:

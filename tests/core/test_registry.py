@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -115,6 +118,8 @@ def put(folder: Path, name: str, spec: str, source: bool = True) -> None:
         ("kernels = (1, 2)", r"kernels_cu/fwd_x\.py must define `kernel`.*: it defines 1"),
         ("x = 1\nkernel = Kernel(", r"kernels_cu/fwd_x\.py, line 2: SyntaxError: "),
         ("import sandbox.nowhere", r"kernels_cu/fwd_x\.py, line 1: ModuleNotFoundError: .*sandbox\.nowhere"),
+        ("import sys\nsys.exit(3)", r"kernels_cu/fwd_x\.py, line 2: SystemExit: 3: exit would end the program"),
+        ("\nexit()", r"kernels_cu/fwd_x\.py, line 2: SystemExit: .*: raise an exception instead"),
         ("\n\nkernel = undefined", r"kernels_cu/fwd_x\.py, line 3: NameError: .*undefined"),
         (SPEC.replace("rung=1,", ""), r"kernels_cu/fwd_x\.py, line 5: TypeError: .*'rung'"),
         (SPEC.replace("BLOCK_N=16", "BLOCK_N=0"), r"kernels_cu/fwd_x\.py: tile: BLOCK_N=0 must be an integer >= 1"),
@@ -136,6 +141,16 @@ def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str, caplog: py
             registry.get("fwd_x")
     with pytest.raises(UnknownKernel, match=rf"there are fwd_minimal; left out: {message}"):
         registry.get("of another name in that file")
+
+
+def test_a_spec_that_exits_leaves_standard_input_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exit` of the module `site` closes it, which ends an interactive session."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("more"))
+    put(folder, "fwd_x", "exit()")
+    before = builtins.exit
+    assert registry.kernels() == {}
+    assert sys.stdin.read() == "more"
+    assert builtins.exit is before
 
 
 def test_a_spec_without_its_source(folder: Path) -> None:

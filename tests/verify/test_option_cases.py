@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,12 +16,13 @@ from sandbox import reference
 from sandbox.core import registry
 from sandbox.core.errors import CompileError, SpecError, ToolchainMissing
 from sandbox.cpu import compiler
+from sandbox.cpu.launch import CpuFunction
 from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
-from sandbox.toolchain import nvrtc
+from sandbox.toolchain import cache, nvrtc
 from sandbox.verify import sampled, sampled_gradients, scores, sequences
 from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
@@ -165,6 +168,8 @@ def test_a_score_without_numbers_reads_its_file_again(tmp_path) -> None:
         ("import sandbox\nscore = sandbox.Score('x'", "line 2: SyntaxError: '\\(' was never closed"),
         ("import nobody_has_this\n", "line 1: ModuleNotFoundError: "),
         ("def score(problem):\n    return problem.heads\n", "line 2: AttributeError: "),
+        ("import sys\nsys.exit('no such score')\n", "line 2: SystemExit: no such score: exit would end the program"),
+        ("def score(problem):\n    exit(4)\n", "line 2: SystemExit: 4: exit would end the program"),
         ("import sandbox\nscore = sandbox.Score('x', tensors={'for': 1})\n", "cannot be called 'for'"),
     ],
 )
@@ -172,6 +177,26 @@ def test_a_file_of_a_score_that_is_wrong_says_where(text: str, said: str, tmp_pa
     (tmp_path / "score.py").write_text(text)
     with pytest.raises(SpecError, match=rf"score\.py.* {said}"):
         Score.from_file(tmp_path / "score.py", P)
+
+
+def test_the_cache_is_not_cleared_before_an_expression_is_loaded(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clearing: list[threading.Thread] = []
+    loaded = CpuFunction.__init__
+
+    def loading(self: CpuFunction, *arguments: Any) -> None:
+        clearing.append(threading.Thread(target=cache.clear))
+        clearing[-1].start()
+        clearing[-1].join(0.3)
+        loaded(self, *arguments)
+
+    monkeypatch.setattr(CpuFunction, "__init__", loading)
+    value, _, _ = Score("x + 0.125f").evaluate(X, 0, 0, I, J, 7, 5)
+    (thread,) = clearing
+    thread.join()
+    assert (value == X + 0.125).all()
+    assert list(cache.entries()) == []
 
 
 def test_an_expression_that_does_not_compile_is_a_result() -> None:
