@@ -35,9 +35,8 @@ from .output import exit_status, followed, print_json, say, screen
 
 @cli.command("compile")
 @kernels_argument
-@click.option(
-    "--arch", "archs", default=pipeline.DEFAULT_ARCH, show_default=True, help="One or several, comma-separated."
-)
+@click.option("--arch", "archs", multiple=True,
+              help=f"Repeatable, or several with commas between; by default {pipeline.DEFAULT_ARCH}.")  # fmt: skip
 @shape_option("Repeatable; by default any with D 64, and with 128.", multiple=True)
 @click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # as --shape was spelled once
 @dtype_option
@@ -46,15 +45,19 @@ from .output import exit_status, followed, print_json, say, screen
 @tile_option
 @json_option
 def compile_(
-    kernels: tuple[str, ...], archs: str, shapes: tuple[str, ...], widths: str, dtype: str, causal: str | None,
-    scored: Scored, tile: str | None, as_json: bool,
+    kernels: tuple[str, ...], archs: tuple[str, ...], shapes: tuple[str, ...], widths: str, dtype: str,
+    causal: str | None, scored: Scored, tile: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """What every tile costs, without a GPU.
 
     Registers, spills, shared memory, occupancy, compile time.
     """
     head_dims = numbers(widths, "--head-dim", "64,128")
-    targets = [name.strip() for name in archs.split(",")]
+    targets = [*dict.fromkeys(name.strip() for names in archs for name in names.split(","))]
+    if stray := [name for name in kernels if architectures.PATTERN.fullmatch(name)]:
+        options = " ".join(f"--arch {name}" for name in (*targets, *stray))
+        raise click.UsageError(f"{stray[0]} is an architecture and stands where kernels do: write {options}")
+    targets = targets or [pipeline.DEFAULT_ARCH]
     shapes = shapes or tuple(f"1,1,1,{D}" for D in head_dims)
     problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
     wanted = parsed_tile(tile)

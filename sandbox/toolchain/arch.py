@@ -17,6 +17,7 @@ REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 256  # registers are given out to a warp in multiples of this
 WARP_UNIT = 4  # an SM's registers are split between four sub-partitions
 WARP = 32
+PATTERN = re.compile(r"sm_(\d+)(\d)[af]?")  # major, minor
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ LARGEST_SMEM = max(limits.smem_per_block for limits in _LIMITS.values())
 
 def parse(name: str) -> Arch:
     """`"sm_90a"` -> (9, 0). Raises UnsupportedProblem for what is not an architecture this project knows."""
-    match = re.fullmatch(r"sm_(\d+)(\d)[af]?", name)
+    match = PATTERN.fullmatch(name)
     arch = (int(match[1]), int(match[2])) if match else None
     if arch not in _LIMITS:
         known = ", ".join(f"sm_{major}{minor}" for major, minor in _LIMITS)

@@ -153,6 +153,8 @@ def test_compile() -> None:
         ("sm_90a", True, 49152),
         ("sm_80", True, 49152),
     ]
+    repeated = parsed("compile", *options[:2], "sm_80", "--arch", "sm_90a, sm_80", *options[3:])
+    assert [row["arch"] for row in repeated] == ["sm_80", "sm_90a"]
     assert rows[0]["problem"] == Problem(1, 1, 1, 1, 64, dtype="float16").as_json()
     assert rows[0]["tile"] == {"BLOCK_M": 64, "BLOCK_N": 32}
     assert rows[0]["occupancy"] == {"blocks_per_sm": 4, "fraction": 4 * 2 / 64, "limiter": "shared memory"}
@@ -367,6 +369,19 @@ def test_help(command: tuple[str, ...]) -> None:
         (
             ("compile", "fwd_minimal", "--shape", "1,1,1,512"),
             "not compiled: fwd_minimal: D=512 is too large: head widths up to 256",
+        ),
+        (
+            ("compile", "--arch", "sm_80", "sm_89"),
+            "sm_89 is an architecture and stands where kernels do: write --arch sm_80 --arch sm_89",
+        ),
+        (("compile", "sm_90a"), "sm_90a is an architecture and stands where kernels do: write --arch sm_90a"),
+        (
+            ("tune", "fwd_mma", "--shape", "1,1,8,64", "--dask", ""),
+            "Invalid value for --dask: '' is no address: name a ",
+        ),
+        (
+            ("tune", "fwd_mma", "--shape", "1,1,8,64", "--gpus", ""),
+            "Invalid value for --gpus: '' is not a list of numb",
         ),
         (("compile", "--arch", "sm_42"), 'sandbox: arch "sm_42" is not known: choose one of sm_75'),
         (
