@@ -142,15 +142,9 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
         defines["CHECKED_KERNELS"] = 1
     what = kernel, tuple(defines.items()), snippets.folders(problem), device
     refused, error = _refused.get(what, (None, None))
-    if error and refused == sources.fingerprint(kernel.source, build.include_dirs(kernel.source)):
+    if error and refused and refused == _made_of(kernel, what[2]):
         raise error()
-    try:
-        loaded = _load(*what)
-    except CompileError as refusal:
-        fingerprint = sources.fingerprint(kernel.source, build.include_dirs(kernel.source))
-        made = partial(CompileError, source=refusal.source, options=refusal.options, log=refusal.log)
-        _refused[what] = fingerprint, partial(made, str(refusal))
-        raise
+    loaded = _load(*what)
     _hold_blocks(kernel, tile, loaded.max_threads)
     return loaded
 
@@ -164,14 +158,38 @@ def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
     return tuple(nvrtc.max_threads(made.ptx, made.entry) for made in compiled)
 
 
-# What a compiler refused, with the fingerprint of what it was: `check` asks for one variant many times. The error is
-# made anew each time: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
+def _made_of(kernel: Kernel, folders: tuple[Path, ...]) -> str | None:
+    """The fingerprint of a kernel's source and of every header that either compiler takes from the project or from a
+    folder that the environment names; None when it cannot be known."""
+    try:
+        return sources.fingerprint(kernel.source, build.searched(kernel.source, folders))
+    except FileNotFoundError:  # which the compiler says better
+        return None
+
+
+# What a compiler refused, with the fingerprint of the source before it was compiled: `check` asks for one variant many
+# times, and an edit, also one while it compiled, is compiled again. The error is made anew each time: a stored one
+# would keep its traceback, and with it the arrays of every caller on the stack.
 _Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device]
 _refused: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
 
 
 @lru_cache(maxsize=512)
 def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
+    before = _made_of(kernel, folders)
+    try:
+        loaded = _compile_and_load(kernel, defines, folders, device)
+    except CompileError as refusal:
+        made = partial(CompileError, source=refusal.source, options=refusal.options, log=refusal.log)
+        _refused[kernel, defines, folders, device] = before, partial(made, str(refusal))
+        raise
+    _refused.pop((kernel, defines, folders, device), None)
+    return loaded
+
+
+def _compile_and_load(
+    kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device
+) -> Loaded:
     names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
     if device == HOST:
         with cache.in_use():  # the loader is given a path

@@ -327,6 +327,24 @@ def test_an_edited_header_is_another_source(tmp_path: Path) -> None:
     assert tuned.digest(kernel) != before
 
 
+def test_an_edited_header_of_the_project_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in kernels_cu/include, which lie in another folder than the kernel, and what they include."""
+    project, folder = tmp_path / "include", tmp_path / "kernels"
+    project.mkdir()
+    folder.mkdir()
+    monkeypatch.setattr(tuned, "INCLUDE_DIR", project)
+    (folder / "k.cu").write_text("#include <first.cuh>\n")
+    (project / "first.cuh").write_text('#include "second.cuh"\n')
+    (project / "second.cuh").write_text("// one\n")
+    kernel = dataclasses.replace(MINIMAL, source=folder / "k.cu")
+    digests = [tuned.digest(kernel)]
+    for header in ("first.cuh", "second.cuh"):
+        with (project / header).open("a") as file:
+            file.write("// edited\n")
+        digests.append(tuned.digest(kernel))
+    assert len(set(digests)) == 3
+
+
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"tile": 7}', '{"tile": "BLOCK_M=x"}'])
 def test_a_spoilt_store_is_no_reason_to_fail(own_cache: Path, line: str) -> None:
     finished(FakeLab())
