@@ -16,6 +16,7 @@ __all__ = [
     "picture",
     "place",
     "problem",
+    "process",
     "refusals",
     "registry",
     "score",

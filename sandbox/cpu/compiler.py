@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from ..core import process
 from ..core.errors import CompileError, ToolchainMissing
 
 _FOLDER_OPTIONS = ("-I", "-isystem", "-iquote", "-idirafter")
@@ -90,9 +91,13 @@ def _processor() -> str:
 def run(compiler: HostCompiler, options: tuple[str, ...], text: str, source: Path) -> None:
     """Compile `text`, C++ from standard input. Raises CompileError with the compiler's own excerpt and caret."""
     command = [*compiler.command, *options]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode:
+    try:
+        done = process.run(command, text=text)
+        refused, said = bool(done.returncode), done.stderr
+    except process.TooMuchOutput as error:
+        refused, said = True, f"{error.head}\n{error}"
+    if refused:
         raise CompileError(
-            f"{compiler.command[0]} refused {source}\n\n{done.stderr.strip()}\n\noptions: {shlex.join(options)}",
-            source=str(source), options=options, log=done.stderr,
+            f"{compiler.command[0]} refused {source}\n\n{said.strip()}\n\noptions: {shlex.join(options)}",
+            source=str(source), options=options, log=said,
         )  # fmt: skip

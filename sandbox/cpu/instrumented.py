@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core import process
 from ..core.kernel import Dim3
 from ..toolchain import cache
 from . import build
@@ -25,6 +26,7 @@ from .build import Sanitizer
 UNFINISHED = "did not finish within"  # what the text says of a launch that was ended
 
 
+_REPORTED = re.compile(r"Sanitizer: |: runtime error: ")
 Pointer = tuple[int, int]  # the position of the argument that holds it, and its offset there in bytes
 
 
@@ -72,13 +74,16 @@ def run(
             file.write(_launch((*grid, *block, team, smem_bytes, workers, order), arguments, buffers))
             file.flush()
             try:
-                done = subprocess.run(
+                done = process.run(
                     [*_fixed_layout(), str(program.path), str(kernel.path), entry, file.name],
-                    stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
                     timeout=timeout, env={**os.environ, **_OPTIONS},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 return Report(False, f"{entry} {UNFINISHED} {timeout:g} s: does it end?", ())
+            except process.TooMuchOutput as error:
+                if not _REPORTED.search(error.head):
+                    return Report(False, f"{entry} {process.too_much(process.MOST_OUTPUT)}", ())
+                done = subprocess.CompletedProcess((), 1, "", error.head)  # what was found before that counts
             results = Path(file.name).read_bytes() if done.returncode == 0 else b""
         text = _symbolized((done.stderr + done.stdout).strip())
     if done.returncode < 0 and not text:

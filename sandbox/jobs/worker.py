@@ -2,7 +2,8 @@
 
 A kernel can hang, trap, run out of memory or take the whole process with it. So it runs in a worker, which keeps its
 imports and its CUDA context between jobs; its owner waits with a time limit, ends it when that is over, and reports. A
-worker ends when its owner does, even if that was killed.
+worker ends when its owner does, even if that was killed. What it prints goes through a pipe and no file, to an owner
+who ends it when that becomes too much.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..core.errors import SandboxError
+from ..core.process import HEAD, MOST_OUTPUT, too_much
 
 _START_SECONDS = 120.0  # imports and a CUDA context, on a machine that is busy
 _REASONS = {
@@ -32,6 +33,7 @@ _REASONS = {
     signal.SIGKILL: "it was killed: is the machine out of memory?",
 }
 _LIBC = ctypes.CDLL(None)
+_LAST_WORDS = 4096  # bytes that are kept of what a process printed before this job
 
 At = Callable[[str, float | None], None]  # what is about to be done, and how many seconds it may take (None: any)
 Prepare = Callable[[], object]
@@ -69,38 +71,39 @@ class Worker:
         self._arguments = work, prepare, dict(environment or {})
         self._closed, self._lock = False, threading.Lock()
         self._context = multiprocessing.get_context("spawn")  # CUDA cannot be used in a fork
-        handle, name = tempfile.mkstemp(prefix="sandbox-worker-", suffix=".log")
-        os.close(handle)
-        self._log = Path(name)
         self._start()
 
     def do(self, job: Any) -> tuple[Any, str]:
         """(the job's result, what was printed meanwhile). Raises WorkerDied, when a fresh worker is on its way."""
         stage: str = "starting"
         limit: float | None = _START_SECONDS
-        before = self._log.stat().st_size
+        output = self._output
         try:
+            output.begin()
             self._connection.send(job)
             while True:
-                if not self._connection.poll(limit):
-                    printed = self._printed(before)
+                if not output.read_until(self._connection, limit):
                     self._restart()
-                    raise WorkerDied(f"did not finish within {limit:g} s", stage=stage, hung=True, printed=printed)
+                    if output.too_much:
+                        message, printed = f"it {too_much(MOST_OUTPUT)}", output.text[:HEAD]
+                        raise WorkerDied(message, stage=stage, hung=False, printed=printed)
+                    message = f"did not finish within {limit:g} s"
+                    raise WorkerDied(message, stage=stage, hung=True, printed=output.text)
                 kind, *values = self._connection.recv()
                 if kind == "at":
                     stage, limit = values
                 elif kind == "raised":
-                    printed = self._printed(before)
+                    output.read()
                     self._restart()
-                    raise WorkerDied(values[0], stage=stage, hung=False, printed=printed)
+                    raise WorkerDied(values[0], stage=stage, hung=False, printed=output.text)
                 else:
                     result, fit = values
-                    printed = self._printed(before)
+                    output.read()
                     if not fit:
                         self._restart()
-                    return result, printed
+                    return result, output.text
         except (EOFError, OSError):
-            reason, printed = ("it was ended", "") if self._closed else (self._reason(), self._printed(before))
+            reason, printed = ("it was ended", "") if self._closed else (self._reason(), output.text)
             self._restart()
             raise WorkerDied(reason, stage=stage, hung=False, printed=printed) from None
 
@@ -109,14 +112,16 @@ class Worker:
         with self._lock:
             self._closed = True
             self._end()
-            self._log.unlink(missing_ok=True)
 
     def _start(self) -> None:
         self._connection, theirs = self._context.Pipe()
-        arguments = (theirs, *self._arguments, str(self._log), os.getpid())
+        reader, writer = self._context.Pipe(duplex=False)
+        self._output = _Output(reader)
+        arguments = (theirs, *self._arguments, writer, os.getpid())
         self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
         _spawner.submit(self._process.start).result()
-        theirs.close()  # so that the worker's end is the only one, and its death is seen here
+        theirs.close()  # so that the worker's ends are the only ones, and its death is seen here
+        writer.close()
 
     def _end(self) -> None:
         if self._process.pid and self._process.is_alive():
@@ -127,6 +132,7 @@ class Worker:
         self._process.join()
         self._process.close()
         self._connection.close()
+        self._output.close()
 
     def _restart(self) -> None:
         with self._lock:
@@ -137,28 +143,93 @@ class Worker:
     def _reason(self) -> str:
         self._process.join(timeout=10)
         status = self._process.exitcode
+        self._output.read()
         if status is None or status >= 0:
-            said = self._printed(0).strip().splitlines()
-            return f"the worker ended with status {status}{f': {said[-1]}' if said else ''}"
+            said = self._output.last_line
+            return f"the worker ended with status {status}{f': {said}' if said else ''}"
         name = signal.Signals(-status)
         return f"{_REASONS.get(name, 'it was ended')} ({name.name})"
 
-    def _printed(self, since: int) -> str:
-        with self._log.open("rb") as file:
-            file.seek(since)
-            return file.read().decode(errors="replace")
+
+class _Output:
+    """What a process prints, read from a pipe: no file that it could fill a disk with, and that could be left behind. A
+    process that prints while nobody reads waits."""
+
+    def __init__(self, reader: Connection):
+        self._reader, self._open = reader, True
+        os.set_blocking(reader.fileno(), False)
+        self._before, self._parts, self._size = b"", [b""], 0
+
+    def begin(self) -> None:
+        """From here on it counts; of what came before, the end is kept for `last_line`."""
+        self.read()
+        self._before, self._parts, self._size = b"".join(self._parts)[-_LAST_WORDS:], [], 0
+
+    def read(self) -> None:
+        """All that is there now, unless it is too much."""
+        while self._open and not self.too_much and self._read_part():
+            pass
+
+    def _read_part(self) -> bool:
+        """Whether there may be more."""
+        try:
+            part = os.read(self._reader.fileno(), 2**16)
+        except BlockingIOError:
+            return False
+        self._open = bool(part)
+        self._parts.append(part)
+        self._size += len(part)
+        return self._open
+
+    def read_until(self, connection: Connection, seconds: float | None) -> bool:
+        """Whether there is something to receive from `connection` within so many seconds (None: any), and before too
+        much is printed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait([connection, self._reader] if self._open else [connection], left)
+            if connection in ready:
+                return True
+            if not ready:
+                return False
+            self._read_part()
+            if self.too_much:
+                return False
+
+    @property
+    def too_much(self) -> bool:
+        """Since it began."""
+        return self._size > MOST_OUTPUT
+
+    @property
+    def text(self) -> str:
+        """What was printed since it began."""
+        return b"".join(self._parts).decode(errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        """Of all that was printed, "" of nothing."""
+        said = b"".join((self._before, *self._parts)).decode(errors="replace").strip()
+        return said.splitlines()[-1] if said else ""
+
+    def close(self) -> None:
+        """Nothing is read any longer."""
+        self._open = False
+        self._reader.close()
 
 
 def _serve(
-    connection: Connection, work: Work, prepare: Prepare | None, environment: dict[str, str], log: str, owner: int
-) -> None:
+    connection: Connection, work: Work, prepare: Prepare | None, environment: dict[str, str], output: Connection,
+    owner: int,
+) -> None:  # fmt: skip
     """The worker: a job, its result, the next job, until nobody asks any more."""
     os.environ.update(environment)
     os.setsid()  # a Ctrl-C is for the owner, who ends this whole group
     _die_with(owner)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (1, 2):  # what a kernel prints would spoil the screen
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
+        os.dup2(output.fileno(), stream)
+    output.close()
     sys.dont_write_bytecode = True  # a spec may be saved twice within the second that a .pyc's time stamp resolves
     if prepare:
         prepare()

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..bench import environment
 from ..code import listing
-from ..core import registry
+from ..core import process, registry
 from ..core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import Problem
@@ -40,6 +40,7 @@ _COUNTERS = (
     "for the kernel module nvidia; in a container, --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
 )
 _SECONDS = 600
+_MOST_OUTPUT = 256 * 2**20  # bytes: a page of a report has a line for each instruction
 # Floating-point operations of dense fp16 products, accumulated in fp32, that an SM's tensor cores do in a cycle
 # (NVIDIA's architecture white papers); a kernel on mma.sync reaches some 0.66 of it on compute capability 9.0.
 _TENSOR_FLOPS = {(7, 5): 512, (8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192}
@@ -165,9 +166,9 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
 
 
 def _run(arguments: Sequence[str]) -> str:
-    """What the tool says on stdout. Raises GpuUnavailable or ToolchainMissing with its own words."""
+    """What the tool says on stdout. Raises GpuUnavailable or ToolchainMissing with its own words, and TooMuchOutput."""
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=_SECONDS)
+        done = process.run(arguments, timeout=_SECONDS, most=_MOST_OUTPUT)
     except subprocess.TimeoutExpired:
         raise ToolchainMissing(f"{Path(arguments[0]).name} did not end within {_SECONDS} s") from None
     said = done.stdout + done.stderr

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core import process
 from ..core.errors import ToolchainMissing
 from ..core.score import Score
 from ..toolchain import tools
@@ -31,12 +32,12 @@ def run(
     checker = [tools.need("compute-sanitizer"), "--tool", tool, "--report-api-errors", "no", "--show-backtrace",
                "device", "--error-exitcode", str(_FOUND), "--print-limit", "100"]  # fmt: skip
     try:
-        done = subprocess.run(
-            [*checker, *command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", timeout=timeout, check=False,
-        )  # fmt: skip
+        done = process.run([*checker, *command], cwd=cwd, timeout=timeout, merged=True)
     except subprocess.TimeoutExpired:
         return [Finding(f"did not finish within {timeout:g} s under {tool}: does the kernel end?")], ""
+    except process.TooMuchOutput as error:
+        found = of_compute_sanitizer(error.head, folders)
+        return [*found, Finding(f"the kernel under {tool} {process.too_much(process.MOST_OUTPUT)}")], error.head
     if done.returncode == 0:
         return [], done.stdout
     found = of_compute_sanitizer(of_expressions(done.stdout, score)[0], folders)

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from project import ROOT
 
+from sandbox.core.process import HEAD
 from sandbox.jobs.worker import At, Worker, WorkerDied
 
 
@@ -45,6 +47,12 @@ def work(job: str, at: At) -> tuple[Any, bool]:
         child.wait()
     if job == "prints":
         os.write(1, b"hello\n")
+    if job == "prints much":
+        os.write(1, b"0123456789abcde\n" * 2**16)  # 1 MiB, more than a pipe holds
+    while job.startswith("floods"):
+        if job == "floods from a child":
+            subprocess.run(["yes"], check=False)
+        os.write(1, b"no end of it\n" * 1000)
     return os.getpid(), job != "poisoned"
 
 
@@ -93,6 +101,38 @@ def test_what_it_prints(worker: Worker) -> None:
     assert worker.do("prints")[1] == "hello\n"
     assert worker.do("a")[1] == ""
     assert worker.do("prints")[1] == "hello\n"
+
+
+def test_much_that_it_prints(worker: Worker) -> None:
+    assert worker.do("prints much")[1] == "0123456789abcde\n" * 2**16
+
+
+@pytest.mark.parametrize("job", ["floods", "floods from a child"])
+def test_one_that_prints_without_end_is_ended(worker: Worker, job: str, tmp_path: Path) -> None:
+    """At the cap, which the message names; what it began with is kept, and nothing is on the disk."""
+    first, _ = worker.do("a")
+    with pytest.raises(WorkerDied, match=r"^it printed more than 16 MiB and was ended") as died:
+        worker.do(job)
+    assert (died.value.stage, died.value.hung) == ("working", False)
+    assert len(died.value.printed) == HEAD
+    assert died.value.printed.startswith(("no end of it\n", "y\n"))
+    assert gone(first)
+    assert worker.do("prints")[1] == "hello\n"
+
+
+def test_it_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while it works: its owner may be killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    worker = Worker(work)
+    try:
+        pid, printed = worker.do("prints")
+        opened = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        assert printed == "hello\n"
+        assert not [path for path in opened if path.startswith(str(tmp_path))]
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        worker.close()
 
 
 def test_its_children_end_with_it(worker: Worker) -> None:

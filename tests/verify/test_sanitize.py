@@ -84,6 +84,15 @@ FAULTS = {
         "fwd_minimal", "float m = -INF, l = 0.0f;", "float m = -INF, l = 0.0f; while (score.Sq) asm volatile(\"\");",
         "orders", "did not finish within 0.5 s", "",
     ),
+    "printing without end": (
+        "fwd_minimal", "float m = -INF, l = 0.0f;", "float m = -INF, l = 0.0f; while (score.Sq) printf(\"%d\\n\", t);",
+        "address", "fwd_minimal printed more than 16 MiB and was ended (a printf in a loop?)", "",
+    ),
+    "race, then printing without end": (
+        "fwd_minimal", "-INF, l = 0.0f;",
+        "-INF, l = 0.0f; __shared__ int raced; raced = t; __syncthreads(); for (;;) printf(\"%d\\n\", raced);",
+        "thread", "data race", "raced = t;",
+    ),
 }  # fmt: skip
 
 
@@ -274,6 +283,18 @@ def test_the_tool_decides(
     assert found.clean is clean
     assert bool(found.findings) is (clean is False)
     assert (clean is None) is ("ended with status 1:\nbroken" in found.message)
+
+
+def test_a_checker_whose_kernel_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reported before that counts, too."""
+    fake(tmp_path, monkeypatch, MEMCHECK + "END\nyes\ncat <<'END'\n", 91)
+    kernel = registry.get("fwd_minimal")
+    tile = sanitize.small_tile(kernel)
+    found = sanitize.on_gpu("memcheck", kernel, sanitize.small_problems(kernel, tile)[0], tile, 60)
+    assert found.clean is False
+    reported, printed = (finding.what for finding in found.findings)
+    assert reported == findings.of_compute_sanitizer(MEMCHECK)[0].what
+    assert printed == "the kernel under memcheck printed more than 16 MiB and was ended (a printf in a loop?)"
 
 
 @pytest.mark.gpu
