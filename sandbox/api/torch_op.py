@@ -25,6 +25,7 @@ from ..core.normalise import normalise_causal
 from ..core.tile import Tile
 from ..launch.dlpack import dense_strides
 from . import asked
+from . import torch_exit as torch_exit  # which registers itself
 from .asked import NOTHING, Asked
 from .passes import number, run_backward, run_forward
 
