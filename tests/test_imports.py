@@ -189,12 +189,14 @@ def test_one_seam_to_array_libraries() -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if top(name) != "cli"])
 def test_only_the_command_line_prints_and_exits(name: str) -> None:
     assert not {top(library) for library in libraries(TREES[name])} & {"click"}
+    catches = {"SystemExit", "sys.exit"} if name == "core.files" else set()  # a call of exit in a user's file
     for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and node.id not in catches:
             assert node.id not in ("print", "exit", "quit", "SystemExit"), f"{name}:{node.lineno} {node.id}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             what = f"{node.value.id}.{node.attr}"
-            assert what not in ("sys.exit", "os._exit", "sys.stdout", "sys.stderr"), f"{name}:{node.lineno} {what}"
+            ends = what in ("sys.exit", "os._exit", "sys.stdout", "sys.stderr")
+            assert what in catches or not ends, f"{name}:{node.lineno} {what}"
 
 
 def test_importing_the_package_is_light() -> None:

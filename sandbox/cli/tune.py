@@ -62,12 +62,8 @@ def tune_(
     """
     if not shapes and not grid:
         raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")
-    ordinals = numbers(gpus, "--gpus", "0,1") if gpus is not None else ()
-    if cluster is not None and not cluster.strip():
-        raise click.BadParameter(
-            f"{cluster!r} is no address: name a scheduler, as tcp://HOST:8786", param_hint="--dask"
-        )
-    if ordinals and cluster:
+    ordinals = numbers(gpus, "--gpus", "0,1") if gpus else ()
+    if gpus and cluster:
         raise click.UsageError("--gpus counts this machine's, and --dask asks others: name one of the two")
     problems = [problem_of(s, dtype, causal, scored) for s in shapes]
     problems += contest.GRIDS[grid](dtype) if grid else []
