@@ -17,7 +17,7 @@ run: $(READY) ## compile, launch and verify every kernel: ARGS="fwd_minimal --sh
 test: $(READY) ## the test suite: ARGS="-k causal"
 	$(VENV) -m pytest -n auto --maxprocesses 8 $(ARGS)
 
-mutants: $(READY) ## break the project in small ways; a test should notice each: ARGS="--lot 5"
+mutants: $(READY) ## break the project in small ways; a test should notice each: ARGS="--sample 5"
 	$(VENV) scripts/mutants.py $(ARGS)
 
 lint: $(READY) ## ruff and mypy
@@ -33,7 +33,7 @@ clean: ## remove .venv and whatever the tools left
 $(READY): pyproject.toml scripts/setup.py
 	$(PYTHON) scripts/setup.py
 
-# Asked for by name, set-up always runs: its variables may have changed.
+# ScoreOptions for by name, set-up always runs: its variables may have changed.
 ifneq ($(filter setup,$(MAKECMDGOALS)),)
 .PHONY: $(READY)
 endif

@@ -7,8 +7,8 @@
 // A mask, BY_PAIR: a block makes such words of two rows of the map. A warp has 8 queries x 512 keys, a lane 16 keys of each query,
 // which are a bit of the word, and half of a word of pairs; they are read in words as wide as all rows are aligned. Pairs are
 // stored where somebody may ask for them: where a row hides some of 512 keys, and it or the other one shows some.
-#include "common.cuh"
-#include "score.cuh"
+#include "tensor.cuh"
+#include "score_mod.cuh"
 
 constexpr int ROWS = 16, KEYS = 128, WARPS = BLOCK_N / KEYS * (BLOCK_M / ROWS), LANE_KEYS = Head::MAP_N;
 static_assert(BLOCK_M == Head::MAP_M && BLOCK_N == Head::WORD_KEYS && SMEM_BYTES == 0, "a block has a word of the map");
@@ -43,7 +43,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
     const auto asked = [&](int begin, int end) {
         return row < map_rows && begin < keys && (!by_row || (begin < reached.end && reached.begin < end));
     };
-    unsigned something = 0, holes = 0;  // of the word's bits: whether some pair is seen, and whether some is hidden
+    unsigned some_visible = 0, holes = 0;  // of the word's bits: whether some pair is seen, and whether some is hidden
 #if BLOCK_MAP == 2
     const int first_key = word * BLOCK_N + lane * LANE_KEYS, group = first_key / KEYS * KEYS;
     const bool own = asked(group, group + KEYS);
@@ -81,7 +81,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
                 }
             }
         }
-        something = __ballot_sync(0xffffffffu, some != 0);
+        some_visible = __ballot_sync(0xffffffffu, some != 0);
         holes = __ballot_sync(0xffffffffu, own && all != 0xffff);
     };
     const auto rows_at = reinterpret_cast<size_t>(head.mask) | score.mask.stride_i | keys;
@@ -98,20 +98,20 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
     for (int i = 0; i < (own ? ROWS : 0); ++i) {
 #pragma unroll
         for (int k = 0; k < KEYS / 32; ++k) {
-            const bool seen = head.uncovers(min(first_row + i, score.Sq - 1), min(first_key + 32 * k + lane, keys - 1));
+            const bool seen = head.mask_allows(min(first_row + i, score.Sq - 1), min(first_key + 32 * k + lane, keys - 1));
             some[k] |= seen, all[k] &= seen;
         }
     }
 #pragma unroll
     for (int k = 0; k < KEYS / 32; ++k) {  // two bits of each ballot
         const unsigned found = __ballot_sync(0xffffffffu, some[k]), hidden = __ballot_sync(0xffffffffu, !all[k]);
-        something |= ((found & 0xffff ? 1 : 0) | (found >> 16 ? 2 : 0)) << 2 * k;
+        some_visible |= ((found & 0xffff ? 1 : 0) | (found >> 16 ? 2 : 0)) << 2 * k;
         holes |= ((hidden & 0xffff ? 1 : 0) | (hidden >> 16 ? 2 : 0)) << 2 * k;
     }
     const int from = first_key % BLOCK_N / LANE_KEYS;
-    something <<= from, holes <<= from;
+    some_visible <<= from, holes <<= from;
 #endif
-    if (lane == 0) bits[0][threadIdx.x / 32] = something, bits[1][threadIdx.x / 32] = holes;
+    if (lane == 0) bits[0][threadIdx.x / 32] = some_visible, bits[1][threadIdx.x / 32] = holes;
     __syncthreads();  // every warp's bits are there
     const int kind = threadIdx.x % 2, whose = row0 + threadIdx.x / 2;
     if (threadIdx.x < 2 * MAP_ROWS && whose < map_rows) {
@@ -125,7 +125,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
     if (shown && hidden) {
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i) {
-            unsigned* const to = row_at(row) + Head::pairs_at(score, warp * OWN_ROWS + i);
+            unsigned* const to = row_at(row) + Head::pair_bits_at(score, warp * OWN_ROWS + i);
             reinterpret_cast<unsigned short*>(to)[first_key / LANE_KEYS] = static_cast<unsigned short>(kept[i / ABREAST] >> LANE_KEYS * (i % ABREAST));
         }
     }

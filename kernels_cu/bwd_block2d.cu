@@ -13,8 +13,8 @@
 //   P_smem         [OWNED][WALKED + 4]                P, then dS, on their way from a row's threads to the same ones
 //
 // All of it is fp32. A row's threads are lanes of one warp, so that P_smem needs no barrier of the block.
-#include "common.cuh"
-#include "score.cuh"
+#include "tensor.cuh"
+#include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
 // Tensors of COLUMNS columns.
@@ -136,7 +136,7 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                                               View<dtype> dB, int group, const Score& score) {
     constexpr int ROWS = OWNED / THREADS_Y, COLS = WALKED / THREADS_X;
     const RowTile tile = BY_KEY ? key_tile<OWNED>(score, blockIdx.x, blockIdx.z) : query_tile<OWNED>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
+    if (RAGGED && tile.invalid()) return;
     extern __shared__ __align__(16) float smem[];
     float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * V_PITCH;
     float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * V_PITCH;
@@ -173,15 +173,15 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                     const bool pair = head.counts(query_row, key_col);
                     const Dual p = head.P(P[i][j], pair ? LSE[row + query_row] : 0.0f, query_row, key_col);
                     const bool kept = head.keeps(query_row, key_col);
-                    P[i][j] = pair ? head.thinned(p.value, kept) : 0.0f;
-                    const float dP = head.thinned(dS[i][j], kept);
+                    P[i][j] = pair ? head.apply_dropout(p.value, kept) : 0.0f;
+                    const float dP = head.apply_dropout(dS[i][j], kept);
                     dS[i][j] = pair ? p.value * (dP - delta[row + query_row]) * p.derivative : 0.0f;
                 }
 
             const int m0 = BY_KEY ? walked0 : owned0, n0 = BY_KEY ? owned0 : walked0;
             float* P_row = P_smem + ty * (WALKED + 4);
             const float *X_col = X_smem + 4 * tx, *Y_col = Y_smem + 4 * tx;
-            const Range seen = head.keys_seen_by_all(m0, m0 + BLOCK_M);
+            const Range seen = head.fully_visible_keys(m0, m0 + BLOCK_M);
             if (m0 + BLOCK_M <= head.Sq && seen.begin <= n0 && n0 + BLOCK_N <= seen.end) {
                 if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, walked0);
                 add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, walked0);

@@ -3,7 +3,7 @@
 //   P = exp(S - LSE)          dV_j = sum over i of P_ij dO_i            dP_ij = dO_i . V_j
 //   dS = P * (dP - delta)     dK_j = scale * sum over i of dS_ij Q_i    dQ_i = scale * sum over j of dS_ij K_j
 //
-// with S = x, the score that include/score.cuh makes of scale * (Q_i . K_j), and dS times its derivative where that is not 1.
+// with S = x, the score that include/score_mod.cuh makes of scale * (Q_i . K_j), and dS times its derivative where that is not 1.
 //
 // FlashAttention-2's Algorithm 2 (arXiv:2307.08691) takes all three sums in one pass over the key tiles; there each key
 // tile adds to the dQ of every query row, which takes atomics. Here a sum has one owner: P is computed twice, and results
@@ -12,8 +12,8 @@
 // As in fwd_minimal, a thread's own rows live in shared memory, transposed, in column t of [columns][rows of the block],
 // and the tile that all threads walk is read by broadcast. A key/value head's gradients sum over the query heads that
 // share it, which the block walks one after the other.
-#include "common.cuh"
-#include "score.cuh"
+#include "tensor.cuh"
+#include "score_mod.cuh"
 
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M), "spec and kernel disagree on shared memory");
 static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)),
@@ -36,7 +36,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     Score score) {
     extern __shared__ __align__(16) float smem[];
     const RowTile tile = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
+    if (RAGGED && tile.invalid()) return;
     const int t = threadIdx.x, kv_head = blockIdx.y, b = tile.b, n0 = tile.row0, key_col = n0 + t;
     const Sequence sequence(score, b);
     sequence.to_queries(dO, Q), sequence.to_keys(K, V, dK, dV);
@@ -70,13 +70,13 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
                 for (int i = 0; i < BLOCK_M; ++i) dS_rmem[i] += dO_smem[i * HEAD_DIM_V + d] * v;  // dP
             }
             const unsigned long long seen = head.look_up<BLOCK_M>(m0, key_col, false);
-            const auto counting = [&](int i) { return Head::SCATTERED ? seen >> i & 1 : head.counts(m0 + i, key_col); };
+            const auto counting = [&](int i) { return Head::ELEMENT_MASK ? seen >> i & 1 : head.counts(m0 + i, key_col); };
             for (int i = 0; i < BLOCK_M; ++i) {
                 const bool counts = counting(i);
                 const Dual P = head.P(P_rmem[i], counts ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
                 const bool kept = head.keeps(m0 + i, key_col);
-                P_rmem[i] = counts ? head.thinned(P.value, kept) : 0.0f;
-                const float dP = head.thinned(dS_rmem[i], kept);
+                P_rmem[i] = counts ? head.apply_dropout(P.value, kept) : 0.0f;
+                const float dP = head.apply_dropout(dS_rmem[i], kept);
                 dS_rmem[i] = counts ? P.value * (dP - delta[first + m0 + i]) * P.derivative : 0.0f;
             }
 #pragma unroll 1
@@ -102,7 +102,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_own[d * BLOCK_N]);
 }
 
-constexpr int DQ_BLOCKS = Head::LOOKS_UP;  // or ptxas spills, to have more side by side than shared memory has room for
+constexpr int DQ_BLOCKS = Head::READS_TENSORS;  // or ptxas spills, to have more side by side than shared memory has room for
 extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
     View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
     View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
@@ -112,7 +112,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
     Score score) {
     extern __shared__ __align__(16) float smem[];
     const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
+    if (RAGGED && tile.invalid()) return;
     const int t = threadIdx.x, h = blockIdx.y, b = tile.b, m0 = tile.row0, query_row = m0 + t;
     float *Q_own = smem + t, *dQ_own = Q_own + HEAD_DIM * BLOCK_M, *dO_own = dQ_own + HEAD_DIM * BLOCK_M;
     float *K_smem = smem + (2 * HEAD_DIM + HEAD_DIM_V) * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
@@ -145,14 +145,14 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
         const unsigned long long seen = head.look_up<BLOCK_N>(query_row, n0, true);
         for (int j = 0; j < BLOCK_N; ++j) {
             const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
-            const float dP = head.thinned(dS_rmem[j], head.keeps(query_row, n0 + j));
+            const float dP = head.apply_dropout(dS_rmem[j], head.keeps(query_row, n0 + j));
             dS_rmem[j] = P.value * (dP - own_delta) * P.derivative;
         }
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM; ++d) {
             float dq = dQ_own[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j)
-                if (Head::SCATTERED ? seen >> j & 1 : head.sees(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
+                if (Head::ELEMENT_MASK ? seen >> j & 1 : head.visible(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
             dQ_own[d * BLOCK_M] = dq;
         }
     }

@@ -16,14 +16,14 @@
 //
 // dQ sums over blocks: each adds its share to fp32 memory by reductions that L2 carries out, in an order of its own, so
 // that the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold
-// them, not as a matrix: a reduction is then 512 consecutive bytes of a warp. `bwd_mma_dq` puts them in order, scaled.
+// them, not as a matrix: a reduction is then 512 consecutive bytes of a warp. `bwd_mma_postprocess` puts them in order, scaled.
 //
 // FlashAttention-2's Algorithm 2 (arXiv:2307.08691) with the roles of registers and shared memory chosen anew: 32 keys a
 // warp use every fragment of Q and dO twice, without which shared memory, not the tensor cores, would be the limit.
-#include "dq_rows.cuh"
-#include "mma_tiles.cuh"
-#include "row_by_row.cuh"
-#include "score.cuh"
+#include "bwd_postprocess.cuh"
+#include "mma_smem.cuh"
+#include "non_finite.cuh"
+#include "score_mod.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int SHARE = WARPS * 32 / BLOCK_N;    // warps that own the same 32 keys
@@ -33,15 +33,15 @@ __device__ constexpr int padded(int columns, int width) { return columns >= widt
 constexpr int D_PAD = padded(LEAST_COLUMNS, HEAD_DIM);  // a power of two; the columns from HEAD_DIM on are zeros
 constexpr int DV_PAD = padded(LEAST_COLUMNS, HEAD_DIM_V);
 constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, V_COLS = DV_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
-constexpr bool SPARE = !Head::LINEAR || Head::SCATTERED || WINDOW || KEY_LENGTHS ||
+constexpr bool SPARE = !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS ||
                        (DROPOUT && SHARE == 1);  // with more, options spill
 constexpr int SUB_M = QUERIES < 32 || SPARE ? 16 : 32;    // queries at a time
 using Tile = Swizzled<D_PAD>;                       // rows of Q, K
 using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
 using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
-using Place = FragmentPlace<D_PAD>;
-using VPlace = FragmentPlace<DV_PAD>;
-using PPlace = FragmentPlace<BLOCK_M>;
+using Place = FragmentOffsets<D_PAD>;
+using VPlace = FragmentOffsets<DV_PAD>;
+using PPlace = FragmentOffsets<BLOCK_M>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, P_BYTES = BLOCK_N * PTile::ROW;
 constexpr unsigned Q_BYTES = BLOCK_M * ROW, dO_BYTES = BLOCK_M * V_ROW, K_BYTES = BLOCK_N * ROW, V_BYTES = BLOCK_N * V_ROW;
 constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
@@ -55,8 +55,8 @@ using Accumulators = float[2][COLUMNS / 8][4];  // 32 keys x COLUMNS columns of 
 
 // C = A B^T over COLUMNS columns: 32 rows of a tile times 8 * N_TILES rows of another.
 template <int COLUMNS, int N_TILES>
-__device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddress A_tile, SmemAddress B_tile,
-                                             const FragmentPlace<COLUMNS>& place, const FragmentPlace<COLUMNS>& row_place) {
+__device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddr A_tile, SmemAddr B_tile,
+                                             const FragmentOffsets<COLUMNS>& place, const FragmentOffsets<COLUMNS>& row_place) {
 #pragma unroll
     for (int step = 0; step < COLUMNS / 16; ++step) {
         unsigned A[2][4];
@@ -77,8 +77,8 @@ __device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddr
 
 // C += A B for 16 rows of a tile B, from row `row` on; `place` points at the first of the columns.
 template <int COLUMNS, int N_TILES>
-__device__ __forceinline__ void add_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddress B_tile, int row,
-                                         const FragmentPlace<COLUMNS>& place) {
+__device__ __forceinline__ void add_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddr B_tile, int row,
+                                         const FragmentOffsets<COLUMNS>& place) {
 #pragma unroll
     for (int dt = 0; dt < N_TILES / 2; ++dt) {
         unsigned B[4];
@@ -100,13 +100,13 @@ struct Warp {
 
     // Of 16 x 16 blocks: the rows of an A operand, those of a B operand (transposed), and the warp's own columns.
     template <int COLUMNS>
-    __device__ __forceinline__ FragmentPlace<COLUMNS> rows() const { return {lane % 16, lane / 16}; }
+    __device__ __forceinline__ FragmentOffsets<COLUMNS> rows() const { return {lane % 16, lane / 16}; }
     template <int COLUMNS>
-    __device__ __forceinline__ FragmentPlace<COLUMNS> transposed_rows() const {
+    __device__ __forceinline__ FragmentOffsets<COLUMNS> transposed_rows() const {
         return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
     }
     template <int COLUMNS>
-    __device__ __forceinline__ FragmentPlace<COLUMNS> columns() const {
+    __device__ __forceinline__ FragmentOffsets<COLUMNS> columns() const {
         return {lane % 16, part * (COLUMNS / SHARE / 8) + lane / 16};
     }
 };
@@ -119,8 +119,8 @@ __device__ __forceinline__ bool counts(const Head& head, At at) {
 // The warp's own queries: P^T and dS^T, in registers for its own columns of dV and dK, in shared memory for everybody else.
 // `masked`: some query of the tile does not see all of the block's keys.
 __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, const Head& head,
-                                            int m0, int n0, bool masked, SmemAddress K_tile, const char* stage, char* dS_tile) {
-    const SmemAddress Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
+                                            int m0, int n0, bool masked, SmemAddr K_tile, const char* stage, char* dS_tile) {
+    const SmemAddr Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
     const float* LSE_smem = reinterpret_cast<const float*>(stage + Q_BYTES + dO_BYTES);
     const Warp warp(thread_index_x());
     const Place rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(), columns = warp.columns<D_PAD>();
@@ -135,15 +135,15 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
         const auto at = [&](int mt, int half, int nt, int odd) {
             return At(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
-        unsigned derivative[Head::STEEP ? SUB_M / 16 : 1][2][4];  // of x: 16 bits are as good as those of dS
+        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
         for (int i = 0; i < (Head::LINEAR ? 0 : SUB_M / 2); ++i) {
             const int mt = i % 2, half = i / 2 % 2, nt = i / 4;
             float* const s = &S[mt][nt][2 * half];
-            if (Head::STEEP) {
+            if (Head::HAS_DERIVATIVE) {
                 const Dual x0 = head.raw_dual(s[0], at(mt, half, nt, 0)), x1 = head.raw_dual(s[1], at(mt, half, nt, 1));
                 s[0] = x0.value, s[1] = x1.value;
-                derivative[Head::STEEP ? nt / 2 : 0][mt][nt % 2 * 2 + half] = pack(x0.derivative, x1.derivative);
+                derivative[Head::HAS_DERIVATIVE ? nt / 2 : 0][mt][nt % 2 * 2 + half] = pack(x0.derivative, x1.derivative);
             } else {
                 s[0] = head.raw(s[0], at(mt, half, nt, 0)), s[1] = head.raw(s[1], at(mt, half, nt, 1));
             }
@@ -195,10 +195,10 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
                 const unsigned packed = P[nt / 2][mt][nt % 2 * 2 + half];
                 const float2 p = unpack(packed);
                 const unsigned pair = kept >> (nt / 2 * 8 + 4 * mt + nt % 2 * 2 + half) & 0x10001u;
-                float ds0 = p.x * (head.thinned(dP[mt][nt][2 * half], pair & 1) - delta.x);
-                float ds1 = p.y * (head.thinned(dP[mt][nt][2 * half + 1], pair >> 16) - delta.y);
-                if (Head::STEEP) {
-                    const float2 dx = unpack(derivative[Head::STEEP ? nt / 2 : 0][mt][nt % 2 * 2 + half]);
+                float ds0 = p.x * (head.apply_dropout(dP[mt][nt][2 * half], pair & 1) - delta.x);
+                float ds1 = p.y * (head.apply_dropout(dP[mt][nt][2 * half + 1], pair >> 16) - delta.y);
+                if (Head::HAS_DERIVATIVE) {
+                    const float2 dx = unpack(derivative[Head::HAS_DERIVATIVE ? nt / 2 : 0][mt][nt % 2 * 2 + half]);
                     ds0 *= dx.x, ds1 *= dx.y;
                 }
                 const unsigned ds = pack(ds0, ds1);
@@ -214,8 +214,8 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
 }
 
 // The partners' queries: P^T and dS^T from shared memory.
-__device__ __forceinline__ void other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddress Q_tile,
-                                              SmemAddress dS_tile) {
+__device__ __forceinline__ void other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddr Q_tile,
+                                              SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
     const Place columns = warp.columns<D_PAD>();
     const VPlace V_columns = warp.columns<DV_PAD>();
@@ -225,7 +225,7 @@ __device__ __forceinline__ void other_queries(Accumulators<COLS>& dK, Accumulato
 #pragma unroll
         for (int step = 0; step < QUERIES / 16; ++step) {
             const PPlace place(warp.lane % 16, first / 8 + warp.lane / 16);
-            const SmemAddress from = dS_tile + warp.keys * PTile::ROW;
+            const SmemAddr from = dS_tile + warp.keys * PTile::ROW;
             unsigned A[2][4];
             ldmatrix_x4(A[0], from + P_BYTES + place(0, step));
             ldmatrix_x4(A[1], from + P_BYTES + place(16, step));
@@ -238,7 +238,7 @@ __device__ __forceinline__ void other_queries(Accumulators<COLS>& dK, Accumulato
 }
 
 // 32 rows x DQ_COLS columns of dS K, added to the warp's part of the tile's accumulators.
-__device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddress K_tile, SmemAddress dS_tile) {
+__device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
     const PPlace queries(warp.lane / 16 * 8 + warp.lane % 8, warp.index / DQ_PARTS * 4 + warp.lane / 8 % 2);
     constexpr int STEP_COLS = DQ_COLS < 32 ? DQ_COLS : 32;  // more at a time spill
@@ -309,18 +309,18 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     extern __shared__ __align__(1024) char smem[];
     char* const dS_tile = smem + STAGES_AT + 2 * STAGE;
     const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && own.surplus()) return;
+    if (RAGGED && own.invalid()) return;
     const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
     const Sequence sequence(score, b);
     // A ragged batch's anew, from L1, in each part of a step: kept, it would take registers that the accumulators need.
     const auto again = [&] { return RAGGED ? Sequence(score, b) : sequence; };
-    const SmemAddress K_tile = smem_address(smem);
+    const SmemAddr K_tile = smem_address(smem);
     const auto request_stage = [&](unsigned at, int h, int m0) {
-        const SmemAddress stage = K_tile + at;
+        const SmemAddr stage = K_tile + at;
         const unsigned thread = thread_index_x();
         const Sequence sequence = again();
-        request_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
-        request_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
+        cp_async_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
+        cp_async_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
                                                            sequence.Sq, thread);
         const long long row = sequence.first_row(H, h) + m0;
         for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
@@ -348,8 +348,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     if (Head::MAPPED) left = find(h, m0);
     unsigned stage = STAGES_AT;  // where in shared memory
     if (left > 0) {
-        request_tile<BLOCK_N, D_PAD, THREADS>(K_tile, sequence.key(K, kv_head, 0), K.stride_s, n0(), sequence.Sk);
-        request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, sequence.key(V, kv_head, 0), V.stride_s, n0(),
+        cp_async_tile<BLOCK_N, D_PAD, THREADS>(K_tile, sequence.key(K, kv_head, 0), K.stride_s, n0(), sequence.Sk);
+        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, sequence.key(V, kv_head, 0), V.stride_s, n0(),
                                                            sequence.Sk);
         request_stage(stage, h, m0);
     }
@@ -368,10 +368,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
             request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
         const Head head(again(), h);
-        const Range seen = head.queries_that_see_all<Head::MAPPED>(n0(), n0() + BLOCK_N);
+        const Range seen = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
         const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
         const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq ||  // rows from Sq on are zeros: 0 * inf is NaN
-                            (Head::MAPPED && !head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
+                            (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
         TIMELINE(own_queries);
         own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
         TIMELINE(wait_others);
@@ -388,7 +388,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     TIMELINE(store);
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
     if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
-        return key_gradients_row_by_row<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
+        return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
                                                         n0(), threadIdx.x / 32);
 
     __syncthreads();  // everybody has used K and V before dK and dV take their place
@@ -402,9 +402,9 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 
 // dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
 // To have more blocks side by side than are asked for, ptxas spills.
-constexpr bool DQ_ALONE = HEAD_DIM > 128 || Head::SCATTERED || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
+constexpr bool DQ_ALONE = HEAD_DIM > 128 || Head::ELEMENT_MASK || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
 constexpr int DQ_BLOCKS = DQ_ALONE ? 512 / THREADS : 0;
-extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_dq(
+extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
@@ -416,12 +416,12 @@ extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_dq(
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && own.surplus()) return;
+    if (RAGGED && own.invalid()) return;
     const int h = blockIdx.y, b = own.b, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Sequence sequence(score, b);
     const int row0 = own.row0 + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);
-    if (put_warp_rows<32, DQ_COLS, 128>(dQ, sequence, h, row0, col0, lane, from, score.scale))
-        query_gradients_row_by_row<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
+    if (write_dQ_fragments<32, DQ_COLS, 128>(dQ, sequence, h, row0, col0, lane, from, score.scale))
+        query_gradients_non_finite<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

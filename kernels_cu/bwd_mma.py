@@ -1,6 +1,6 @@
 """Spec of `bwd_mma.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, refused_by_copies
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, unsupported_by_cp_async
 
 
 def columns(width: int, t: Tile) -> int:
@@ -23,7 +23,7 @@ def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    return refused_by_copies(p, "bwd_block2d")
+    return unsupported_by_cp_async(p, "bwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
@@ -80,7 +80,7 @@ kernel = Kernel(
     args=("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV", "group", "score"),
     then=(
         Entry(
-            name="bwd_mma_dq",
+            name="bwd_mma_postprocess",
             grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,

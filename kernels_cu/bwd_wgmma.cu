@@ -29,27 +29,27 @@
 // and not in a consumer's turn; causality, windows and lengths cost something at the ends of a walk alone.
 //
 // dQ sums over blocks: its tiles are added to fp32 memory by reductions that L2 carries out, in an order of its own, so that
-// the last bits of dQ differ from run to run (dK and dV do not); ORDERED, which makes of this file the kernel bwd_ordered, in the
-// order of the keys, up or down (in_order.cuh), so that they do not. Up to D = 128 the first to come stores (FIRST_STORES), and nothing but
+// the last bits of dQ differ from run to run (dK and dV do not); DETERMINISTIC, which makes of this file the kernel bwd_wgmma_deterministic, in the
+// order of the keys, up or down (dq_semaphore.cuh), so that they do not. Up to D = 128 the first to come stores (FIRST_BLOCK_STORES), and nothing but
 // counters has to be zero before: zeros are written, and fetched to be added to, at the speed of memory. dQ_accum holds the accumulators as the
-// lanes hold them; `bwd_wgmma_dq` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
+// lanes hold them; `bwd_wgmma_postprocess` puts them in order, scaled. Who does what is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608).
 // What was tried, with numbers: experiments/013_hopper_backward.
-#ifndef ORDERED
-#define ORDERED 0
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
 #else
-#define bwd_wgmma bwd_ordered
-#define bwd_wgmma_dq bwd_ordered_dq
+#define bwd_wgmma bwd_wgmma_deterministic
+#define bwd_wgmma_postprocess bwd_wgmma_deterministic_postprocess
 #endif
 #define TIMELINE_BRANCH 1  // marks of other blocks are a jump each: experiments/018_timeline
-#define SLOW_PATH __forceinline__
-#include "dq_rows.cuh"
-#include "in_order.cuh"
-#include "query_walk.cuh"
-#include "ring.cuh"
-#include "row_by_row.cuh"
-#include "score.cuh"
+#define FALLBACK_INLINE __forceinline__
+#include "bwd_postprocess.cuh"
+#include "dq_semaphore.cuh"
+#include "m_block_range.cuh"
+#include "pipeline.cuh"
+#include "non_finite.cuh"
+#include "score_mod.cuh"
 #include "swizzle.cuh"
-#include "transposed.cuh"
+#include "bwd_fragment.cuh"
 
 constexpr unsigned THREADS = 384;
 
@@ -59,13 +59,13 @@ constexpr bool LATE_DQ = !SHARED_KEYS;                                // a tile'
 constexpr bool PASSES = LATE_DQ && Head::LAST && !DROPOUT;
 // In order: whose turn is next is asked while numbers are under way, with one fence for what is told and what is seen. Where a tile is
 // brief, as at D = 96, 8% faster; of 128 queries a tile 0.7% slower.
-constexpr bool ASKED_AHEAD = ORDERED && LATE_DQ && BLOCK_M == 64;
+constexpr bool SEMAPHORE_AHEAD = DETERMINISTIC && LATE_DQ && BLOCK_M == 64;
 constexpr bool BIAS_TILES = BIAS & 8;
 // What is not seen is hidden in P, not in S: ptxas packs derivatives behind the next branch, and both of a pair beside S spill.
-constexpr bool HIDE_LATE = Head::STEEP;
+constexpr bool HIDE_LATE = Head::HAS_DERIVATIVE;
 constexpr int LOOKS = DROPOUT ? 4 : 16;       // so many at once at a mask: of all the loads would spill
 // Whether a block's first key is kept in a register: with dropout, else it spills; and where there is room for it.
-constexpr bool KEPT_N0 = RAGGED || DROPOUT || ORDERED || SHARED_KEYS;
+constexpr bool KEPT_N0 = RAGGED || DROPOUT || DETERMINISTIC || SHARED_KEYS;
 constexpr int D_PAD = SHARED_KEYS ? 256 : (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
 constexpr int COLS = SHARED_KEYS ? 128 : D_PAD;                       // of dK and dV, of a consumer
 constexpr int QUERIES = SHARED_KEYS ? BLOCK_M / 2 : BLOCK_M;          // of P^T and dS^T, of a consumer
@@ -76,23 +76,23 @@ constexpr int DQ_COLS_2 = BLOCK_M == 128 || SHARED_KEYS || D_PAD <= HALF ? DQ_CO
 constexpr unsigned DQ_SHARE = 64 * DQ_COLS, DQ_TILE = 2 * DQ_SHARE;       // numbers
 // Registers: else the consumers spill, or, where keys are shared, who walks by a map.
 constexpr bool FEW_SERVE = BLOCK_M == 128 || (COLS > 96 && !(SHARED_KEYS && Head::MAPPED));
-constexpr int SERVER_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
+constexpr int LOAD_WARP_REGISTERS = FEW_SERVE ? 24 : 40, CONSUMER_REGISTERS = FEW_SERVE ? 240 : 232;
 static_assert(SHARED_KEYS ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
               "64 keys, or half the columns, for each of two consumers");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64), "more queries are more registers than there are");
-static_assert(QUERIES <= 64 || !Head::SCATTERED, "a bit for each element of a lane");
+static_assert(QUERIES <= 64 || !Head::ELEMENT_MASK, "a bit for each element of a lane");
 static_assert(!BIAS || BIAS_TILES, "a bias that tensor maps cannot copy: bwd_mma is faster");
 static_assert(!BIAS || BLOCK_M == 64, "boxes of the bias have 64 rows");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO have room for as many columns as K and Q");
-static_assert(!ORDERED || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
+static_assert(!DETERMINISTIC || !(RAGGED || Head::MAPPED), "who comes before whom is known of ranges alone");
 static_assert(HEAD_DIM % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
 // Each block begins at its own diagonal also where no mask says so: those of a head, which begin together, do not meet.
-constexpr bool ROUND = COUNTED && !ORDERED && !Head::FIRST && !Head::LAST && !Head::MAPPED;
-using Walk = QueryWalk<KEPT_N0, ROUND, ABREAST, TURNS>;
+constexpr bool ROUND = COUNTED && !DETERMINISTIC && !Head::FIRST && !Head::LAST && !Head::MAPPED;
+using Walk = MBlockRange<KEPT_N0, ROUND, ABREAST, TURNS>;
 
 // Shared memory, in bytes from its beginning.
 constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT = Q_AT + STAGES * Queries::BYTES,
@@ -101,16 +101,16 @@ constexpr unsigned K_AT = 0, V_AT = Keys::BYTES, Q_AT = 2 * Keys::BYTES, dO_AT =
                    BIAS_BYTES = BIAS_TILES ? Pairs::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 constexpr unsigned MAP_AT = BARRIERS_AT + 256;
-static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(TileMap) : 0), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(GroupBlockMap) : 0), "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each.
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-constexpr unsigned CLAIM_AT = FULL_dS + 16;  // the block's piece: its number, or what was dealt
-static_assert(CLAIM_AT + 32 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
+constexpr unsigned WORK_TILE_AT = FULL_dS + 16;  // the block's piece: its number, or what was dealt
+static_assert(WORK_TILE_AT + 32 <= MAP_AT, "the mbarriers and the claim have 256 bytes");
 
-__device__ __forceinline__ void init_barriers(SmemAddress base) {
+__device__ __forceinline__ void init_barriers(SmemAddr base) {
     mbarrier_init(base + FULL_K, 1);
     mbarrier_init(base + FULL_V, 1);
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -132,8 +132,8 @@ struct Constant {
     static constexpr bool value = B;
 };
 
-// A bias of a warp's 16 keys as P^T lies, from rows of queries in shared memory: store_pairs the other way.
-__device__ __forceinline__ void fetch_pairs(unsigned (&pairs)[QUERIES / 16][4], SmemAddress rows, unsigned chunk) {
+// A bias of a warp's 16 keys as P^T lies, from rows of queries in shared memory: store_transposed the other way.
+__device__ __forceinline__ void fetch_pairs(unsigned (&pairs)[QUERIES / 16][4], SmemAddr rows, unsigned chunk) {
     const unsigned lane = thread_index_x() % 32;
 #pragma unroll
     for (int step = 0; step < QUERIES / 16; ++step)
@@ -147,7 +147,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
-    float* dQ_accum,                               // (B, H, query tiles, DQ_TILE) behind counters; see in_order.cuh
+    float* dQ_accum,                               // (B, H, query tiles, DQ_TILE) behind counters; see dq_semaphore.cuh
     const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
     const __grid_constant__ TensorMap Q_tile_map,  // boxes of BLOCK_M rows
@@ -160,41 +160,41 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     int group,                                     // H / Hk
     const __grid_constant__ Score score,
     const __grid_constant__ TensorMap bias_map,    // boxes of 64 rows, where BIAS_TILES
-    const int* pieces) {                           // as bwd_wgmma_pieces has found them, where RAGGED
+    const int* pieces) {                           // as bwd_wgmma_scheduler has found them, where RAGGED
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddress base = smem_address(smem);
-    TileMap& map = *reinterpret_cast<TileMap*>(smem + MAP_AT);
+    const SmemAddr base = smem_address(smem);
+    GroupBlockMap& map = *reinterpret_cast<GroupBlockMap*>(smem + MAP_AT);
     if (threadIdx.x == 0) {
         init_barriers(base);
-        if (ORDERED) *reinterpret_cast<unsigned*>(smem + CLAIM_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
+        if (DETERMINISTIC) *reinterpret_cast<unsigned*>(smem + WORK_TILE_AT) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
     }
     if (Head::MAPPED) {
-        const Piece own(0, Hk, B);
+        const WorkTileRange own(0, Hk, B);
         if (own.b < B) map.fill<THREADS / 32>(own.sequence(score), own.kv_head * group, group, own.key_tile * BLOCK_N);
     }
-    await_previous_entry();
+    griddepcontrol_wait();
 #if RAGGED
     if (threadIdx.x / 32 == 1) {
         const int *const from = pieces + 8 * (blockIdx.y * gridDim.x + blockIdx.x), lane = threadIdx.x % 32;
-        if (lane < 8) reinterpret_cast<int*>(smem + CLAIM_AT)[lane] = from[lane];
+        if (lane < 8) reinterpret_cast<int*>(smem + WORK_TILE_AT)[lane] = from[lane];
     }
 #endif
     __syncthreads();  // the mbarriers, and the map or the claim, are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const auto claimed = [&] {
 #if RAGGED
-        return Piece(*reinterpret_cast<const volatile Dealt*>(smem + CLAIM_AT));
+        return WorkTileRange(*reinterpret_cast<const volatile WorkTile*>(smem + WORK_TILE_AT));
 #else
-        return Piece(ORDERED ? uniform(*reinterpret_cast<volatile unsigned*>(smem + CLAIM_AT)) : 0, Hk, B);
+        return WorkTileRange(DETERMINISTIC ? uniform(*reinterpret_cast<volatile unsigned*>(smem + WORK_TILE_AT)) : 0, Hk, B);
 #endif
     };
 #if RAGGED
     if (threadIdx.x / 32 == 3) {  // the block that follows on this SM finds its piece in L1: mostly it is one of these 128
         const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
-        fetch_to_L1(pieces + 8 * min(next, gridDim.x * gridDim.y - 1));
+        prefetch_L1(pieces + 8 * min(next, gridDim.x * gridDim.y - 1));
     }
 #endif
-    const Piece piece = claimed();
+    const WorkTileRange piece = claimed();
     if ((RAGGED && piece.b < 0) || (ABREAST && piece.b >= B)) return;  // surplus
     const int kv_head = piece.kv_head, b = piece.b, H = Hk * group;
     const Head head0(piece.sequence(score), kv_head * group);
@@ -211,7 +211,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     };
 
     if (warp < 4) {
-        registers_give_back<SERVER_REGISTERS>();
+        setmaxnreg_dec<LOAD_WARP_REGISTERS>();
         if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
@@ -262,57 +262,57 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
             TIMELINE(done);
-        } else if ((!SHARED_KEYS || ORDERED) && warp >= 2 && elect()) {
+        } else if ((!SHARED_KEYS || DETERMINISTIC) && warp >= 2 && elect()) {
             bool admitted = false;  // to add to the tile that is next
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;  // asked again, or it would be spilled
                 TIMELINE(wait_dQ);  // first for its turn in memory, while there is nothing to send yet
-                if (ORDERED && !(ASKED_AHEAD && admitted)) await_count(added(head, m0, consumer), piece.before(head0, m0));
+                if (DETERMINISTIC && !(SEMAPHORE_AHEAD && admitted)) await_count(added(head, m0, consumer), piece.before(head0, m0));
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 } else {
                     // Mostly somebody has: then the counter need not be asked when the numbers are there.
-                    const bool stored = ASKED_EARLY && has_counted(added(head, m0, consumer), STORED);
+                    const bool stored = SEMAPHORE_EARLY && has_counted(added(head, m0, consumer), STORED);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                     TIMELINE(send_dQ);
                     float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
-                    const SmemAddress from = base + dQ_AT + consumer * 4 * DQ_SHARE;
-                    bool first = ORDERED && piece.before(head0, m0) == 0;
-                    if (FIRST_STORES && !stored) {  // asked with the numbers at hand, so that whoever is first does not wait
+                    const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_SHARE;
+                    bool first = DETERMINISTIC && piece.before(head0, m0) == 0;
+                    if (FIRST_BLOCK_STORES && !stored) {  // asked with the numbers at hand, so that whoever is first does not wait
                         const unsigned before = arrive_and_count(added(head, m0, consumer));
                         first = before == 0;
                         if (!first && before < STORED) await_count(added(head, m0, consumer), STORED);
                     }
                     const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
-                    if (first) send_floats(to, from, bytes);
-                    else send_sums(to, from, bytes);
-                    send_commit();
-                    send_wait_read();
+                    if (first) bulk_store(to, from, bytes);
+                    else tma_reduce_add(to, from, bytes);
+                    tma_store_commit();
+                    tma_store_wait_read();
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
-                    if (ORDERED && !ASKED_AHEAD) send_wait();
-                    if (ASKED_AHEAD) {
+                    if (DETERMINISTIC && !SEMAPHORE_AHEAD) tma_store_wait();
+                    if (SEMAPHORE_AHEAD) {
                         int next_head = head, next_m0 = walk.next(m0);
                         walk.find(next_head, next_m0);
                         if (next_head == group) next_head = head, next_m0 = m0;
                         const unsigned arrived = arrived_at(added(next_head, next_m0, consumer));
-                        send_wait();
+                        tma_store_wait();
                         arrive_and_see(added(head, m0, consumer));
                         admitted = arrived >= piece.before(head0, next_m0);
                     }
-                    if (FIRST_STORES && first) {
-                        send_wait();
+                    if (FIRST_BLOCK_STORES && first) {
+                        tma_store_wait();
                         arrive_at_count(added(head, m0, consumer), STORED);
                     }
                 }
-                if (ORDERED && !ASKED_AHEAD) arrive_at_count(added(head, m0, consumer));
+                if (DETERMINISTIC && !SEMAPHORE_AHEAD) arrive_at_count(added(head, m0, consumer));
             });
             TIMELINE(done);
         }
         return;
     }
 
-    registers_take<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, both = 1, own_barrier = 2 + consumer, turn = 4 + consumer, next_turn = 5 - consumer;
     const int own_keys = SHARED_KEYS ? 0 : 64 * consumer, own_queries = SHARED_KEYS ? QUERIES * consumer : 0;  // first, of the tile
     const float exponent = Head::unit_of(score) * Head::LOG2E;
@@ -330,7 +330,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     };
     // S^T or dP^T: the consumer's keys times its queries. Of V and dO the columns beyond their width are zeros, as dV's are then.
     const auto multiply_rows = [&](float (&C)[QUERIES / 2], unsigned keys_at, unsigned queries_at) {
-        const SmemAddress smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are
+        const SmemAddr smem_ = COLS > 96 ? uniform(base) : base;  // else descriptors are kept in registers, more than there are
         const Descriptor A = Keys::k_major(smem_ + keys_at + own_keys * 128);
         const Descriptor B = Queries::k_major(smem_ + queries_at + own_queries * 128);
         wgmma_fence();
@@ -365,14 +365,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             wgmma<Order::MN_MAJOR>(dQ, A + Pairs::k_step(step), B + Keys::mn_step(step), step > 0);
         wgmma_commit();
     };
-    const auto pairs_at = [&](SmemAddress tile) {
+    const auto pair_bits_at = [&](SmemAddr tile) {
         return tile + (SHARED_KEYS ? own_queries * 128 : consumer * Pairs::SLAB_BYTES);
     };
 
     // dK or dV of the consumer leaves: 64 keys, all columns or half of them, by way of `tile`, which nobody reads any more.
-    bool spoilt = false;
-    const auto leave = [&](auto layout, SmemAddress tile, const TensorMap& map, const float (&sums)[COLS / 2], float factor) {
-        spoilt |= Head::HIDES && !finite(sums);
+    bool non_finite = false;
+    const auto leave = [&](auto layout, SmemAddr tile, const TensorMap& map, const float (&sums)[COLS / 2], float factor) {
+        non_finite |= Head::HIDES && !finite(sums);
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
             unsigned pair[4];
@@ -382,13 +382,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         }
         fence_proxy_async();
         named_barrier_sync(own_barrier, 128);  // it is whole before it is sent
-        const Piece done = claimed();          // asked again, or it would be kept all the time
+        const WorkTileRange done = claimed();          // asked again, or it would be kept all the time
         if (threadIdx.x % 128 == 0) {
 #pragma unroll
             for (int slab = 0; slab < (COLS + 63) / 64; ++slab)
-                send_box(map, (slab + (SHARED_KEYS ? consumer * 2 : 0)) * 64, head0.key_row_box(walk.n0() + own_keys), done.kv_head,
+                tma_store(map, (slab + (SHARED_KEYS ? consumer * 2 : 0)) * 64, head0.key_row_box(walk.n0() + own_keys), done.kv_head,
                          head0.key_row_batch(done.b), tile + slab * layout.SLAB_BYTES);
-            send_commit();
+            tma_store_commit();
         }
     };
     const auto leave_dV = [&] {  // where V was, of which a consumer reads its own keys alone
@@ -426,13 +426,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 };
                 if (stored) add(Constant<true>{});
                 else add(Constant<false>{});
-                if (ORDERED) {
+                if (DETERMINISTIC) {
                     __syncwarp();  // all lanes have added
                     if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
                 }
             } else {
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2 ^ 1);
-                const SmemAddress at = base + dQ_AT + consumer * 4 * DQ_SHARE + thread_index_x() % 128 * 16;
+                const SmemAddr at = base + dQ_AT + consumer * 4 * DQ_SHARE + thread_index_x() % 128 * 16;
 #pragma unroll
                 for (int k = 0; k < DQ_COLS / 2; k += 4) store_floats(at + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
             }
@@ -494,7 +494,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     unsigned rows[2][1] = {};
 #pragma unroll
                     for (int i = 0; i < QUERIES / 32; ++i)
-                        bound.pairs_seen<16>(rows[i], first_query + 32 * i + lane, first_key + warp % 4 * 16);
+                        bound.pair_bits<16>(rows[i], first_query + 32 * i + lane, first_key + warp % 4 * 16);
 #pragma unroll
                     for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {  // of rows k / 4 * 8 + k % 2, and 32 more
                         const unsigned from = k / 4 * 8 + k % 2 + lane % 4 * 2;
@@ -506,13 +506,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll LOOKS
                     for (int k = 0; k < QUERIES / 2; ++k) {  // without a branch: one load does not wait for the other
                         const int i = min(place.at(k).query_row(), head0.Sq - 1), j = min(place.at(k).key_col(), head0.Sk - 1);
-                        seen |= static_cast<unsigned>(bound.uncovers(i, j)) << k;
+                        seen |= static_cast<unsigned>(bound.mask_allows(i, j)) << k;
                     }
                 }
             }
 
             unsigned shift[QUERIES / 16][4];  // the bias, as S^T lies
-            if (BIAS_TILES) fetch_pairs(shift, pairs_at(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
+            if (BIAS_TILES) fetch_pairs(shift, pair_bits_at(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
 
             wgmma_wait<1>();  // for S^T
             wgmma_settled(S);
@@ -525,7 +525,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
                 const At at0 = place.at(k), at1 = place.at(k + 1);
                 const float2 bias = BIAS_TILES ? unpack(shift[k / 8][k / 2 % 4]) : float2{};
-                if (Head::STEEP) {
+                if (Head::HAS_DERIVATIVE) {
                     const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
                     S[k] = x0.value, S[k + 1] = x1.value;
                     derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
@@ -539,9 +539,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     for (int k = 0; k < QUERIES / 2; ++k)
                         if (!(seen >> k & 1)) hide(k);
                 }
-                const Range whole = head0.queries_that_see_all<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
+                const Range whole = head0.fully_visible_queries<true>(walk.n0() + own_keys, walk.n0() + own_keys + 64);
                 if ((first_query < whole.begin) | (first_query + QUERIES > whole.end)) {  // also rows from Sq on: 0 * inf is NaN
-                    hide_unseen<QUERIES / 2>(head0, place, hide);
+                    mask_fragment<QUERIES / 2>(head0, place, hide);
                 }
             };
             if constexpr (!HIDE_LATE) hide_all_unseen([&](int k) { S[k] = -INF; });
@@ -559,7 +559,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (SHARED_KEYS) {
                 unsigned left[QUERIES / 16][4];
                 drop(left);
-                store_pairs<Pairs>(pairs_at(base + P_at), warp % 4 * 2, left);
+                store_transposed<Pairs>(pair_bits_at(base + P_at), warp % 4 * 2, left);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // P is whole before it is multiplied
             }
@@ -573,9 +573,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const float2 row_delta = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
                 const float2 p = unpack(P[k / 8][k / 2 % 4]);
                 const unsigned pair = pair_kept(k / 8, k / 2 % 4);
-                const float dP0 = bound.thinned(dP[k], pair & 1), dP1 = bound.thinned(dP[k + 1], pair >> 16);
+                const float dP0 = bound.apply_dropout(dP[k], pair & 1), dP1 = bound.apply_dropout(dP[k + 1], pair >> 16);
                 float dS0 = p.x * (dP0 - row_delta.x), dS1 = p.y * (dP1 - row_delta.y);
-                if (Head::STEEP) {
+                if (Head::HAS_DERIVATIVE) {
                     const float2 dx = unpack(derivative[k / 8][k / 2 % 4]);
                     dS0 *= dx.x, dS1 *= dx.y;
                 }
@@ -584,13 +584,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (LATE_DQ) {
                 if (BLOCK_M == 128) named_barrier_arrive(next_turn, 256);  // each measured to be better where it stands
                 if (!FIRST) await_dS(i - 1);  // then nobody multiplies what dS replaces any more
-                store_pairs<Pairs>(pairs_at(base + dS_at), warp % 4 * 2, dS);
+                store_transposed<Pairs>(pair_bits_at(base + dS_at), warp % 4 * 2, dS);
                 if (BLOCK_M == 64) named_barrier_arrive(next_turn, 256);
                 if (!FIRST) multiply_dQ(dQ, dS_before);
                 if (DROPOUT) drop(P);  // dS is made of P before anything is dropped
                 add_rows(dV_rmem, P, P_at, dO_at, summed);
             } else {
-                store_pairs<Pairs>(pairs_at(base + dS_at), warp % 4 * 2, dS);
+                store_transposed<Pairs>(pair_bits_at(base + dS_at), warp % 4 * 2, dS);
                 fence_proxy_async();
                 named_barrier_sync(both, 256);  // dS is whole before it is multiplied
                 multiply_dQ(dQ, dS_at);
@@ -605,9 +605,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const auto sums_to = [&] {  // the lane's
                 return SHARED_KEYS ? dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128 + threadIdx.x % 32 * 4 : nullptr;
             };
-            float* const to = SHARED_KEYS && ORDERED ? found(sums_to()) : nullptr;  // while products are under way
-            const bool stored = SHARED_KEYS && ORDERED && piece.before(head0, m0) == 0;
-            if (SHARED_KEYS && ORDERED) {
+            float* const to = SHARED_KEYS && DETERMINISTIC ? found(sums_to()) : nullptr;  // while products are under way
+            const bool stored = SHARED_KEYS && DETERMINISTIC && piece.before(head0, m0) == 0;
+            if (SHARED_KEYS && DETERMINISTIC) {
                 TIMELINE(wait_dQ);
                 mbarrier_wait(base + EMPTY_dQ + 8 * consumer, i % 2);
             }
@@ -615,7 +615,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (!LATE_DQ || !FIRST) {
                 wgmma_wait<1 + LATE_DQ>();
                 wgmma_settled(dQ);
-                store_dQ(dQ, i - LATE_DQ, ORDERED ? to : sums_to(), stored);
+                store_dQ(dQ, i - LATE_DQ, DETERMINISTIC ? to : sums_to(), stored);
             }
             if (LATE_DQ) dO_read();
             m0 = walk.next(m0);
@@ -629,7 +629,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             await(FULL_Q, 0);
             await(FULL_dO, 0);
             const unsigned zeros[QUERIES / 16][4] = {};
-            store_pairs<Pairs>(pairs_at(base + dS_AT), warp % 4 * 2, zeros);
+            store_transposed<Pairs>(pair_bits_at(base + dS_AT), warp % 4 * 2, zeros);
             release(EMPTY_dO, 0);
             m0 = walk.next(m0);
             walk.find(head, m0);
@@ -675,20 +675,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     }
 
     // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-    if (Head::HIDES && named_barrier_or(both, 256, spoilt)) {
-        if (threadIdx.x % 128 == 0) send_wait();  // what has been sent is in its place, to be written once more
+    if (Head::HIDES && named_barrier_or(both, 256, non_finite)) {
+        if (threadIdx.x % 128 == 0) tma_store_wait();  // what has been sent is in its place, to be written once more
         named_barrier_sync(both, 256);
-        const Piece done = claimed();
-        return key_gradients_row_by_row<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done.b, done.kv_head, H, walk.n0(),
+        const WorkTileRange done = claimed();
+        return key_gradients_non_finite<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done.b, done.kv_head, H, walk.n0(),
                                                     warp - 4);
     }
-    if (threadIdx.x % 128 == 0) send_wait_read();  // shared memory lives as long as the block
+    if (threadIdx.x % 128 == 0) tma_store_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);
 }
 
-// Who works on which keys of a ragged batch, the longest pieces first (dealing.cuh): a warp finds a piece. Found by the blocks
+// Who works on which keys of a ragged batch, the longest pieces first (tile_scheduler.cuh): a warp finds a piece. Found by the blocks
 // that work on them, each would begin a microsecond later. Launched before delta, which is computed meanwhile; clears the counters.
-extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_pieces(
+extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* pieces,  // eight numbers each
     float* dQ_accum,
     int counters,  // of dQ_accum
@@ -696,19 +696,19 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_pieces(
     int group,    // H / Hk
     const __grid_constant__ Score score) {
 #if RAGGED
-    static_assert(sizeof(Dealt) == 32, "eight numbers");
-    let_next_entry_begin();
+    static_assert(sizeof(WorkTile) == 32, "eight numbers");
+    griddepcontrol_launch_dependents();
     for (int i = blockIdx.x * 256 + threadIdx.x; COUNTED && i < counters; i += gridDim.x * 256)
         reinterpret_cast<unsigned*>(dQ_accum)[i] = 0;
     const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
     if (number >= key_offsets(score).tiles<BLOCK_N>() * Hk) return;
-    const Dealt dealt = LongestFirst<KeyTiles>(score).piece(number, Hk, group);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<Dealt*>(pieces)[number] = dealt;
+    const WorkTile dealt = LongestFirst<KeyTiles>(score).piece(number, Hk, group);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<WorkTile*>(pieces)[number] = dealt;
 #endif
 }
 
 // dQ = scale * dQ_accum: every warp puts into order what the consumers' warps of its index have added.
-extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
+extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
@@ -719,9 +719,9 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
-    await_previous_entry();
+    griddepcontrol_wait();
     const RowTile own = query_tile_by_warp<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && own.surplus()) return;
+    if (RAGGED && own.invalid()) return;
     const Sequence sequence(score, own.b);
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row0 = own.row0 + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
@@ -731,10 +731,10 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_dq(
     const float* from = dQ_accum + sums_at(tiles) + tile * DQ_TILE + consumer * DQ_SHARE + warp * 128;
     const Range keys = Head(score, own.b, h).keys(own.row0, own.row0 + BLOCK_M);
     const unsigned* const added = reinterpret_cast<const unsigned*>(dQ_accum) + ADDED + 2 * tile + consumer;
-    const bool untouched = ORDERED ? keys.begin >= keys.end : FIRST_STORES && *added == 0;  // nobody sees these rows
-    const bool spoilt = DQ_COLS_2 < DQ_COLS && consumer == 1
-                            ? put_warp_rows<16, DQ_COLS_2, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched)
-                            : put_warp_rows<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched);
-    if (spoilt)
-        query_gradients_row_by_row<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
+    const bool untouched = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *added == 0;  // nobody sees these rows
+    const bool non_finite = DQ_COLS_2 < DQ_COLS && consumer == 1
+                            ? write_dQ_fragments<16, DQ_COLS_2, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched)
+                            : write_dQ_fragments<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, untouched);
+    if (non_finite)
+        query_gradients_non_finite<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 BLOCKS = 132  # that run at one time, one a multiprocessor
@@ -32,7 +32,7 @@ def mapped(p: Problem) -> bool:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
-    if reason := refused_by_wgmma(p, arch, "bwd_block2d"):
+    if reason := unsupported_by_wgmma(p, arch, "bwd_block2d"):
         return reason
     if p.bias and not p.bias_tiles:
         return "a bias that tensor maps cannot copy in tiles is not built: bwd_mma is faster with it"
@@ -69,9 +69,9 @@ def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
-    """The same where the first is stored, of a ragged batch with zeros by `bwd_wgmma_pieces`; else all zeros."""
+    """The same where the first is stored, of a ragged batch with zeros by `bwd_wgmma_scheduler`; else all zeros."""
     numbers, counters = counted_dQ(p, t)
-    if p.D > 128 or (p.ragged and p.D <= 64):  # not COUNTED of in_order.cuh
+    if p.D > 128 or (p.ragged and p.D <= 64):  # not COUNTED of dq_semaphore.cuh
         return numbers, numbers
     return numbers, 0 if p.ragged else counters
 
@@ -83,7 +83,7 @@ def table_of_pieces(p: Problem, t: Tile) -> tuple[int, int]:
 
 def abreast(p: Problem, t: Tile) -> tuple[int, int, int]:
     """Pieces of a section of heads side by side: as many as run at one time, or of short rows half of them; of a
-    window more. (ABREAST of include/in_order.cuh.)"""
+    window more. (ABREAST of include/dq_semaphore.cuh.)"""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if not heads:
         return 1, tiles, 0
@@ -109,7 +109,7 @@ in_any_order = Kernel(
     arch_suffix="a",
     deterministic=False,
     early=True,
-    scratch={"dQ_accum": dQ_in_any_order, "pieces": table_of_pieces},
+    scratch={"dQ_accum": dQ_in_any_order, "work_tiles": table_of_pieces},
     default=True,
     ragged=True,
     tiles=(
@@ -125,20 +125,20 @@ in_any_order = Kernel(
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
         *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score"),
-        *("bias_map", "pieces"),
+        *("bias_map", "work_tiles"),
     ),
     then=(
         Entry(
-            name="bwd_wgmma_pieces",
+            name="bwd_wgmma_scheduler",
             first=True,
             grid=lambda p, t: (cdiv(table_of_pieces(p, t)[0], 8 * 8), 1, 1),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
-            args=("pieces", "dQ_accum", "counters", "Hk", "group", "score"),
+            args=("work_tiles", "dQ_accum", "counters", "Hk", "group", "score"),
             numbers={"counters": lambda p, t: counted_dQ(p, t)[1]},
         ),
         Entry(
-            name="bwd_wgmma_dq",
+            name="bwd_wgmma_postprocess",
             early=True,
             grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (256, 1, 1),
@@ -171,15 +171,17 @@ def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
 
 in_order = replace(
     in_any_order,
-    name="bwd_ordered",
+    name="bwd_wgmma_deterministic",
     summary="bwd_wgmma, whose blocks add to dQ in the order of the keys: the same bits every time",
     deterministic=True,
     ragged=False,
     supports=supports_in_order,
-    macros={"ORDERED": 1},
+    macros={"DETERMINISTIC": 1},
     grid=in_sections,
-    scratch={"dQ_accum": counted_dQ, "pieces": table_of_pieces},
-    then=tuple(replace(entry, name="bwd_ordered_dq") for entry in in_any_order.then if not entry.first),
+    scratch={"dQ_accum": counted_dQ, "work_tiles": table_of_pieces},
+    then=tuple(
+        replace(entry, name="bwd_wgmma_deterministic_postprocess") for entry in in_any_order.then if not entry.first
+    ),
 )
 
 kernels = (in_any_order, in_order)

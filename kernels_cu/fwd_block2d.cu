@@ -21,8 +21,8 @@
 // Inner loops, sm_90a, D = 64 / 128 / 256: Q K^T 128 FFMA for 12 LDS.128, P V 128 / 256 / 512 for 12 / 20 / 36.
 // What did not help: X = 16 (fewer loads in P V, but spills on sm_100a); expf (25 registers more than exp2f); a
 // division for each element of O, and P V unrolled by 4 at the diagonal too (together twice the compile time).
-#include "common.cuh"
-#include "score.cuh"
+#include "tensor.cuh"
+#include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
 constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;         // of S, each thread
@@ -32,7 +32,7 @@ constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
 constexpr bool TIGHT = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);     // four blocks of up to 64 columns spill
-constexpr int OTHERS = Head::LOOKS_UP ? 124 : TIGHT ? 72 : 64;                  // registers beside S and O
+constexpr int OTHERS = Head::READS_TENSORS ? 124 : TIGHT ? 72 : 64;                  // registers beside S and O
 constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHERS));
 constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
                 const float4 v = load4(V_smem + (j0 + j) * V_PITCH + c * THREADS_X);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (!WHOLE && !head.sees(query_row + i * THREADS_Y, n0 + j0)) continue;
+                    if (!WHOLE && !head.visible(query_row + i * THREADS_Y, n0 + j0)) continue;
                     O_rmem[i][c] += P_rmem[i][j] * v.x;
                     O_rmem[i][c + 1] += P_rmem[i][j] * v.y;
                     O_rmem[i][c + 2] += P_rmem[i][j] * v.z;
@@ -88,7 +88,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     float* KV_smem = Q_smem + BLOCK_M * Q_PITCH;
     float* P_smem = KV_smem + BLOCK_N * K_PITCH;
     const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
+    if (RAGGED && tile.invalid()) return;
     const int tx = threadIdx.x, ty = threadIdx.y, m0 = tile.row0;
     const int h = blockIdx.y, b = tile.b, kv_head = h / group;
     const Head head(score, b, h);
@@ -142,7 +142,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
 #pragma unroll
             for (int j = 0; j < COLS; ++j) {
                 const int row = query_row + i * THREADS_Y, col = n0 + tx + j * THREADS_X;
-                whole &= head.sees(row, col);
+                whole &= head.visible(row, col);
                 S_rmem[i][j] = head.masked(S_rmem[i][j], row, col);
                 m_new = fmaxf(m_new, S_rmem[i][j]);
             }

@@ -31,11 +31,11 @@
 // wave. What did not help: one line of all keys cut into equal stretches (0 ... 5% more), copies with L2's evict_first (4 ... 5%) or by TMA
 // (5 ... 7% where maps promote 256 bytes in L2, as ours did; else nothing), keys requested before it is known how many there are (1 us), the
 // next block's keys fetched into L2 while one merges (1 ... 5%), blocks that stay (1% less at B64 Sq4 Sk8192, 2% more at B32 Sk4096).
-#include "mma_tiles.cuh"
-#include "splits.cuh"
-#include "team.cuh"
+#include "mma_smem.cuh"
+#include "split_kv.cuh"
+#include "cluster.cuh"
 #if FLOAT8
-#include "float8.cuh"
+#include "fp8.cuh"
 #endif
 
 constexpr unsigned THREADS = 32 * WARPS;
@@ -45,19 +45,19 @@ constexpr int STEP_D = 2 * CHUNK;                      // columns of an MMA step
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D, DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;  // beyond: zeros
 using Tile = Swizzled<D_PAD * ITEM / 2>;  // rows of Q and K; of float8, in pairs
 using VTile = Swizzled<DV_PAD * ITEM / 2>;
-using Place = FragmentPlace<D_PAD * ITEM / 2>;
-using VPlace = FragmentPlace<DV_PAD * ITEM / 2>;
+using Place = FragmentOffsets<D_PAD * ITEM / 2>;
+using VPlace = FragmentOffsets<DV_PAD * ITEM / 2>;
 constexpr unsigned K_BYTES = BLOCK_N * Tile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr unsigned O_PITCH = DV_PAD + 8, O_BYTES = BLOCK_M * O_PITCH * 4;  // 8 more: four rows in different banks
 constexpr unsigned RING = STAGES * STAGE > O_BYTES ? STAGES * STAGE : O_BYTES;
-constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, INBOX_AT = RINGS_AT + WARPS * RING;
-constexpr int OWN_QUADS = (HEAD_DIM_V / 4 + TEAM - 1) / TEAM;  // four columns each, of O, that a member of a team finishes
-constexpr unsigned INBOX = TEAM == 1 ? 0 : TEAM * BLOCK_M * (16 * OWN_QUADS + 8);
-constexpr float LAZY = 8.0f;
-constexpr float FAR = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
+constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, DSMEM_AT = RINGS_AT + WARPS * RING;
+constexpr int OWN_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;  // four columns each, of O, that a member of a team finishes
+constexpr unsigned DSMEM_BYTES = CLUSTER == 1 ? 0 : CLUSTER * BLOCK_M * (16 * OWN_QUADS + 8);
+constexpr float RESCALE_THRESHOLD = 8.0f;
+constexpr float SCORE_LIMIT = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile of whole MMA steps");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a tile of keys lies in one page");
-static_assert(SMEM_BYTES == INBOX_AT + INBOX, "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
 // A row of the packed tile: query i, head h.
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_values(float (*O)[4], const unsigned (&P)[4]
 #endif
 
 // Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], const float (&exponents)[M_TILES][2]) {
+__device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], const float (&exponents)[M_TILES][2]) {
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) {
         const int mt = i / 2, half = i % 2;
@@ -125,9 +125,9 @@ __device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][
 }
 
 // Requests the BLOCK_N rows of a tile of keys, or values, from `from` on, by the lanes of a warp; rows from `left` on become zeros. Shorter than
-// `request_tile`, which asks twice: before a block's first keys arrive its instructions have to.
+// `cp_async_tile`, which asks twice: before a block's first keys arrive its instructions have to.
 template <class Rows, int WIDTH, class T>
-__device__ __forceinline__ void request_rows(SmemAddress tile, const T* from, long long stride, int left, unsigned lane) {
+__device__ __forceinline__ void request_rows(SmemAddr tile, const T* from, long long stride, int left, unsigned lane) {
     constexpr unsigned STEP = 32 / Rows::CHUNKS, COPIERS = STEP * Rows::CHUNKS;
     const unsigned row0 = lane / Rows::CHUNKS, chunk = lane % Rows::CHUNKS;
     if (COPIERS < 32 && lane >= COPIERS) return;
@@ -141,9 +141,9 @@ __device__ __forceinline__ void request_rows(SmemAddress tile, const T* from, lo
 
 // One tile of keys, from n0 on, that lies in `stage`. `masked`: some row may not see all of it.
 __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int row0, int kv_head, int group, int n0, bool masked,
-                                       SmemAddress Q_smem, SmemAddress stage, const Place& place, const Place& key_place,
+                                       SmemAddr Q_smem, SmemAddr stage, const Place& place, const Place& key_address,
                                        const VPlace& value_place) {
-    const float unit = Head::unit_of(sequence.score), exponent = unit * Head::LOG2E, margin = LAZY / exponent;
+    const float unit = Head::unit_of(sequence.score), exponent = unit * Head::LOG2E, margin = RESCALE_THRESHOLD / exponent;
     float exponents[M_TILES][2];  // of scores; the same for all rows, unless each head of float8 has numbers of its own
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     float S[M_TILES][BLOCK_N / 8][4] = {};
@@ -155,7 +155,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
 #pragma unroll
         for (int nt = 0; nt < BLOCK_N / 16; ++nt) {
             unsigned K[4];
-            ldmatrix_x4(K, stage + key_place(16 * nt, step));
+            ldmatrix_x4(K, stage + key_address(16 * nt, step));
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt) {
                 add_scores(S[mt][2 * nt], Q[mt], K[0], K[1]);
@@ -179,13 +179,13 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
                 float& s = S[mt][i / 2][2 * half + i % 2];
                 const At at(row.i, n0 + 2 * q, 0, i / 2 * 8 + i % 2);
                 s = head.raw(s, at);
-                if (masked && !head.sees(at.query_row(), at.key_col())) s = -INF;
+                if (masked && !head.visible(at.query_row(), at.key_col())) s = -INF;
                 top[mt][half] = fmaxf(top[mt][half], s);
             }
-            exceeds |= top[mt][half] > rows.m[mt][half] + (DESCALE % 4 ? LAZY / exponents[mt][half] : margin);
+            exceeds |= top[mt][half] > rows.m[mt][half] + (DESCALE % 4 ? RESCALE_THRESHOLD / exponents[mt][half] : margin);
         }
     }
-    if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponents);
+    if (__any_sync(0xffffffffu, exceeds)) rescale(rows, top, exponents);
 
     unsigned P[M_TILES][BLOCK_N / 16][4];
 #pragma unroll
@@ -195,7 +195,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(sequence, row.h);
             const float m = rows.m[mt][half], exponent = exponents[mt][half];
-            const float negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, FAR);
+            const float negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, SCORE_LIMIT);
             const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
 #pragma unroll
             for (int nt = 0; nt < BLOCK_N / 8; ++nt) {
@@ -246,7 +246,7 @@ __device__ __forceinline__ void leave(const Rows& rows, float* O_smem, float2* s
 
 // The same from the beginning, row by row and out of line, of only those keys that a row sees: a masked key's P is 0, but 0 * NaN brings its
 // value to rows that do not see it. Seldom, and then worth the time. Of key tiles `first`, `first` + WARPS, ... before `end`.
-__device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype_v>& V,
+__device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype_v>& V,
                                               const Score& score, int b, int row0, int kv_head, int group, int first, int end,
                                               float* O_smem, float2* sums) {
     const Sequence sequence(score, b);
@@ -260,7 +260,7 @@ __device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const 
         for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = 0.0f;
         for (int n = 0; row.i < head.Sq && first + n / BLOCK_N * WARPS < end; ++n) {
             const int j = (first + n / BLOCK_N * WARPS) * BLOCK_N + n % BLOCK_N;
-            if (!head.sees(row.i, j)) continue;
+            if (!head.visible(row.i, j)) continue;
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(head.query(Q, row.h, row.i)[d]) * to_float(head.key(K, kv_head, j)[d]);
@@ -277,7 +277,7 @@ __device__ __noinline__ void leave_row_by_row(const View<const dtype>& Q, const 
 
 // Writes columns 4 quad .. of O's row, and, with the first of them, its LSE. `number`: of the row, of all of LSE's.
 __device__ __forceinline__ void put(const View<dtype_o>& O, float* LSE, const Head& head, int h, int i, long long number, int quad,
-                                    const Merged& sum) {
+                                    const CombinedRow& sum) {
     constexpr bool WIDE = sizeof(dtype_o) == 4;  // of float8 O may be fp32
     const Total total = head.total(sum.m, sum.l);
     const float4 o = make_float4(sum.O.x * total.inverse, sum.O.y * total.inverse, sum.O.z * total.inverse, sum.O.w * total.inverse);
@@ -300,35 +300,35 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     int splits,                                     // blocks that share the keys of a tile of rows; if dealt, of all batch entries
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    let_next_entry_begin();
+    griddepcontrol_launch_dependents();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int kv_head = blockIdx.y, z = blockIdx.z;
-    const Split own = DEALT ? Deal(score, gridDim.z - splits, splits).block(z) : Split{z / splits, z % splits, splits, z / splits * splits};
-    if (DEALT && own.surplus()) return;
-    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x / TEAM, own.b, group);
-    if (RAGGED && tile.surplus()) return;
-    team_begin();
+    const Split own = DYNAMIC_SPLITS ? SplitScheduler(score, gridDim.z - splits, splits).block(z) : Split{z / splits, z % splits, splits, z / splits * splits};
+    if (DYNAMIC_SPLITS && own.invalid()) return;
+    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, own.b, group);
+    if (RAGGED && tile.invalid()) return;
+    cluster_arrive();
     const Sequence sequence(score, tile.b);
     const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
     const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                     // their queries
 
     // Which key tiles: those that some row sees, an equal part of them for each block of each split, in turns of its warps.
     const Head any(sequence, kv_head * group);
-    const Range keys = any.keys(i0, i1), seen_by_all = any.keys_seen_by_all(i0, i1);
+    const Range keys = any.keys(i0, i1), visible_to_all = any.fully_visible_keys(i0, i1);
     const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-    const int blocks = own.splits * TEAM, part = (all + blocks - 1) / blocks;
-    const int begin_of_block = min((own.split * TEAM + static_cast<int>(team_member())) * part, all);
+    const int blocks = own.splits * CLUSTER, part = (all + blocks - 1) / blocks;
+    const int begin_of_block = min((own.split * CLUSTER + static_cast<int>(cluster_cta_rank())) * part, all);
     const int end = begin + min(begin_of_block + part, all), first = begin + begin_of_block + warp;
 
-    const SmemAddress Q_smem = smem_address(smem);
+    const SmemAddr Q_smem = smem_address(smem);
     char* const ring = smem + RINGS_AT + warp * RING;
-    const SmemAddress stages = smem_address(ring), stages_end = stages + STAGES * STAGE;
-    const auto after = [&](SmemAddress stage) { return stage + STAGE == stages_end ? stages : stage + STAGE; };
-    KeyPlace next = {};  // of the tile that is requested next
+    const SmemAddr stages = smem_address(ring), stages_end = stages + STAGES * STAGE;
+    const auto after = [&](SmemAddr stage) { return stage + STAGE == stages_end ? stages : stage + STAGE; };
+    KeyAddress next = {};  // of the tile that is requested next
     const auto look_up = [&](int j) {
-        if (j < end) next = sequence.key_place(j * BLOCK_N);
+        if (j < end) next = sequence.key_address(j * BLOCK_N);
     };
-    SmemAddress filled = stages, read = stages;  // the stages that are requested, and read, next
+    SmemAddr filled = stages, read = stages;  // the stages that are requested, and read, next
     const auto request = [&](int j) {
         if (j < end) {
             const int left = sequence.Sk - j * BLOCK_N;
@@ -355,7 +355,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // every thread's part of Q is there
 
-    const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);  // as in fwd_mma
+    const Place place(lane % 16, lane / 16), key_address(lane / 16 * 8 + lane % 8, lane / 8 % 2);  // as in fwd_mma
     const VPlace value_place(lane % 16, lane / 16);
     Rows rows;
 #pragma unroll 1
@@ -363,8 +363,8 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
         request(j + (STAGES - 1) * WARPS);
         cp_async_wait<STAGES - 1>();
         __syncwarp();  // tile j is there for every lane
-        const bool masked = j * BLOCK_N < seen_by_all.begin || (j + 1) * BLOCK_N > seen_by_all.end;
-        attend(rows, sequence, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, read, place, key_place, value_place);
+        const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
+        attend(rows, sequence, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, read, place, key_address, value_place);
         __syncwarp();  // every lane has read it before its stage is filled again
     }
     cp_async_wait<0>();
@@ -372,23 +372,23 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
     float* const O_warp = reinterpret_cast<float*>(ring);
     if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite()))
-        leave_row_by_row(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp, sums + warp * BLOCK_M);
+        store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp, sums + warp * BLOCK_M);
     else leave(rows, O_warp, sums + warp * BLOCK_M);
     __syncthreads();  // what every warp has summed up is there
 
     // Merged, four columns of a row a thread, or eight of 32 rows: what the warps left; then, by the member of the team whose columns these
     // are, what the members have sent.
     constexpr int QUADS = HEAD_DIM_V / 4, AT_ONCE = M_TILES > 1 ? 2 : 1;
-    float4* const O_inbox = reinterpret_cast<float4*>(smem + INBOX_AT);                          // [TEAM][BLOCK_M][OWN_QUADS]
-    float2* const sums_inbox = reinterpret_cast<float2*>(O_inbox + TEAM * BLOCK_M * OWN_QUADS);  // [TEAM][BLOCK_M]
-    const int rows_there = rows_end - row0, member = team_member();
+    float4* const O_dsmem = reinterpret_cast<float4*>(smem + DSMEM_AT);                          // [CLUSTER][BLOCK_M][OWN_QUADS]
+    float2* const sums_dsmem = reinterpret_cast<float2*>(O_dsmem + CLUSTER * BLOCK_M * OWN_QUADS);  // [CLUSTER][BLOCK_M]
+    const int rows_there = rows_end - row0, member = cluster_cta_rank();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
-    const auto finish = [&](const PackedRow& row, const Head& head, int quad, const Merged& sum) {
+    const auto finish = [&](const PackedRow& row, const Head& head, int quad, const CombinedRow& sum) {
         const long long number = head.first_row(H, row.h) + row.i;
         if (own.splits == 1) put(O, LSE, head, row.h, row.i, number, quad, sum);
         else parts.put(number, own.split, quad, sum);
     };
-    team_begun();
+    cluster_wait();
 #pragma unroll 1
     for (int i = threadIdx.x * AT_ONCE; i < rows_there * QUADS; i += AT_ONCE * THREADS) {
         const int r = i / QUADS;
@@ -403,40 +403,40 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
 #pragma unroll
             for (int w = 0; w < WARPS; ++w)
                 O_of_warps[w] = *reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
-            Merged sum;
+            CombinedRow sum;
             sum.add(of_warps, O_of_warps, head.unit * Head::LOG2E);
-            if (TEAM == 1) finish(row, head, quad, sum);
+            if (CLUSTER == 1) finish(row, head, quad, sum);
             else {
                 const int owner = quad / OWN_QUADS, its_quad = quad - owner * OWN_QUADS, to = member * BLOCK_M + r;
-                of_teammate(O_inbox, owner)[to * OWN_QUADS + its_quad] = sum.O;
-                if (its_quad == 0) of_teammate(sums_inbox, owner)[to] = make_float2(sum.m, sum.l);
+                map_shared_rank(O_dsmem, owner)[to * OWN_QUADS + its_quad] = sum.O;
+                if (its_quad == 0) map_shared_rank(sums_dsmem, owner)[to] = make_float2(sum.m, sum.l);
             }
         }
     }
-    if (TEAM == 1) return;
-    team_barrier();  // what every member has sent is there
+    if (CLUSTER == 1) return;
+    cluster_sync();  // what every member has sent is there
     const int first_quad = member * OWN_QUADS, own_quads = min(QUADS - first_quad, OWN_QUADS);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows_there * own_quads; i += THREADS) {
         const int r = i / own_quads, its_quad = i % own_quads;
         const PackedRow row(row0 + r, kv_head, group);
         const Head head(sequence, row.h);
-        float2 of_members[TEAM];
-        float4 O_of_members[TEAM];
+        float2 of_members[CLUSTER];
+        float4 O_of_ranks[CLUSTER];
 #pragma unroll
-        for (int m = 0; m < TEAM; ++m) {
-            of_members[m] = sums_inbox[m * BLOCK_M + r];
-            O_of_members[m] = O_inbox[(m * BLOCK_M + r) * OWN_QUADS + its_quad];
+        for (int m = 0; m < CLUSTER; ++m) {
+            of_members[m] = sums_dsmem[m * BLOCK_M + r];
+            O_of_ranks[m] = O_dsmem[(m * BLOCK_M + r) * OWN_QUADS + its_quad];
         }
-        Merged sum;
-        sum.add(of_members, O_of_members, head.unit * Head::LOG2E);
+        CombinedRow sum;
+        sum.add(of_members, O_of_ranks, head.unit * Head::LOG2E);
         finish(row, head, first_quad + its_quad, sum);
     }
 }
 
 // Merges what the splits left, a block a row: PARTS parties of COLUMNS / 4 threads take every PARTS-th split each, many on their way
 // at once, since all of it is a matter of latencies. The order of sums is fixed.
-extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
+extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(
     const __grid_constant__ View<dtype_o> O,  // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // as `Partials` has them
@@ -448,16 +448,16 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
     __shared__ float4 O_smem[AHEAD][THREADS];  // a thread's own, until all have merged theirs
     __shared__ float2 sums_smem[PARTS];
     const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, part = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
-    const Split of = DEALT ? Deal(score, entries, splits).first_of(entry) : Split{entry, 0, splits, entry * splits};
+    const Split of = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_of(entry) : Split{entry, 0, splits, entry * splits};
     const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
-    await_previous_entry();
-    if ((RAGGED && tile.surplus()) || (DEALT && of.splits == 1)) return;
+    griddepcontrol_wait();
+    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && of.splits == 1)) return;
     const Head head(score, tile.b, h);
     const long long number = head.first_row(H, h) + tile.row0;
-    const Partials parts(partials, DEALT ? splits + entries : entries * splits, static_cast<long long>(H) * query_rows(score), of);
+    const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits, static_cast<long long>(H) * query_rows(score), of);
     const float exponent = head.unit * Head::LOG2E;
 
-    Merged own;
+    CombinedRow own;
     const int splits_end = part < PARTS ? of.splits : 0;
 #pragma unroll 1
     for (int first = part; first < splits_end; first += AHEAD * PARTS) {
@@ -480,7 +480,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_merge(
     if (part < PARTS && quad == 0) sums_smem[part] = make_float2(own.m, own.l);
     __syncthreads();
     if (part > 0) return;
-    Merged whole;
+    CombinedRow whole;
     float2 sums[PARTS];
     float4 O_part[PARTS];
 #pragma unroll

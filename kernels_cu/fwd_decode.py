@@ -1,6 +1,6 @@
 """Spec of `fwd_decode.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_copies
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
 SM_SMEM = 233472  # bytes of shared memory of a multiprocessor, a block's own KiB among them
 SM_ASKS = 131072  # bytes on their way to a multiprocessor that keep its share of memory busy while blocks come and go
@@ -22,7 +22,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     members send: O of the columns that a block finishes, four at a time, m and l."""
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
-    inbox = t.TEAM * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.TEAM) + 8) if t.TEAM > 1 else 0
+    inbox = t.CLUSTER * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8) if t.CLUSTER > 1 else 0
     return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8))) + inbox
 
 
@@ -36,7 +36,7 @@ def row_tiles(p: Problem, t: Tile) -> int:
 
 def dealt(p: Problem, t: Tile) -> bool:
     """Whether blocks are dealt to batch entries of different numbers of keys, on the device, where these are known."""
-    return p.key_lengths and not p.ragged and t.TEAM == 1
+    return p.key_lengths and not p.ragged and t.CLUSTER == 1
 
 
 def at_once(p: Problem, t: Tile) -> int:
@@ -53,7 +53,7 @@ def splits(p: Problem, t: Tile) -> int:
     a block does besides, one more to merge and three for eight parts. Each has as many rounds as it asks for at once,
     or more. Where they take differently long, of several entries, so many that the last ones are short.
     """
-    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.TEAM)
+    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     most = max(1, rounds // (t.STAGES - 1))  # of an entry
     if dealt(p, t):
         wanted = at_once(p, t) * (DEALT_WAVES if p.B > 1 else 1) // max(tiles, 1)
@@ -61,7 +61,7 @@ def splits(p: Problem, t: Tile) -> int:
     shared = tiles * p.batches
 
     def takes(n: int) -> int:
-        return cdiv(shared * n * t.TEAM, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1 and 1 + cdiv(3 * n, 8))
+        return cdiv(shared * n * t.CLUSTER, at_once(p, t)) * (cdiv(rounds, n) + 2) + (n > 1 and 1 + cdiv(3 * n, 8))
 
     most = max(1, min(most, MOST_SPLITS, MOST_BLOCKS // max(p.batches, 1)))
     return min(range(1, most + 1), key=takes)
@@ -74,7 +74,7 @@ def blocks(p: Problem, t: Tile) -> int:
 
 def merges(p: Problem, t: Tile) -> bool:
     """Whether some row's keys may be shared."""
-    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS * t.TEAM
+    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS * t.CLUSTER
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def first_for(p: Problem) -> bool:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    if reason := refused_by_copies(p, "fwd_block2d"):
+    if reason := unsupported_by_cp_async(p, "fwd_block2d"):
         return reason
     if p.rows[0] * p.group >= 2**31:
         return f"{p.rows[0]} queries of {p.group} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
@@ -137,12 +137,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (t.BLOCK_N == 16 or not p.mask, f"BLOCK_N={t.BLOCK_N} spills with a mask: 16 does not"),
         (
-            t.TEAM == 1 or p.Dv >= 128 or not (p.score and p.score.hides),
-            f"TEAM={t.TEAM} spills with a condition of one's own at Dv={p.Dv}: 1 does not",
+            t.CLUSTER == 1 or p.Dv >= 128 or not (p.score and p.score.hides),
+            f"CLUSTER={t.CLUSTER} spills with a condition of one's own at Dv={p.Dv}: 1 does not",
         ),
         (
-            t.TEAM == 1 or arch is None or arch >= (9, 0),
-            f"TEAM={t.TEAM} needs compute capability 9.0 or later, whose blocks read each other's shared memory",
+            t.CLUSTER == 1 or arch is None or arch >= (9, 0),
+            f"CLUSTER={t.CLUSTER} needs compute capability 9.0 or later, whose blocks read each other's shared memory",
         ),
         (t.STAGES >= 2, "STAGES must be at least 2: one is read while the others are on their way"),
     )
@@ -172,7 +172,7 @@ def rank(p: Problem, t: Tile) -> int:
     """The rows that there are in as few tiles as possible; of these what has the form that was measured to be best, and
     the smallest."""
     *warps, on_their_way = form(p, t)
-    wrong = 512 * (warps != [t.WARPS, t.TEAM]) + 256 * (on_their_way != (t.STAGES - 1) * t.BLOCK_N * p.itemsize)
+    wrong = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (on_their_way != (t.STAGES - 1) * t.BLOCK_N * p.itemsize)
     return 1024 * cdiv(p.Sq * p.group, t.BLOCK_M) + wrong + t.BLOCK_M
 
 
@@ -187,15 +187,15 @@ kernel = Kernel(
     dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),
     tiles=(
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),
-        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, BLOCKS=132, TEAM=2),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, TEAM=4),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=1),
-        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, TEAM=1),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, TEAM=1),  # D >= 128, of 100 KB a multiprocessor
-        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, TEAM=1),  # float8
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, TEAM=1),  # float8 in pages of 16, or wide
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),
+        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, BLOCKS=132, CLUSTER=2),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=4),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
+        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # D >= 128, of 100 KB a multiprocessor
+        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),  # float8
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 in pages of 16, or wide
     ),
     space={
         "BLOCK_M": (16, 32),
@@ -203,12 +203,12 @@ kernel = Kernel(
         "WARPS": (2, 4, 8),
         "STAGES": (2, 3, 4, 5, 6),
         "BLOCKS": (132,),
-        "TEAM": (1, 2, 4),
+        "CLUSTER": (1, 2, 4),
     },
-    grid=lambda p, t: (row_tiles(p, t) * t.TEAM, p.Hk, blocks(p, t)),
+    grid=lambda p, t: (row_tiles(p, t) * t.CLUSTER, p.Hk, blocks(p, t)),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
-    team=lambda t: t.TEAM,
+    team=lambda t: t.CLUSTER,
     supports=supports,
     check_tile=check_tile,
     rank=rank,
@@ -218,7 +218,7 @@ kernel = Kernel(
     args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "score"),
     then=(
         Entry(
-            name="fwd_decode_merge",
+            name="fwd_decode_combine",
             early=True,
             grid=lambda p, t: (p.query_tiles(1) if merges(p, t) else 0, p.H, p.batches),
             block=lambda t: (32 * t.WARPS, 1, 1),

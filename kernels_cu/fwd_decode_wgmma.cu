@@ -22,12 +22,12 @@
 // As in fwd_wgmma no maximum is taken on the way: a tile is exponentiated under the maximum m of the first one, and where P comes out too large
 // m is raised and the tile's scores are computed again, for which K is still there. All four warps raise it together, since each has columns of
 // O of all rows: the barrier that says that P is there carries the vote. What was tried, with numbers: experiments/020_decode.
-#define SLOW_PATH __forceinline__
-#include "ring.cuh"
-#include "row_by_row.cuh"
-#include "score.cuh"
+#define FALLBACK_INLINE __forceinline__
+#include "pipeline.cuh"
+#include "non_finite.cuh"
+#include "score_mod.cuh"
 #include "swizzle.cuh"
-#include "transposed.cuh"
+#include "bwd_fragment.cuh"
 
 constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
@@ -38,8 +38,8 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P; and 64 columns of O
 constexpr bool AHEAD = BLOCK_M <= 32;      // S^T of the next tile before O^T of this one: 64 rows spill, and hold on to V for too long
-constexpr float MOST = 16384.0f;           // of P: fp16 holds it
-constexpr float FAR = 3e38f;
+constexpr float P_SUM_LIMIT = 16384.0f;           // of P: fp16 holds it
+constexpr float SCORE_LIMIT = 3e38f;
 constexpr unsigned ALL_CONSUMERS = 1, BARRIERS_THERE = 2;  // named barriers
 static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
 static_assert(Values::SLABS <= 2, "O finds room where P was");
@@ -51,7 +51,7 @@ constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * Pairs::BYTES, V_AT =
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES, EMPTY_V = FULL_V + 8 * STAGES;
 static_assert(SMEM_BYTES == BARRIERS_AT + 32 * STAGES, "spec and kernel disagree on shared memory");
 
-__device__ __forceinline__ void init_barriers(SmemAddress base) {
+__device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(base + FULL_K + 8 * stage, 1);
         mbarrier_init(base + FULL_V + 8 * stage, 1);
@@ -66,10 +66,10 @@ __device__ constexpr int own_row(int k) { return k / 4 * 2 + k % 2; }
 __device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
 
 // A piece of work: packed rows row0 .. rows_end of key/value head h, and the key tiles that some of them sees.
-struct Piece {
+struct WorkTileRange {
     int row0, rows_end, h, b, begin, tiles;
     int group, first_query, first_head;  // of the tile's first row: its query, and its head within the group
-    __device__ __forceinline__ Piece(int number, int row_tiles, int Hk, int group, const Score& score) : group(group) {
+    __device__ __forceinline__ WorkTileRange(int number, int row_tiles, int Hk, int group, const Score& score) : group(group) {
         row0 = number % row_tiles * BLOCK_M, h = number / row_tiles % Hk, b = number / row_tiles / Hk;
         first_query = row0 / group, first_head = row0 % group;
         const Head any(score, b, h * group);
@@ -107,7 +107,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     int group,                                    // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddress base = smem_address(smem);
+    const SmemAddr base = smem_address(smem);
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int row_tiles = (score.Sq * group + BLOCK_M - 1) / BLOCK_M, pieces = row_tiles * Hk * B;
     unsigned used = 0;  // tiles that went through the ring
@@ -120,7 +120,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         if (!asks) return;
 #pragma unroll 1
         for (int number = blockIdx.x; number < pieces; number += gridDim.x) {
-            const Piece piece(number, row_tiles, Hk, group, score);
+            const WorkTileRange piece(number, row_tiles, Hk, group, score);
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned empty,
                                      unsigned full, int j) {
@@ -144,7 +144,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     float* const maxima = numbers + 4 * BLOCK_M;                        // [BLOCK_M]
     const auto barrier = [] { named_barrier_sync(ALL_CONSUMERS, CONSUMERS); };
     // Q of a piece, 16 bytes of a row at a time; rows and columns that there are not become zeros.
-    const auto request_Q = [&](const Piece& piece) {
+    const auto request_Q = [&](const WorkTileRange& piece) {
         const Sequence sequence(score, piece.b);
 #pragma unroll 1
         for (int i = threadIdx.x; i < BLOCK_M * Queries::SLABS * 8; i += CONSUMERS) {
@@ -157,13 +157,13 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         cp_async_commit();
     };
 
-    Piece piece(blockIdx.x, row_tiles, Hk, group, score);
+    WorkTileRange piece(blockIdx.x, row_tiles, Hk, group, score);
     request_Q(piece);
     named_barrier_sync(BARRIERS_THERE, THREADS);  // before anybody uses the mbarriers
 #pragma unroll 1
     for (;;) {
         const Head any(score, piece.b, piece.h * group);  // of the piece's heads, which see the same
-        const Range whole = any.keys_seen_by_all(piece.first_query, piece.end_of_queries());
+        const Range whole = any.fully_visible_keys(piece.first_query, piece.end_of_queries());
         float m[OWN_ROWS], l[OWN_ROWS];  // m: a raw score, the same in all lanes that have the row; l: this thread's part of the sum
         float S[N], O_own[Values::SLABS][N];
 #pragma unroll
@@ -180,7 +180,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 for (int half = 0; half < 2; ++half) O_own[slab][r / 2 * 4 + r % 2 + 2 * half] *= factor;
         };
         // Moves m up to the maxima of S, and rescales what was accumulated under the old one.
-        const auto raise_maximum = [&] {
+        const auto rescale = [&] {
             float tops[OWN_ROWS];
 #pragma unroll
             for (int r = 0; r < OWN_ROWS; ++r) tops[r] = fmaxf(S[r / 2 * 4 + r % 2], S[r / 2 * 4 + r % 2 + 2]);
@@ -206,7 +206,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 const int row = row_of(own_row(k), column);
                 const Head head(any, piece.head(row));
                 const At at(piece.query(row), key, 0, k / 2 % 2 * 8);
-                S[k] = head.sees(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
+                S[k] = head.visible(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
             }
         };
         const auto kept = [&](int k, float x, int key) {  // what dropout leaves of an element of P
@@ -267,15 +267,15 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
                     // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
-                    S[k] = ex2(fmaf(S[k], exponent, fminf(-m[own_row(k)] * exponent, FAR)));
+                    S[k] = ex2(fmaf(S[k], exponent, fminf(-m[own_row(k)] * exponent, SCORE_LIMIT)));
                     most = fmaxf(most, S[k]);
                 }
                 unsigned pairs[BLOCK_M / 16][4];
 #pragma unroll
                 for (int k = 0; k < N; k += 2) pairs[k / 8][k / 2 % 4] = pack(kept(k, S[k], key), kept(k + 1, S[k + 1], key));
-                store_pairs<Pairs>(base + P_AT + now % 2 * Pairs::BYTES, warp * 2, pairs);
+                store_transposed<Pairs>(base + P_AT + now % 2 * Pairs::BYTES, warp * 2, pairs);
                 fence_proxy_async();
-                return most > MOST;
+                return most > P_SUM_LIMIT;
             };
             if (!AHEAD) {
                 multiply_K(now);
@@ -292,7 +292,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 multiply_K(now);
                 multiplied_K();
                 if (edge) finish_scores(key);
-                raise_maximum();
+                rescale();
                 exponentiate();  // now P is 1 at most
                 barrier();
             }
@@ -316,14 +316,14 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 
         const int number = piece.number(row_tiles, Hk) + gridDim.x;
         const bool more = number < pieces;
-        Piece next = piece;
+        WorkTileRange next = piece;
         if (more) {
-            next = Piece(number, row_tiles, Hk, group, score);
+            next = WorkTileRange(number, row_tiles, Hk, group, score);
             request_Q(next);  // every warp has read this one's: it said so with the last P
         }
-        bool spoilt = false;
+        bool non_finite = false;
 #pragma unroll
-        for (int slab = 0; slab < Values::SLABS; ++slab) spoilt |= !finite(O_own[slab]);
+        for (int slab = 0; slab < Values::SLABS; ++slab) non_finite |= !finite(O_own[slab]);
 #pragma unroll 1
         for (int lanes = 4; lanes < 32; lanes *= 2)
 #pragma unroll
@@ -332,10 +332,10 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         if (warp == 0 && g == 1) tell(maxima, m);  // for LSE
         // The sums are there, and nobody multiplies P any more. A masked key's P is 0, but 0 * NaN brings its value to rows that do not see
         // it. Seldom, and then worth the time.
-        if (named_barrier_or(ALL_CONSUMERS, CONSUMERS, Head::HIDES && spoilt)) {
+        if (named_barrier_or(ALL_CONSUMERS, CONSUMERS, Head::HIDES && non_finite)) {
 #pragma unroll 1
             for (int row = warp; piece.has(row); row += CONSUMERS / 32)
-                attend_row_by_row<1, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.head(row), H, piece.query(row), 0);
+                attend_non_finite<1, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.head(row), H, piece.query(row), 0);
         } else {
             const auto total = [&](const Head& head, int row, float m) {
                 float sum = 0.0f;
@@ -350,7 +350,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 unsigned pairs[BLOCK_M / 16][4];
 #pragma unroll
                 for (int k = 0; k < N; k += 2) pairs[k / 8][k / 2 % 4] = pack(O_own[slab][k], O_own[slab][k + 1]);
-                store_pairs<Pairs>(base + P_AT + slab * Pairs::BYTES, warp * 2, pairs);
+                store_transposed<Pairs>(base + P_AT + slab * Pairs::BYTES, warp * 2, pairs);
             }
             barrier();
 #pragma unroll

@@ -1,6 +1,6 @@
 """Spec of `fwd_decode_wgmma.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_wgmma
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SM_SMEM = 233472  # bytes of shared memory of a multiprocessor, a block's own KiB among them
 SMS = 132  # multiprocessors of the GPU on which it was measured
@@ -34,7 +34,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return "ragged batches are not built (fwd_decode takes them)"
     if p.Sq * p.group >= 2**31:
         return f"{p.Sq} queries of {p.group} heads a group are not built: fewer than 2^31 rows are (fwd_mma)"
-    return refused_by_wgmma(p, arch, "fwd_block2d")
+    return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -8,8 +8,8 @@
 //   K_smem, V_smem [BLOCK_N][columns]    all threads read the same word: a broadcast
 //
 // FlashAttention-2's Algorithm 1 (arXiv:2307.08691); read it beside flash2 in sandbox/reference/flash.py.
-#include "common.cuh"
-#include "score.cuh"
+#include "tensor.cuh"
+#include "score_mod.cuh"
 
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N), "spec and kernel disagree on shared memory");
 
@@ -27,7 +27,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
     float* K_smem = O_smem + HEAD_DIM_V * BLOCK_M;
     float* V_smem = K_smem + BLOCK_N * HEAD_DIM;
     const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && tile.surplus()) return;
+    if (RAGGED && tile.invalid()) return;
     const int t = threadIdx.x, h = blockIdx.y, b = tile.b, m0 = tile.row0, query_row = m0 + t;
     const Head head(score, b, h);
     head.to_queries(Q, O), head.to_keys(K, V);
@@ -69,7 +69,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j)  // a hidden key's P is 0, but 0 * NaN would let its value through; beyond Sk are zeros
-                if (!Head::HIDES || (Head::SCATTERED ? seen >> j & 1 : head.sees(query_row, n0 + j)))
+                if (!Head::HIDES || (Head::ELEMENT_MASK ? seen >> j & 1 : head.visible(query_row, n0 + j)))
                     o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }

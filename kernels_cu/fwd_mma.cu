@@ -12,7 +12,7 @@
 //   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD] | stage 1       (O leaves through Q's)
 // clang-format on
 //
-// Tiles are swizzled (include/mma_tiles.cuh). Scores stay raw (include/score.cuh), of a plain problem dot products: their unit,
+// Tiles are swizzled (include/mma_smem.cuh). Scores stay raw (include/score_mod.cuh), of a plain problem dot products: their unit,
 // the scale, is folded with log2(e) into the one FFMA before exp2. Tiles that every row of the block sees whole have a loop of
 // their own, without masks.
 //
@@ -24,9 +24,9 @@
 // well ptxas mixes one step's exponentials with the next step's products. What helped and what did not, with numbers:
 // experiments/003_forward_paper.
 #define TIMELINE_BRANCH 1  // marks cost 3% of time for 7 … 9% at D = 128: experiments/018_timeline
-#include "mma_tiles.cuh"
-#include "row_by_row.cuh"
-#include "score.cuh"
+#include "mma_smem.cuh"
+#include "non_finite.cuh"
+#include "score_mod.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS);
@@ -47,19 +47,19 @@ constexpr bool ONE_REGISTER = SPREAD && !(D_PAD == 128 && SUB_N == 48);
 #else
 constexpr bool ONE_REGISTER = SPREAD;
 #endif
-using Place = FragmentPlace<D_PAD, ONE_REGISTER>;
-using VPlace = FragmentPlace<DV_PAD, ONE_REGISTER>;
+using Place = FragmentOffsets<D_PAD, ONE_REGISTER>;
+using VPlace = FragmentOffsets<DV_PAD, ONE_REGISTER>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
 constexpr unsigned Q_ROW = ROW > V_ROW ? ROW : V_ROW;  // of the place that O takes over
-constexpr float LAZY = 8.0f;
-constexpr float FAR = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
+constexpr float RESCALE_THRESHOLD = 8.0f;
+constexpr float SCORE_LIMIT = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 // Q stays in registers where ptxas finds room for it beside O and S without spilling, by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int ROOM = 180;
 #else
 constexpr int ROOM = M_TILES == 1 ? 208 : 180;  // D = 256: 8% faster than from shared memory
 #endif
-constexpr int RESERVE = Head::LOOKS_UP ? 60 : Head::LINEAR ? 0 : 8;
+constexpr int RESERVE = Head::READS_TENSORS ? 60 : Head::LINEAR ? 0 : 8;
 constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <= ROOM - RESERVE;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0, "a tile of whole MMA steps");
 static_assert(SMEM_BYTES == BLOCK_M * Q_ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
@@ -79,7 +79,7 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
             for (int i = 0; i < DV_PAD / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
         }
     }
-    __device__ __forceinline__ void load_queries(SmemAddress Q_smem, const Place& place) {
+    __device__ __forceinline__ void load_queries(SmemAddr Q_smem, const Place& place) {
 #pragma unroll
         for (int i = 0; i < M_TILES * D_PAD / 16; ++i) {
             const int mt = i / (D_PAD / 16), step = i % (D_PAD / 16);
@@ -96,8 +96,8 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
 
 // S = Q K^T for KEYS keys from key row `n` of the tile on. `beside(step)` is called before each step's products.
 template <int KEYS, class Call>
-__device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], const Rows& rows, SmemAddress Q_smem,
-                                             SmemAddress K_smem, int n, const Place& place, const Place& key_place,
+__device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], const Rows& rows, SmemAddr Q_smem,
+                                             SmemAddr K_smem, int n, const Place& place, const Place& key_address,
                                              const Call& beside) {
 #pragma unroll
     for (int step = 0; step < D_PAD / 16; ++step) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], c
 #pragma unroll
         for (int nt = 0; nt < KEYS / 16; ++nt) {
             unsigned K[4];
-            ldmatrix_x4(K, K_smem + key_place(n + 16 * nt, step));
+            ldmatrix_x4(K, K_smem + key_address(n + 16 * nt, step));
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt) {
                 mma_m16n8k16(S[mt][2 * nt], Q[mt], K[0], K[1]);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], c
 }
 
 // Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+__device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], float exponent) {
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -150,13 +150,13 @@ struct Masked {
 // One K/V tile, KEYS keys at a time. MASKED: some row of the warp does not see all of it; then in small steps, as soon as
 // no row sees more it ends. Otherwise `beside` is called with each of the tile's STEPS of Q K^T.
 template <bool MASKED, class Call>
-__device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_row, int n0, SmemAddress Q_smem,
-                                       const char* stage, const Place& place, const Place& key_place, const VPlace& value_place,
+__device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_row, int n0, SmemAddr Q_smem,
+                                       const char* stage, const Place& place, const Place& key_address, const VPlace& value_place,
                                        const Call& beside) {
-    constexpr int KEYS = MASKED && !Head::SCATTERED ? 16 : SUB_N;
-    const float exponent = head.unit * Head::LOG2E, margin = LAZY / exponent;
+    constexpr int KEYS = MASKED && !Head::ELEMENT_MASK ? 16 : SUB_N;
+    const float exponent = head.unit * Head::LOG2E, margin = RESCALE_THRESHOLD / exponent;
     const char* V_tile = stage + K_BYTES;
-    const SmemAddress K_smem = smem_address(stage), V_smem = smem_address(V_tile);
+    const SmemAddr K_smem = smem_address(stage), V_smem = smem_address(V_tile);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll (MASKED || ROLLED ? 1 : BLOCK_N / KEYS)
     for (int n = 0; n < BLOCK_N; n += KEYS) {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
         if (MASKED && Head::FIRST && n0 + n + KEYS <= keys.begin) continue;
         float S[M_TILES][KEYS / 8][4] = {};
         TIMELINE(QK);
-        dot_products<KEYS>(S, rows, Q_smem, K_smem, n, place, key_place, [&](int step) {
+        dot_products<KEYS>(S, rows, Q_smem, K_smem, n, place, key_address, [&](int step) {
             if (!MASKED) beside(n / KEYS * (D_PAD / 16) + step);
         });
 
@@ -182,20 +182,20 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                     float& s = S[mt][i / 2][2 * half + i % 2];
                     const At at(first_row + g, n0 + n + 2 * q, 16 * mt + 8 * half, i / 2 * 8 + i % 2);
                     s = head.raw(s, at);
-                    if (MASKED && !head.sees(at.query_row(), at.key_col())) s = -INF;
+                    if (MASKED && !head.visible(at.query_row(), at.key_col())) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }
                 exceeds |= top[mt][half] > rows.m[mt][half] + margin;
             }
         }
-        if (__any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponent);
+        if (__any_sync(0xffffffffu, exceeds)) rescale(rows, top, exponent);
 
         unsigned P[M_TILES][KEYS / 16][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m = rows.m[mt][half], negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, FAR);
+                const float m = rows.m[mt][half], negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, SCORE_LIMIT);
                 const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
 #pragma unroll
                 for (int nt = 0; nt < KEYS / 8; ++nt) {
@@ -241,15 +241,15 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const int h = blockIdx.y, batch = blockIdx.z;
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const RowTile tile = query_tile<BLOCK_M>(score, CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, batch);
-    if (RAGGED && tile.surplus()) return;
+    if (RAGGED && tile.invalid()) return;
     const int b = tile.b, m0 = tile.row0;  // causal: long rows first
     const int first_row = m0 + warp * 16 * M_TILES;
     const Head head(score, b, h);
     const dtype* const K_head = head.key(K, h / group, 0);
     const dtype* const V_head = head.key(V, h / group, 0);
-    const Range keys = head.keys(m0, m0 + BLOCK_M), seen_by_all = head.keys_seen_by_all<Head::MAPPED>(m0, m0 + BLOCK_M);
-    const int whole = max(seen_by_all.end, 0) / BLOCK_N;  // tiles before that: every row of the block sees them whole,
-    const int first_whole = (seen_by_all.begin + BLOCK_N - 1) / BLOCK_N;  // from here on
+    const Range keys = head.keys(m0, m0 + BLOCK_M), visible_to_all = head.fully_visible_keys<Head::MAPPED>(m0, m0 + BLOCK_M);
+    const int whole = max(visible_to_all.end, 0) / BLOCK_N;  // tiles before that: every row of the block sees them whole,
+    const int first_whole = (visible_to_all.begin + BLOCK_N - 1) / BLOCK_N;  // from here on
 
     const int begin = keys.begin / BLOCK_N, tiles = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
     const auto next_from = [&](int j) { return head.next_key_tile<BLOCK_N>(m0, m0 + BLOCK_M, j, tiles); };  // to be walked
@@ -257,20 +257,20 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     int turn = 0;  // in a walk by the block map, which of the two stages
     const auto stage_of = [&](int j, int ahead = 0) { return stages + (Head::MAPPED ? turn + ahead : j) % 2 * STAGE; };
     const auto request_stage = [&](int j, int ahead = 0) {
-        const SmemAddress stage = smem_address(stage_of(j, ahead));
-        request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, head.Sk);
-        request_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_head, V.stride_s, j * BLOCK_N, head.Sk);
+        const SmemAddr stage = smem_address(stage_of(j, ahead));
+        cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, head.Sk);
+        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_head, V.stride_s, j * BLOCK_N, head.Sk);
         cp_async_commit();
     };
     char* const Q_warp = smem + warp * 16 * M_TILES * ROW;
-    const SmemAddress Q_smem = smem_address(Q_warp);
+    const SmemAddr Q_smem = smem_address(Q_warp);
     // Matrices in the order of the fragments' registers: of a block of Q or V (transposed) by rows, of one of K by columns,
     // so that the two registers of a B operand are neighbours (moving them into place cost 12% of the speed at D = 128).
-    const Place place(lane % 16, lane / 16), key_place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const Place place(lane % 16, lane / 16), key_address(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     const VPlace value_place(lane % 16, lane / 16);
 
     Rows rows;
-    if (tiles > first) request_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), head.query(Q, h, 0), Q.stride_s, m0, head.Sq);
+    if (tiles > first) cp_async_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), head.query(Q, h, 0), Q.stride_s, m0, head.Sq);
     rows.reset();
     if (tiles > first) request_stage(first);
     const auto request_after = [&](int j) {
@@ -287,7 +287,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         for (int i = 0; i < COUNT; ++i) {
             if (step != 1 + i * (STEPS - 1) / COUNT) continue;
             if (i == 0) next = next_from(j + 1);
-            const SmemAddress stage = smem_address(stage_of(next, 1));
+            const SmemAddr stage = smem_address(stage_of(next, 1));
             if (i == 0) K_copies.begin(stage, K_head, K.stride_s, next * BLOCK_N, next < tiles ? head.Sk : 0);
             if (i == K_COUNT) V_copies.begin(stage + K_BYTES, V_head, V.stride_s, next * BLOCK_N, next < tiles ? head.Sk : 0);
             if (i < K_COUNT) K_copies.request(i, K.stride_s);
@@ -305,7 +305,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
             request_after(j);
         }
         if (Q_IN_REGISTERS && j == first) rows.load_queries(Q_smem, place);
-        attend<masked.YES>(rows, head, first_row, j * BLOCK_N, Q_smem, stage_of(j), place, key_place, value_place, [&](int step) {
+        attend<masked.YES>(rows, head, first_row, j * BLOCK_N, Q_smem, stage_of(j), place, key_address, value_place, [&](int step) {
             if (spread) request_share_after(j, step);
         });
         ++turn;
@@ -313,7 +313,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     int j = first;
 #pragma unroll 1
     for (; (Head::FIRST || Head::MAPPED) && j < tiles; j = next_from(j + 1)) {
-        const bool all = head.map_tells<Head::EVERYTHING, BLOCK_N>(m0, m0 + BLOCK_M, j * BLOCK_N);
+        const bool all = head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, j * BLOCK_N);
         if (first_whole <= j && j < whole && all) attend_tile(Masked<false>(), j);
         else attend_tile(Masked<true>(), j);
     }
@@ -324,7 +324,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     if (SPREAD) cp_async_wait<0>();  // for the zeros of a tile that does not come
     // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time:
     if (Head::HIDES && __syncthreads_or(!rows.finite()))
-        return attend_row_by_row<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
+        return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);
     if (V_ROW > ROW) __syncthreads();  // every warp has read Q before rows of O, wider than its own, take its place

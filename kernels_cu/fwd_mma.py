@@ -1,6 +1,6 @@
 """Spec of `fwd_mma.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_copies
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -11,7 +11,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
-    return refused_by_copies(p, "fwd_block2d")
+    return unsupported_by_cp_async(p, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

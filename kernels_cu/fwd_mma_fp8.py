@@ -1,6 +1,6 @@
 """Spec of `fwd_mma_fp8.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_copies
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -14,7 +14,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
     if arch is not None and width > (128 if options else 192):
         return f"D={p.D}, Dv={p.Dv} spill: up to 192 are built, 128 with options of a score (fwd_block2d takes any)"
-    return refused_by_copies(p, "fwd_block2d")
+    return unsupported_by_cp_async(p, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -27,21 +27,21 @@
 //
 // A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
 // of the next one is written, and none of its NaNs is multiplied by a P of 0. Nobody knows its lengths before: pieces are dealt
-// out, the longest first, as blocks come for them (dealing.cuh; experiments/016_ragged: 4 ... 46%). Nor does anybody know what a
-// block map leaves of a piece: these are dealt out too, and their tiles listed (tile_lists.cuh).
+// out, the longest first, as blocks come for them (tile_scheduler.cuh; experiments/016_ragged: 4 ... 46%). Nor does anybody know what a
+// block map leaves of a piece: these are dealt out too, and their tiles listed (block_sparse.cuh).
 // A piece's last P V beside the next one's first Q K^T, or its tiles brought to L2 ahead: 1 ... 8% slower (experiments/014_scores).
 // What does not wait for O is done beside the last P V: LSE, what O is divided by, and which piece is next. Then each warp sends
 // its own 16 rows and waits for no other one.
 //
 // Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
 // walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
-#define SLOW_PATH __forceinline__
-#include "ring.cuh"
-#include "row_by_row.cuh"
-#include "score.cuh"
+#define FALLBACK_INLINE __forceinline__
+#include "pipeline.cuh"
+#include "non_finite.cuh"
+#include "score_mod.cuh"
 #include "swizzle.cuh"
-#include "telling.cuh"
-#include "tile_lists.cuh"
+#include "tile_scheduler.cuh"
+#include "block_sparse.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
@@ -49,8 +49,8 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
-constexpr float MOST = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
-constexpr float FAR = 3e38f;
+constexpr float P_SUM_LIMIT = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
+constexpr float SCORE_LIMIT = 3e38f;
 constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
 constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
@@ -65,7 +65,7 @@ using Outputs = Swizzled<64, DV_PAD>;
 
 constexpr int AT_ONCE = 8;  // of a thread's scores, looked up in memory: of more the addresses would spill
 static_assert(BLOCK_N / 2 % AT_ONCE == 0, "a tile is looked up in whole turns");
-static_assert(!Head::SCATTERED || BLOCK_N <= 128, "a bit for each of a thread's scores");
+static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "a bit for each of a thread's scores");
 constexpr bool BIAS_TILES = BIAS & 8;
 // Whether a stage of K is empty when it is multiplied, so that the next tile may come while P V is under way. (Of three consumers
 // another one multiplies meanwhile, and the wait costs 0.5%; of two it gains up to 1%.)
@@ -90,12 +90,12 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
                    NEXT_AT = EMPTY_Q + 8 * CONSUMERS;
-using Next = Telling<NEXT_AT>;
-constexpr unsigned TOLD_AT = NEXT_AT + Next::BYTES;  // of each stage, in a walk by the block map; and the tiles to walk
-constexpr unsigned LISTS_AT = (TOLD_AT + 4 * STAGES + 7) / 8 * 8;
-static_assert(LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+using Next = SchedulerPipeline<NEXT_AT>;
+constexpr unsigned TILE_INFO_AT = NEXT_AT + Next::BYTES;  // of each stage, in a walk by the block map; and the tiles to walk
+constexpr unsigned TILE_LISTS_AT = (TILE_INFO_AT + 4 * STAGES + 7) / 8 * 8;
+static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
-__device__ __forceinline__ void init_barriers(SmemAddress base) {
+__device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(base + FULL_K + 8 * stage, 1);
         mbarrier_init(base + FULL_V + 8 * stage, 1);
@@ -107,14 +107,14 @@ __device__ __forceinline__ void init_barriers(SmemAddress base) {
         mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
     }
     Next::init_barriers(base, 2 + 128 * CONSUMERS);  // everybody who works on it
-    if (Head::MAPPED) TileLists::init_barriers(base + LISTS_AT);
+    if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }
 
-struct Piece : Dealt {  // of work: query rows row0 .. row0 + BLOCK_M of a head, and the key tiles they see
+struct WorkTileRange : WorkTile {  // of work: query rows row0 .. row0 + BLOCK_M of a head, and the key tiles they see
     Range range;
     int tiles;
-    __device__ __forceinline__ Piece(const Dealt& dealt, const Score& score) : Dealt(dealt) {
+    __device__ __forceinline__ WorkTileRange(const WorkTile& dealt, const Score& score) : WorkTile(dealt) {
         range = tiles_of(Head(sequence(score), h()), row0, row0 + BLOCK_M);
         tiles = range.end - range.begin;
     }
@@ -125,13 +125,13 @@ struct Piece : Dealt {  // of work: query rows row0 .. row0 + BLOCK_M of a head,
 };
 
 // What consumers are told of the tile in a stage, in a walk by the block map: its entry in a list.
-__device__ __forceinline__ unsigned& told_of(char* smem, unsigned stage) {
-    return reinterpret_cast<unsigned*>(smem + TOLD_AT)[stage];
+__device__ __forceinline__ unsigned& tile_info(char* smem, unsigned stage) {
+    return reinterpret_cast<unsigned*>(smem + TILE_INFO_AT)[stage];
 }
 
 // The bias of a tile of keys, which comes and goes with K.
-__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const Piece& piece, int n0,
-                                             SmemAddress base, unsigned stage) {
+__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const WorkTileRange& piece, int n0,
+                                             SmemAddr base, unsigned stage) {
 #if BIAS
     const int h = score.bias.stride_h ? piece.h() : 0, b = score.bias.stride_b ? piece.b : 0;
 #pragma unroll 1
@@ -142,7 +142,7 @@ __device__ __forceinline__ void request_bias(const TensorMap& map, const Score& 
 }
 
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
-__device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
+__device__ __forceinline__ int lead_of(const WorkTileRange& piece, Range own, int tiles) {
     if (tiles <= 0 || Head::MAPPED) return 0;
     if (WALK_BACKWARDS) return piece.range.end - own.end;
     return Head::FIRST ? own.begin - piece.range.begin : 0;
@@ -152,19 +152,19 @@ __device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles)
 // takes turns from its own first tile on, and passes what only others see when its O has gone: so all begin together, instead
 // of one after the other, and who ends first begins the next piece. (A window of 1024: 553 for 537; with two stages: 464.)
 constexpr unsigned APART = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
-constexpr bool SKEWED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + APART;
+constexpr bool STAGGERED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + APART;
 
 // Of a ragged batch a block asks for its next piece when the keys of this one's last two tiles are requested, not when it begins: a
 // piece that waits for a block is one that another does not get (20 documents: +9%, 8 x 2048, D = 256: +6%; asked for with the
 // last tile it comes late: -1%). So who still has tiles to pass must do so before it awaits that piece.
-constexpr bool ASKS_LATE = RAGGED && !Head::MAPPED && !SKEWED;
+constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
 
 // Before which of a piece's tiles a consumer takes turns. Skewed: for as many of its own, from `lead` on, as each consumer has.
 // Four, whose pieces are short, as long as all of them have any. Of a causal problem the first one is done before the others,
 // and would wait for turns that it does not need instead of beginning its next piece: +4% at S = 512. (Two or three consumers
 // of longer pieces: -2 ... +1%.)
-__device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece, int lead) {
-    if (SKEWED) {
+__device__ __forceinline__ int turns_of(const Head& bound, const WorkTileRange& piece, int lead) {
+    if (STAGGERED) {
         int fewest = 0x7fffffff;
 #pragma unroll
         for (int m0 = piece.row0; m0 < piece.row0 + BLOCK_M; m0 += 64) {
@@ -181,27 +181,27 @@ __device__ __forceinline__ int turns_of(const Head& bound, const Piece& piece, i
 }
 
 // Finds the block's pieces and tells them, by all lanes of a warp. Of pieces walked by the block map it lists the tiles, too.
-__device__ __forceinline__ void deal_pieces(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* dealt,
+__device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* dealt,
                                             const Score& score) {
-    Next::Teller teller{smem};
+    Next::SchedulerProducer teller{smem};
 #if RAGGED || BLOCK_MAP
-    TileLists lists(smem + LISTS_AT);
+    TileLists lists(smem + TILE_LISTS_AT);
 #if RAGGED
     const LongestFirst<QueryTiles> pieces(score);
 #else
     const LongestFirst<QueryTiles> pieces(score, H);
 #endif
-    teller.tell_as_asked(pieces, heads, group, dealt, [&](const Dealt& told) {
+    teller.produce_all(pieces, heads, group, dealt, [&](const WorkTile& told) {
         if (!Head::MAPPED) return;
-        const Piece piece(told, score);
+        const WorkTileRange piece(told, score);
         if (piece.tiles > 0) lists.write(Head(piece.sequence(score), piece.h()), piece.row0, piece.range);
     });
 #else
     if (!elect()) return;
-    const auto tell = [&](unsigned tile, unsigned head) { teller.tell(Dealt(tile * BLOCK_M, head, H)); };
-    if constexpr (SKEWED && CAUSAL) for_each_window_tile(score, query_tiles<BLOCK_M>(score), heads, tell);
-    else for_each_query_tile<true>(query_tiles<BLOCK_M>(score), heads, tell);
-    teller.tell(Dealt());
+    const auto tell = [&](unsigned tile, unsigned head) { teller.tell(WorkTile(tile * BLOCK_M, head, H)); };
+    if constexpr (STAGGERED && CAUSAL) for_each_window_work_tile(score, query_tiles<BLOCK_M>(score), heads, tell);
+    else for_each_work_tile<true>(query_tiles<BLOCK_M>(score), heads, tell);
+    teller.tell(WorkTile());
 #endif
 }
 
@@ -219,7 +219,7 @@ __device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, i
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const At at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
-            some[i / 2 % 2] |= static_cast<unsigned>(head.sees(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
+            some[i / 2 % 2] |= static_cast<unsigned>(head.visible(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
         }
         seen[0] |= some[0] << first, seen[1] |= some[1] << first;
     }
@@ -232,7 +232,7 @@ struct Seen {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (whole) for (unsigned& word : words[half]) word = ~0u;
-            else head.pairs_seen<BLOCK_N>(words[half], row + 8 * half, n0);
+            else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
     }
     // Only keys from `begin` on and before `end`, both from the thread's column on.
@@ -251,7 +251,7 @@ struct Rows {
     float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum
 
     // Moves m up to the maxima of S.
-    __device__ __forceinline__ void take_maximum(const float (&S)[BLOCK_N / 2]) {
+    __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
         float top[2] = {-INF, -INF};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
@@ -259,10 +259,10 @@ struct Rows {
         for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(top[half]));
     }
     // Likewise, and rescales what was accumulated under the old one.
-    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
         const float m_old[2] = {m[0], m[1]};
         float alpha[2];
-        take_maximum(S);
+        update_max(S);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             alpha[half] = m_old[half] == m[half] ? 1.0f : ex2((m_old[half] - m[half]) * exponent);  // equal infinities: not NaN
@@ -276,7 +276,7 @@ struct Rows {
                                                  float (&sum)[2]) const {
         float sums[2][2] = {};  // two of each row: shorter chains
         // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
-        const float shift[2] = {fminf(-m[0] * exponent, FAR), fminf(-m[1] * exponent, FAR)};
+        const float shift[2] = {fminf(-m[0] * exponent, SCORE_LIMIT), fminf(-m[1] * exponent, SCORE_LIMIT)};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
             const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2])), p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
@@ -286,7 +286,7 @@ struct Rows {
         }
         sum[0] = sums[0][0] + sums[0][1];
         sum[1] = sums[1][0] + sums[1][1];
-        return fmaxf(sum[0], sum[1]) > MOST;
+        return fmaxf(sum[0], sum[1]) > P_SUM_LIMIT;
     }
     __device__ __forceinline__ bool finite() const {
         float zero[4] = {};  // four short chains
@@ -298,13 +298,13 @@ struct Rows {
 
 // Clears the counter of pieces. The blocks begin beside it, look for their first pieces, and wait for it before they draw.
 extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* dealt, const __grid_constant__ Score score) {
-    let_next_entry_begin();
+    griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) *dealt = 0;
 #if RAGGED
     const int b = threadIdx.x;  // the first offsets, which all blocks ask for at once
     if (b <= score.sequences) {
-        fetch_to_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
-        fetch_to_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
+        prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
+        prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
     }
 #endif
 }
@@ -326,21 +326,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ Score score,
     unsigned* dealt) {                            // pieces that were dealt, beyond each block's first
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddress base = smem_address(smem);
+    const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
-    if (Head::MAPPED) await_previous_entry();  // which has made the block map
+    if (Head::MAPPED) griddepcontrol_wait();  // which has made the block map
     __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
     if (warp < 4) {
-        registers_give_back<PRODUCER_REGISTERS>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
             unsigned used = 0;  // tiles of earlier pieces
-            TileLists lists(smem + LISTS_AT);
+            TileLists lists(smem + TILE_LISTS_AT);
             Next::Pieces pieces(smem);
 #pragma unroll 1
-            while (pieces.take(!ASKS_LATE)) {
-                const Piece piece(pieces.dealt, score);
+            while (pieces.take(!SCHEDULE_LATE)) {
+                const WorkTileRange piece(pieces.dealt, score);
                 const int h = piece.h() / group, b = piece.b;
                 const Sequence sequence = piece.sequence(score);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -350,7 +350,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     TIMELINE(load);
-                    if (Head::MAPPED && full == FULL_K) told_of(smem, stage) = told;
+                    if (Head::MAPPED && full == FULL_K) tile_info(smem, stage) = told;
                     tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
                                   full == FULL_K ? BIAS_BYTES : 0);
@@ -376,7 +376,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll 1
                     for (int j = 0; j <= piece.tiles; ++j) {
                         if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, piece.keys_at(j));
-                        if (ASKS_LATE && j == max(piece.tiles - 2, 0)) pieces.ask();
+                        if (SCHEDULE_LATE && j == max(piece.tiles - 2, 0)) pieces.ask();
                         if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, piece.keys_at(j - 1));
                     }
                     used += piece.tiles;
@@ -386,7 +386,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             Next::Pieces pieces(smem);
 #pragma unroll 1
             while (pieces.take()) {
-                const Piece piece(pieces.dealt, score);
+                const WorkTileRange piece(pieces.dealt, score);
                 const int h = Q.stride_h ? piece.h() : 0, b = Q.stride_b ? piece.b : 0;
                 const Sequence sequence = piece.sequence(score);
 #pragma unroll 1
@@ -399,13 +399,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 }
             }
         } else if (warp == 2) {
-            deal_pieces(smem, heads, H, group, dealt, score);
+            schedule_work_tiles(smem, heads, H, group, dealt, score);
         }
         TIMELINE(done);
         return;
     }
 
-    registers_take<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const bool sender = lane == 0;
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
@@ -419,25 +419,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     for (bool more = pieces.take(); more;) {
         // These are the same in all lanes, which the compiler does not know of what comes from shared memory. Told so, it computes
         // addresses and descriptors once for the warp, and a turn takes 60 instructions, not 84 (D = 128, causal).
-        const SmemAddress base = uniform(smem_address(smem));
+        const SmemAddr base = uniform(smem_address(smem));
         const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, used = uniform(passed);
-        const Piece piece(uniform(pieces.dealt), score);
+        const WorkTileRange piece(uniform(pieces.dealt), score);
         const unsigned parity = pieces.parity(), own_barrier = 1 + consumer;  // of the consumer's own 128 threads
         const unsigned turn = 1 + CONSUMERS + consumer, next_turn = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
         // Each warp has 16 rows of O, of each slab its own.
-        const SmemAddress O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
+        const SmemAddr O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
         const int m0 = piece.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(piece.sequence(score), piece.h());
         const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
-        const Range whole = bound.keys_seen_by_all<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const Range whole = bound.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
         const int turns = turns_of(bound, piece, lead);
         Rows rows;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
-        const auto address = [](SmemAddress tile) { return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile; };
+        const auto address = [](SmemAddr tile) { return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile; };
         const auto multiply_QK = [&](int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
             const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(used + j) * Keys::BYTES));
@@ -472,8 +472,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             bool whole;
         };
         const auto told = [&](int j) -> Told {  // while K is there
-            if (!Head::MAPPED) return {piece.keys_at(j), !Head::SCATTERED};
-            const unsigned word = uniform(told_of(smem, stage_of(used + j)));  // when every lane has read it
+            if (!Head::MAPPED) return {piece.keys_at(j), !Head::ELEMENT_MASK};
+            const unsigned word = uniform(tile_info(smem, stage_of(used + j)));  // when every lane has read it
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
@@ -482,10 +482,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (Head::BY_PAIR) seen.fetch(bound, first_row + g, tile.n0, tile.whole);
             return seen;
         };
-        const auto finish_scores = [&](int j, Told tile, Seen seen_by_pair) {  // raw scores of dot products, -INF where a row does not see
+        const auto finish_scores = [&](int j, Told tile, Seen visible_by_pair) {  // raw scores of dot products, -INF where a row does not see
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
-            const SmemAddress bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
+            const SmemAddr bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
 #pragma unroll
             for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
                 unsigned pair[4];  // 16 x 16 of the bias, as S lies
@@ -503,16 +503,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             const bool at_begin = Head::FIRST && whole.begin > n0, at_end = n0 + BLOCK_N > whole.end;
             if (!at_begin && !at_end && tile.whole) return;
-            const Range sees[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
-            const int end[2] = {sees[0].end - column, sees[1].end - column};
-            const int begin[2] = {sees[0].begin - column, sees[1].begin - column};
+            const Range visible[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
+            const int end[2] = {visible[0].end - column, visible[1].end - column};
+            const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
             if (Head::BY_PAIR) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) seen_by_pair.clip(half, 2 * q, begin[half], end[half]);
+                for (int half = 0; half < 2; ++half) visible_by_pair.clip(half, 2 * q, begin[half], end[half]);
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!seen_by_pair.has(i)) S[i] = -INF;
-            } else if (Head::SCATTERED) {
+                    if (!visible_by_pair.has(i)) S[i] = -INF;
+            } else if (Head::ELEMENT_MASK) {
                 unsigned seen[2];
                 if (tile.whole) {
                     for (int half = 0; half < 2; ++half)
@@ -542,8 +542,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
         };
-        const auto pass_on = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
-            if (!SKEWED && j > 0 && j < turns) {
+        const auto warp_scheduler_barrier_arrive = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
+            if (!STAGGERED && j > 0 && j < turns) {
                 named_barrier_sync(turn, 256);
                 named_barrier_arrive(next_turn, 256);
             }
@@ -554,20 +554,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         };
 
         wgmma_discard(rows.O);  // the first P V begins it
-        if (SKEWED) {
+        if (STAGGERED) {
 #pragma unroll 1
-            for (int j = -behind; j < 0; ++j) pass_on(j);
+            for (int j = -behind; j < 0; ++j) warp_scheduler_barrier_arrive(j);
         }
         TIMELINE(wait_Q);
         mbarrier_wait(base + FULL_Q + 8 * consumer, parity);
 #pragma unroll 1
-        for (int j = 0; j < lead; ++j) pass_on(j);
+        for (int j = 0; j < lead; ++j) warp_scheduler_barrier_arrive(j);
         if (tiles > 0) {
             TIMELINE(wait_K);
             await_K(lead);
-            if (!SKEWED && lead > 0 && lead < turns) named_barrier_sync(turn, 256);
+            if (!STAGGERED && lead > 0 && lead < turns) named_barrier_sync(turn, 256);
             multiply_QK(lead);
-            if (!SKEWED && lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
+            if (!STAGGERED && lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
             const Told first = told(lead);
             const Seen seen = fetch_seen(first);
             wgmma_wait<0>();
@@ -575,7 +575,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             TIMELINE(softmax);
             if (!BIAS_TILES) release_K(lead);
             finish_scores(lead, first, seen);
-            rows.take_maximum(S);
+            rows.update_max(S);
             rows.exponentiate(P, S, exponent, rows.l);
             drop(first);
             if (last > lead) await_K(lead + 1);
@@ -600,7 +600,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 if (!K_FIRST && j == last) release_Q();
                 finish_scores(j, tile, seen);
 #pragma unroll 1
-                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.raise_maximum(S, exponent);
+                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.rescale(S, exponent);
                 rows.l[0] += sum[0];
                 rows.l[1] += sum[1];
                 drop(tile);
@@ -617,7 +617,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const int query_row = first_row + 8 * half + g;
                 if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
             }
-            if (!ASKS_LATE || last + 1 >= walked) more = pieces.take();
+            if (!SCHEDULE_LATE || last + 1 >= walked) more = pieces.take();
         };
         if (tiles > 0) {  // again: 40 instructions fewer of a causal kernel, 2.7% at D = 128
             TIMELINE(multiply);
@@ -633,19 +633,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         }
         if (last <= lead) release_Q();
         // Of a block's last piece nobody passes them; nor does the producer wait for so many.
-        behind = SKEWED ? min(walked - last - 1, static_cast<int>(STAGES)) : 0;
+        behind = STAGGERED ? min(walked - last - 1, static_cast<int>(STAGES)) : 0;
 #pragma unroll 1
-        for (int j = last + 1; j < walked - behind; ++j) pass_on(j);
-        if (ASKS_LATE && last + 1 < walked) more = pieces.take();
+        for (int j = last + 1; j < walked - behind; ++j) warp_scheduler_barrier_arrive(j);
+        if (SCHEDULE_LATE && last + 1 < walked) more = pieces.take();
         passed += walked;
 
         TIMELINE(store);
-        if (O_APART && sender) send_wait_read();             // the last piece's O
+        if (O_APART && sender) tma_store_wait_read();             // the last piece's O
         if (!O_APART) named_barrier_sync(own_barrier, 128);  // all four warps have used Q
         __syncwarp();
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite())) {
-            attend_row_by_row<16, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.h(), H, first_row, 0);
+            attend_non_finite<16, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.h(), H, first_row, 0);
             if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             continue;
         }
@@ -653,10 +653,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #pragma unroll
         for (int slab = 0; slab < Outputs::SLABS; slab += TOGETHER) {
             if (slab >= O_SLABS) {
-                if (sender) send_wait_read<O_SLABS - 1>();  // the slab whose place it takes
+                if (sender) tma_store_wait_read<O_SLABS - 1>();  // the slab whose place it takes
                 __syncwarp();
             }
-            const SmemAddress here = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
+            const SmemAddr here = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
 #pragma unroll
             for (int step = 4 * slab; step < min(4 * (slab + TOGETHER), DV_PAD / 16); ++step) {
                 unsigned pair[4];
@@ -674,10 +674,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 Outputs::send(O_warp_map, bound.query_box(first_row), piece.h(), bound.query_batch(piece.b), here, slab, TOGETHER);
         }
         if (!O_APART && sender) {
-            send_wait_read();
+            tma_store_wait_read();
             mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
     }
-    if (sender) send_wait_read();  // shared memory lives as long as the block
+    if (sender) tma_store_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);
 }

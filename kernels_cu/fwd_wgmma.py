@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, refused_by_wgmma
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 
@@ -23,7 +23,7 @@ def fed_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
-    return refused_by_wgmma(p, arch, "fwd_block2d")
+    return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
 def most_keys(p: Problem) -> int:
@@ -147,7 +147,7 @@ kernel = Kernel(
     rank=rank,
     args=(
         *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_warp_map", "bias_map"),
-        *("H", "heads", "group", "score", "dealt"),
+        *("H", "heads", "group", "score", "tile_counter"),
     ),
     then=(
         Entry(
@@ -156,7 +156,7 @@ kernel = Kernel(
             grid=lambda p, t: (1 if p.ragged or p.block_map[3] else 0, 1, 1),
             block=lambda t: (32, 1, 1),
             smem_bytes=lambda p, t: 0,
-            args=("dealt", "score"),
+            args=("tile_counter", "score"),
         ),
     ),
 )

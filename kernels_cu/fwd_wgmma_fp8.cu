@@ -14,11 +14,11 @@
 //
 // wgmma of 8 bits reads both operands with the index that it sums over contiguous. Three warps of the producer, which had nothing
 // to do, turn V round between TMA's arrival and the consumers' wait: ldmatrix.trans, two byte permutations, stmatrix, without a
-// bank conflict. The keys come out in the order in which a lane holds its scores (float8.cuh), and even columns apart from odd
+// bank conflict. The keys come out in the order in which a lane holds its scores (fp8.cuh), and even columns apart from odd
 // ones, which makes of a lane's columns of O runs of four. After FlashAttention-3, section 3.3 (Shah et al. 2024).
 //
 // The tensor cores keep some 14 bits of a sum of 8-bit products, and round towards zero: what 32 keys add to O pulls it down by up
-// to 2^-13. So O is summed up there for KEYS_APART keys at most, then put away in fp32, in `partials`, and begun anew. Of V = 1,
+// to 2^-13. So O is summed up there for SPLIT_KEYS keys at most, then put away in fp32, in `partials`, and begun anew. Of V = 1,
 // the worst there is, that is 0.3% for a bfloat16 O, below half of its last place, and 0.07% for any other; a sum over 16k keys
 // would be pulled down by 1.2%. (A sum T of each tile's own, taken on in fp32, was 10 ... 15% slower: experiments/015_fp8.)
 //
@@ -28,13 +28,13 @@
 // lane takes four times its own part of the sum for the row's, which needs no shuffle. So a tile asks each lane once whether a score
 // is too high (BY_SUMS: whether a sum of exponentials is), and is done with it: no alpha, O stays with the tensor cores. A row moves
 // for its own scores' sake alone, whatever its warp's others do.
-#define SLOW_PATH __forceinline__
+#define FALLBACK_INLINE __forceinline__
 #define TIMELINE_BRANCH 1  // registers are few
-#include "float8_hopper.cuh"
-#include "pieces.cuh"
-#include "ring.cuh"
-#include "row_by_row.cuh"
-#include "score.cuh"
+#include "fp8_hopper.cuh"
+#include "tile_scheduler.cuh"
+#include "pipeline.cuh"
+#include "non_finite.cuh"
+#include "score_mod.cuh"
 #include "swizzle.cuh"
 #include "timeline.cuh"
 
@@ -42,11 +42,11 @@ constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32;  // the columns beyond are zeros
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
-constexpr unsigned TURNERS = 3;  // warps that turn V round
-constexpr bool BY_TURNS = CONSUMERS > 1;  // consumers, on the tensor cores
+constexpr unsigned TRANSPOSE_WARPS = 3;  // warps that turn V round
+constexpr bool PING_PONG = CONSUMERS > 1;  // consumers, on the tensor cores
 // Pieces are alike, and those that no round is left for are parted by their keys. Options that take registers would spill.
-constexpr bool PARTED = !Head::HIDES && !RAGGED && Head::LINEAR && !DROPOUT && !(DESCALE & 7);
-constexpr float FAR = 3e38f;
+constexpr bool STREAM_K = !Head::HIDES && !RAGGED && Head::LINEAR && !DROPOUT && !(DESCALE & 7);
+constexpr float SCORE_LIMIT = 3e38f;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert((STAGES & STAGES - 1) == 0, "the highest bit of a number of tiles says something else");
@@ -55,16 +55,16 @@ static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows a
 // That a row's m has to move is noticed after the exponentials, by their sums, which none of them exceeds: where rows begin with the tile
 // that their walk begins with, so that no exponential is of what has no m yet, and scores are dot products, which seldom rise by 120 bits.
 // Elsewhere it is noticed before, by the scores' maximum.
-constexpr bool BY_SUMS = Head::LINEAR && !Head::FIRST && !Head::SCATTERED;
+constexpr bool BY_SUMS = Head::LINEAR && !Head::FIRST && !Head::ELEMENT_MASK;
 // Whole bits, for P at what moved m to be exact; so many that a sum of BLOCK_N / 8 keys all alike is not too much.
 constexpr int SLACK = BY_SUMS && BLOCK_N > 128 ? 5 : 4;
-constexpr float SHARE = 1.0f / 4, LOW = P_MOST / (1 << SLACK), HIGH = 1.03f * P_MOST;  // P at what moved m; what is rounded to P_MOST
+constexpr float SHARE = 1.0f / 4, LOW = P_MAX / (1 << SLACK), HIGH = 1.03f * P_MAX;  // P at what moved m; what is rounded to P_MAX
 #if defined(DTYPE_O_bfloat16)
-constexpr int KEYS_APART = 4096;
+constexpr int SPLIT_KEYS = 4096;
 #else
-constexpr int KEYS_APART = 1024;
+constexpr int SPLIT_KEYS = 1024;
 #endif
-constexpr int TILES_APART = KEYS_APART / BLOCK_N;
+constexpr int SPLIT_TILES = SPLIT_KEYS / BLOCK_N;
 
 using Queries = Swizzled<64, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
@@ -82,16 +82,16 @@ constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V =
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_T = EMPTY_V + 8 * STAGES, EMPTY_T = FULL_T + 8 * STAGES,
                    FULL_Q = EMPTY_T + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
 constexpr unsigned MORE_AT = EMPTY_Q + 8 * CONSUMERS;  // of each stage of V: whether there is a tile, or the walk has ended
-constexpr unsigned TOLD_AT = (MORE_AT + 4 * STAGES + 15) / 16 * 16;  // of each consumer: its piece, and the one before or after
-static_assert(TOLD_AT + 64 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+constexpr unsigned TILE_INFO_AT = (MORE_AT + 4 * STAGES + 15) / 16 * 16;  // of each consumer: its piece, and the one before or after
+static_assert(TILE_INFO_AT + 64 * CONSUMERS <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
-__device__ __forceinline__ void init_barriers(SmemAddress base) {
+__device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(base + FULL_K + 8 * stage, 1);
         mbarrier_init(base + FULL_V + 8 * stage, 1);
-        mbarrier_init(base + FULL_T + 8 * stage, TURNERS);
+        mbarrier_init(base + FULL_T + 8 * stage, TRANSPOSE_WARPS);
         mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // a lane of each warp that reads it
-        mbarrier_init(base + EMPTY_V + 8 * stage, TURNERS);
+        mbarrier_init(base + EMPTY_V + 8 * stage, TRANSPOSE_WARPS);
         mbarrier_init(base + EMPTY_T + 8 * stage, 4 * CONSUMERS);
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
@@ -107,25 +107,25 @@ struct alignas(16) Told {  // of a piece: query rows m0 .. end of head h of batc
     int first;    // where it does not begin with the first: the block that does, from which on to this one all have some
     int further;  // whether there are some behind, the next block's
 };
-__device__ __forceinline__ Told& told_of(char* smem, unsigned consumer, unsigned parity) {
-    return reinterpret_cast<Told*>(smem + TOLD_AT)[2 * consumer + parity];
+__device__ __forceinline__ Told& tile_info(char* smem, unsigned consumer, unsigned parity) {
+    return reinterpret_cast<Told*>(smem + TILE_INFO_AT)[2 * consumer + parity];
 }
 __device__ __forceinline__ Told uniform(const Told& told) {  // as told to all lanes of a warp
     const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
     return {same(told.b), same(told.h), same(told.m0), same(told.end), {same(told.part.begin), same(told.part.end)}};
 }
 
-struct Piece : Told {  // of work, and the key tiles it sees
+struct WorkTileRange : Told {  // of work, and the key tiles it sees
     Range range;
     int tiles;
-    __device__ __forceinline__ Piece(const Told& told, const Score& score)
-        : Told(told), range(PARTED ? part : tiles_of(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
+    __device__ __forceinline__ WorkTileRange(const Told& told, const Score& score)
+        : Told(told), range(STREAM_K ? part : tiles_of(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
     // The first key of the j-th tile to be walked.
-    __device__ __forceinline__ int keys_at(int j) const { return (PARTED || Head::FIRST ? range.begin + j : j) * BLOCK_N; }
+    __device__ __forceinline__ int keys_at(int j) const { return (STREAM_K || Head::FIRST ? range.begin + j : j) * BLOCK_N; }
 };
 
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
-__device__ __forceinline__ int lead_of(const Piece& piece, Range own, int tiles) {
+__device__ __forceinline__ int lead_of(const WorkTileRange& piece, Range own, int tiles) {
     return tiles > 0 && Head::FIRST ? own.begin - piece.range.begin : 0;
 }
 
@@ -141,17 +141,17 @@ template <class F>
 __device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned in_rounds, const Score& score, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
-    for_each_query_tile(tiles, heads, [&](unsigned tile, int head) {
+    for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
         const RowTile rows = query_tile<BLOCK_M>(score, tile, 0);
-        if (!rows.surplus()) f(Piece({rows.b, head, rows.row0, rows.row0 + BLOCK_M}, score));
+        if (!rows.invalid()) f(WorkTileRange({rows.b, head, rows.row0, rows.row0 + BLOCK_M}, score));
     });
 #else
     const auto piece = [&](int head, int row, Range part = {}, unsigned first = 0, bool further = false) {
-        return Piece({head / H, head % H, max(row, 0), row + BLOCK_M, part, static_cast<int>(first), further}, score);
+        return WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, part, static_cast<int>(first), further}, score);
     };
     if constexpr (CAUSAL) {
         const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
-        for_each_query_tile(tiles, heads, [&](unsigned tile, int head) {
+        for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
             f(piece(head, static_cast<int>(tile * BLOCK_M) - beyond));
         });
     } else {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned i
             if (const unsigned i = round + own; i < in_rounds) f(piece(i / tiles, i % tiles * BLOCK_M, {0, keys}));
         const unsigned left = (heads * tiles - in_rounds) * keys, begin = blockIdx.x * left / gridDim.x;
 #pragma unroll 1
-        for (unsigned end = PARTED ? (blockIdx.x + 1) * left / gridDim.x : 0; end > begin;) {
+        for (unsigned end = STREAM_K ? (blockIdx.x + 1) * left / gridDim.x : 0; end > begin;) {
             const unsigned i = in_rounds + (end - 1) / keys, at = (end - 1) / keys * keys, from = max(begin, at);
             f(piece(i / tiles, i % tiles * BLOCK_M, {static_cast<int>(from - at), static_cast<int>(end - at)},
                     ((at + 1) * gridDim.x - 1) / left, end - at < keys));
@@ -171,16 +171,16 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned i
 #endif
 }
 
-// V' of V, a tile each, by the warps that turn it round, of which this is number `turner`: 16 columns at a time. In V' a row is
+// V' of V, a tile each, by the warps that turn it round, of which this is number `transpose_warp`: 16 columns at a time. In V' a row is
 // a column of V, of each 16 first the even ones, and keys are in the order SLOTS. LOADS times 32 keys are loaded before the
 // first of them are stored: fewer waits for shared memory.
-__device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_smem, unsigned turner) {
+__device__ __forceinline__ void transpose_V(SmemAddr V_smem, SmemAddr T_smem, unsigned transpose_warp) {
     const unsigned lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
 #pragma unroll 1
-    for (unsigned columns = turner; columns < HEAD_DIM_V / 16; columns += TURNERS) {
-        const SmemAddress from = V_smem + Values::chunk(lane, columns);
+    for (unsigned columns = transpose_warp; columns < HEAD_DIM_V / 16; columns += TRANSPOSE_WARPS) {
+        const SmemAddr from = V_smem + Values::chunk(lane, columns);
         const unsigned place = Turned::chunk(matrix % 2 * 8 + row, matrix / 2);
-        const SmemAddress to = T_smem + 16 * 128 * columns;
+        const SmemAddr to = T_smem + 16 * 128 * columns;
 #pragma unroll
         for (unsigned keys = 0; keys < BLOCK_N / 32; keys += LOADS) {
             unsigned pairs[LOADS][4];  // of keys 0, 8, 16 and 24 on
@@ -200,7 +200,7 @@ __device__ __forceinline__ void turn_round(SmemAddress V_smem, SmemAddress T_sme
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
 struct Rows {
     float O[HEAD_DIM_V / 2] = {};
-    float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum, times P_MOST
+    float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum, times P_MAX
 
     // The largest of a lane's scores in row g or g + 8, as integers: three at a time, four chains.
     static __device__ __forceinline__ int largest(const float (&S)[BLOCK_N / 2], int half) {
@@ -213,7 +213,7 @@ struct Rows {
     // What a score, times the exponent's unit, must not exceed if m is to stay, by what this lane has summed up: a quarter of the
     // row's, as far as it knows.
     __device__ __forceinline__ float most(int half, float exponent) const {
-        const float room = LOG2_P_MOST - lg2(l[half] * (4 * SHARE));
+        const float room = LOG2_P_MAX - lg2(l[half] * (4 * SHARE));
         return fmaf(m[half], exponent, -fminf(fmaxf(room, 0.0f), SLACK));
     }
     // Whether some lane's score may ask for another m. As integers positive numbers are in order, and above all negative ones: only
@@ -229,7 +229,7 @@ struct Rows {
         return __any_sync(0xffffffffu, any);
     }
     // Moves m of rows of which a lane asks for it, and of no other: alpha is what such a row's sums shrink by. Whether any row's moved.
-    __device__ __forceinline__ bool move_maximum(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
+    __device__ __forceinline__ bool rescale(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
         float top[2][2] = {{-INF, -INF}, {-INF, -INF}};  // two of each row: shorter chains
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2][i % 2] = fmaxf(top[i / 2 % 2][i % 2], S[i]);
@@ -254,16 +254,16 @@ struct Rows {
         for (int i = 0; i < HEAD_DIM_V / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
     // Likewise, and shrinks what has been summed up.
-    __device__ __forceinline__ void raise_maximum(const float (&S)[BLOCK_N / 2], float exponent) {
+    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
         float alpha[2];
-        if (move_maximum(S, exponent, alpha)) shrink(alpha);
+        if (rescale(S, exponent, alpha)) shrink(alpha);
     }
-    // S becomes P = P_MOST exp2 of what it exceeds m by; two sums of each row's.
+    // S becomes P = P_MAX exp2 of what it exceeds m by; two sums of each row's.
     __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent, float (&sums)[2][2]) {
         float shift[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            shift[half] = fminf(fmaf(-m[half], exponent, LOG2_P_MOST), FAR);  // of a row that saw no key yet P is 0
+            shift[half] = fminf(fmaf(-m[half], exponent, LOG2_P_MAX), SCORE_LIMIT);  // of a row that saw no key yet P is 0
             sums[half][0] = sums[half][1] = 0.0f;
         }
 #pragma unroll
@@ -276,11 +276,11 @@ struct Rows {
         l[0] += sums[0][0] + sums[0][1], l[1] += sums[1][0] + sums[1][1];
     }
     // What a P must not exceed if m is to stay; whether a lane's may: none is more than its sum.
-    __device__ __forceinline__ float most_P(int half) const { return fminf(fmaxf(l[half] * (4 * SHARE), LOW), HIGH); }
+    __device__ __forceinline__ float max_P(int half) const { return fminf(fmaxf(l[half] * (4 * SHARE), LOW), HIGH); }
     __device__ __forceinline__ bool too_much(const float (&sums)[2][2]) const {
         bool any = false;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) any |= fmaxf(sums[half][0], sums[half][1]) > most_P(half);
+        for (int half = 0; half < 2; ++half) any |= fmaxf(sums[half][0], sums[half][1]) > max_P(half);
         return __any_sync(0xffffffffu, any);
     }
     // Moves m of rows of which a lane asks for it, and of no other, after the exponentials: the largest P becomes LOW. One that is
@@ -293,7 +293,7 @@ struct Rows {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float own = fmaxf(top[half][0], top[half][1]), highest = row_max<4>(own);
-            const bool asks = own > most_P(half) || fmaxf(sums[half][0], sums[half][1]) > HIGH;
+            const bool asks = own > max_P(half) || fmaxf(sums[half][0], sums[half][1]) > HIGH;
             if (row_max<4>(asks ? 1.0f : 0.0f) == 0.0f) continue;
             alpha[half] = LOW / highest;
             m[half] -= lg2(alpha[half]) / exponent;
@@ -307,13 +307,13 @@ struct Rows {
     // O goes to `place`, with m and, of a part, l; and comes back on top of what has been summed up since, or of other keys. A float4
     // each, the block's threads abreast.
     static constexpr int ABREAST = THREADS - 128, PLACES = HEAD_DIM_V / 8 + 1;
-    __device__ __forceinline__ void put_away(float4* place, float l0 = 0.0f, float l1 = 0.0f) const {
+    __device__ __forceinline__ void store_partial_O(float4* place, float l0 = 0.0f, float l1 = 0.0f) const {
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 8; ++i)
             place[i * ABREAST] = make_float4(O[4 * i], O[4 * i + 1], O[4 * i + 2], O[4 * i + 3]);
         place[(PLACES - 1) * ABREAST] = make_float4(m[0], m[1], l0, l1);
     }
-    __device__ __forceinline__ void take_back(const float4* place, float exponent) {
+    __device__ __forceinline__ void load_partial_O(const float4* place, float exponent) {
         const float4 then = place[(PLACES - 1) * ABREAST];
         const float alpha[2] = {then.x == m[0] ? 1.0f : ex2((then.x - m[0]) * exponent),
                                 then.y == m[1] ? 1.0f : ex2((then.y - m[1]) * exponent)};
@@ -362,17 +362,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     int in_rounds,                                  // pieces that are not parted
     float* partials) {                              // of each block: four counters; O put away; O of a part
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddress base = smem_address(smem);
+    const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // the mbarriers are there before anybody uses them
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
     if (warp < 4) {
-        registers_give_back<PRODUCER_REGISTERS>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         unsigned used = 0, pieces = 0;  // tiles of earlier pieces, and these
         unsigned* const more = reinterpret_cast<unsigned*>(smem + MORE_AT);
         if (warp == 0 && elect()) {
-            for_each_piece(heads, H, in_rounds, score, [&](const Piece& piece) {
+            for_each_piece(heads, H, in_rounds, score, [&](const WorkTileRange& piece) {
                 const int h = piece.h / group, b = piece.b;
                 const Sequence sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -397,7 +397,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
-                    told_of(smem, consumer, pieces % 2) = piece;
+                    tile_info(smem, consumer, pieces % 2) = piece;
                     Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer),
                                      Q.stride_h ? piece.h : 0, sequence.query_batch(Q.stride_b ? b : 0), base + FULL_Q + 8 * consumer);
                 }
@@ -411,10 +411,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
 #pragma unroll 1
             for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                 mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
-                told_of(smem, consumer, pieces % 2).b = -1;
+                tile_info(smem, consumer, pieces % 2).b = -1;
                 mbarrier_arrive(base + FULL_Q + 8 * consumer);
             }
-        } else if (warp >= 4 - TURNERS) {
+        } else if (warp >= 4 - TRANSPOSE_WARPS) {
 #pragma unroll 1
             for (unsigned i = 0;; ++i) {  // the tiles of all pieces
                 const unsigned stage = stage_of(i);
@@ -424,7 +424,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 TIMELINE(wait_empty);
                 mbarrier_wait(base + EMPTY_T + 8 * stage, parity_of(i) ^ 1);
                 TIMELINE(turn);
-                turn_round(base + V_AT + stage * Values::BYTES, base + T_AT + stage * T_BYTES, warp + TURNERS - 4);
+                transpose_V(base + V_AT + stage * Values::BYTES, base + T_AT + stage * T_BYTES, warp + TRANSPOSE_WARPS - 4);
                 fence_proxy_async();
                 __syncwarp();  // every lane has read its part of V, and its part of V' is there, before one says so
                 if (lane == 0) {
@@ -437,28 +437,28 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         return;
     }
 
-    registers_take<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const unsigned consumer = warp / 4 - 1, own_barrier = 1 + consumer;  // of the consumer's own 128 threads
     const unsigned turn = 4 + consumer, next_turn = 4 + (consumer + 1) % CONSUMERS;
     const int g = lane / 4, q = lane % 4;
     unsigned used = 0;  // tiles of earlier pieces; the highest bit: whether these were odd in number
-    if (BY_TURNS && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
+    if (PING_PONG && consumer == CONSUMERS - 1) named_barrier_arrive(next_turn, 256);  // consumer 0 begins
 
 #pragma unroll 1
     for (;;) {
         mbarrier_wait(base + FULL_Q + 8 * consumer, used >> 31);
-        const Told& told = told_of(smem, consumer, used >> 31);
+        const Told& told = tile_info(smem, consumer, used >> 31);
         if (told.b < 0) break;
-        const Piece piece(uniform(told), score);
+        const WorkTileRange piece(uniform(told), score);
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
         const Head bound(score, piece.b, piece.h);
         const float exponent = bound.unit * Head::LOG2E;
-        const Range own = PARTED ? piece.range : tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const Range own = STREAM_K ? piece.range : tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = own.end - own.begin, lead = lead_of(piece, own, tiles);
-        const Range whole = bound.keys_seen_by_all(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const Range whole = bound.fully_visible_keys(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
-        const auto address = [](SmemAddress tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
+        const auto address = [](SmemAddr tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
         const auto came = [&](unsigned full, int j) { return mbarrier_ended(base + full + 8 * stage_of(used + j), parity_of(used + j)); };
         const auto await = [&](unsigned full, int j, unsigned came = 0) {
             mbarrier_wait_unless(came, base + full + 8 * stage_of(used + j), parity_of(used + j));
@@ -479,10 +479,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
-            if (Head::SCATTERED) {
+            if (Head::ELEMENT_MASK) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!bound.sees(at(i).query_row(), at(i).key_col())) S[i] = -INF;
+                    if (!bound.visible(at(i).query_row(), at(i).key_col())) S[i] = -INF;
                 return;
             }
             const Range seen[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
@@ -527,10 +527,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             return reinterpret_cast<float4*>(partials) + gridDim.x + block * (Rows::PLACES * Rows::ABREAST) + threadIdx.x - 128;
         };
         float4* const place = place_of(blockIdx.x);
-        const auto take_turn = [&] { if (BY_TURNS) named_barrier_sync(turn, 256); };
-        const auto give_turn = [&] { if (BY_TURNS) named_barrier_arrive(next_turn, 256); };
-        const auto pass_on = [&](int j) {  // a tile that only the other consumers see
-            take_turn();
+        const auto warp_scheduler_barrier_sync = [&] { if (PING_PONG) named_barrier_sync(turn, 256); };
+        const auto give_turn = [&] { if (PING_PONG) named_barrier_arrive(next_turn, 256); };
+        const auto warp_scheduler_barrier_arrive = [&](int j) {  // a tile that only the other consumers see
+            warp_scheduler_barrier_sync();
             give_turn();
             await(FULL_K, j);
             release(EMPTY_K, j);
@@ -541,12 +541,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         if (m0 >= min(bound.Sq, piece.end)) {  // none of the piece's rows are the warpgroup's
             if (lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1
-            for (int j = 0; j < piece.tiles; ++j) pass_on(j);
+            for (int j = 0; j < piece.tiles; ++j) warp_scheduler_barrier_arrive(j);
             used = used + piece.tiles ^ 1u << 31;
             continue;
         }
 #pragma unroll 1
-        for (int j = 0; j < lead; ++j) pass_on(j);
+        for (int j = 0; j < lead; ++j) warp_scheduler_barrier_arrive(j);
         if (tiles > 0) {
             const int last = lead + tiles - 1;
             float S[BLOCK_N / 2];
@@ -568,7 +568,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             multiply_QK(S, lead);
             score(lead);
             float none[2];  // is summed up yet
-            rows.move_maximum(S, exponent, none);
+            rows.rescale(S, exponent, none);
             float sums[2][2];
             rows.exponentiate(S, exponent, sums);
             rows.add(sums);
@@ -576,15 +576,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             unsigned V_came = 0, K_came = 0;  // what is asked ahead, beside exponentials
 #pragma unroll 1
             for (int j = lead; j < last; ++j) {
-                const int summed_up = (j - lead) % TILES_APART;  // tiles, in O
+                const int summed_up = (j - lead) % SPLIT_TILES;  // tiles, in O
                 if (summed_up == 0 && j > lead) {
-                    if (j - lead > TILES_APART) rows.take_back(place, exponent);
-                    rows.put_away(place);
+                    if (j - lead > SPLIT_TILES) rows.load_partial_O(place, exponent);
+                    rows.store_partial_O(place);
                 }
                 TIMELINE(wait_V);
                 await(FULL_T, j, V_came);
                 TIMELINE(wait_turn);
-                take_turn();
+                warp_scheduler_barrier_sync();
                 TIMELINE(multiply);
                 multiply_PV(P, j, summed_up > 0);
                 TIMELINE(wait_K);
@@ -595,7 +595,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 give_turn();
                 release(EMPTY_T, j);
                 score(j + 1);
-                if (!BY_SUMS && rows.exceeded(S, exponent)) rows.raise_maximum(S, exponent);
+                if (!BY_SUMS && rows.exceeded(S, exponent)) rows.rescale(S, exponent);
                 V_came = came(FULL_T, j + 1), K_came = came(FULL_K, j + 2);
                 rows.exponentiate(S, exponent, sums);
                 if (BY_SUMS && rows.too_much(sums)) rows.lower(S, sums, exponent);
@@ -603,26 +603,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 become_P(j + 1);
             }
             await(FULL_T, last);
-            take_turn();
+            warp_scheduler_barrier_sync();
             multiply_PV(P, last, last > lead);
             await_PV();
             give_turn();
             release(EMPTY_T, last);
-            if (last - lead > TILES_APART) rows.take_back(place, exponent);
+            if (last - lead > SPLIT_TILES) rows.load_partial_O(place, exponent);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1
-        for (int j = lead + max(tiles, 0); j < piece.tiles; ++j) pass_on(j);
-        const Told own_piece = told_of(smem, consumer, used >> 31);  // not kept in registers since the beginning
+        for (int j = lead + max(tiles, 0); j < piece.tiles; ++j) warp_scheduler_barrier_arrive(j);
+        const Told own_piece = tile_info(smem, consumer, used >> 31);  // not kept in registers since the beginning
         used = used + piece.tiles ^ 1u << 31;
         unsigned* const counters = reinterpret_cast<unsigned*>(partials);
-        if (PARTED && own_piece.further) {
-            rows.put_away(place_of(gridDim.x + blockIdx.x), rows.l[0], rows.l[1]);
+        if (STREAM_K && own_piece.further) {
+            rows.store_partial_O(place_of(gridDim.x + blockIdx.x), rows.l[0], rows.l[1]);
             named_barrier_sync(own_barrier, 128);
             if (warp % 4 == 0 && lane == 0) arrive_at_count(counters + 4 * blockIdx.x + consumer);
             continue;
         }
-        if (PARTED && own_piece.part.begin > 0) {
+        if (STREAM_K && own_piece.part.begin > 0) {
             float top[2] = {rows.m[0], rows.m[1]};
 #pragma unroll 1
             for (unsigned block = own_piece.first; block < blockIdx.x; ++block) {
@@ -632,12 +632,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             }
             rows.raise_to(top, exponent);
 #pragma unroll 1
-            for (unsigned block = own_piece.first; block < blockIdx.x; ++block) rows.take_back(place_of(gridDim.x + block), exponent);
+            for (unsigned block = own_piece.first; block < blockIdx.x; ++block) rows.load_partial_O(place_of(gridDim.x + block), exponent);
         }
 
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
         if ((Head::HIDES || BY_SUMS) && named_barrier_or(own_barrier, 128, !rows.finite())) {
-            attend_row_by_row<64, 4>(Q, K, V, O, LSE, group, score, own_piece.b, own_piece.h, H, m0, warp % 4);
+            attend_non_finite<64, 4>(Q, K, V, O, LSE, group, score, own_piece.b, own_piece.h, H, m0, warp % 4);
             continue;
         }
         const Head scaled(score, own_piece.b, own_piece.h);
@@ -647,8 +647,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         dtype_o* const to = scaled.query(O, own_piece.h, row) + 4 * q;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const Total total = scaled.total<!NATURAL, APPROXIMATE>(rows.m[half], sum[half] * (1.0f / P_MOST));
-            const float inverse = total.inverse * (1.0f / P_MOST);
+            const Total total = scaled.total<!NATURAL, APPROXIMATE>(rows.m[half], sum[half] * (1.0f / P_MAX));
+            const float inverse = total.inverse * (1.0f / P_MAX);
             if (row + 8 * half >= scaled.Sq) continue;
             if (q == 0) lse[8 * half] = total.lse;
 #pragma unroll

@@ -1,6 +1,6 @@
 """Spec of `fwd_wgmma_fp8.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, refused_by_wgmma
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SMEM = 232448  # bytes that a block may have
 
@@ -14,7 +14,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
-    return refused_by_wgmma(p, arch, "fwd_block2d")
+    return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
 def most_keys(p: Problem) -> int:
@@ -84,7 +84,7 @@ def pieces(p: Problem, t: Tile) -> int:
 
 def in_rounds(p: Problem, t: Tile) -> int:
     """How many of them are dealt out whole: all, or as many as are whole rounds of the blocks, where parting the others
-    by their keys (pieces.cuh) saves more key tiles than to put away and to join what the parts have summed up costs."""
+    by their keys saves more key tiles than to put away and to join what the parts have summed up costs."""
     many, keys = pieces(p, t), cdiv(p.Sk, t.BLOCK_N)
     left = many % t.BLOCKS
     scales = any(isinstance(scale, tuple) for scale in p.descale)
@@ -95,7 +95,7 @@ def in_rounds(p: Problem, t: Tile) -> int:
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Numbers: of each block four counters, O put away where there are many keys, and O of its part of a piece."""
-    apart = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # KEYS_APART
+    apart = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # SPLIT_KEYS
     parted = in_rounds(p, t) < pieces(p, t)
     places = 2 if parted else p.Sk > apart
     return (t.BLOCKS * (4 + places * t.BLOCK_M * (p.Dv + 8)) if places else 0), 4 * t.BLOCKS * parted

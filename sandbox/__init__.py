@@ -12,9 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api.attention import attention, attention_varlen
-from .api.blocks import block_map
+from .api.block_map import block_map
+from .api.dispatch import attention_backward, attention_forward, reload
 from .api.paged import attention_paged
-from .api.passes import attention_backward, attention_forward, reload
 from .api.rotation import rotate
 from .core.errors import (
     CacheError,

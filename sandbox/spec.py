@@ -5,9 +5,9 @@ from .core.integers import cdiv
 from .core.kernel import COMPUTATIONS, Arch, Computation, Dim3, Entry, Kernel
 from .core.normalise import Causal, normalise_causal
 from .core.problem import Problem
-from .core.refusals import refused_by_copies, refused_by_wgmma
 from .core.score import Score
 from .core.tile import Tile
+from .core.unsupported import unsupported_by_cp_async, unsupported_by_wgmma
 
 __all__ = [
     "COMPUTATIONS",
@@ -23,6 +23,6 @@ __all__ = [
     "Tile",
     "cdiv",
     "normalise_causal",
-    "refused_by_copies",
-    "refused_by_wgmma",
+    "unsupported_by_cp_async",
+    "unsupported_by_wgmma",
 ]

@@ -2,7 +2,7 @@
 
 python scripts/machine_code.py record before.json       in a checkout of the old revision
 python scripts/machine_code.py record after.json        in the new one
-python scripts/machine_code.py compare before.json after.json --renamed bwd_delta=bwd_preprocess
+python scripts/machine_code.py compare before.json after.json --renamed bwd_preprocess=bwd_preprocess
 
 `record` compiles every kernel with its default tile for D = 64, 128 and 256, causal and not, plain and with each score
 option alone, for sm_80 and sm_90a, and stores a hash of every `.text` section of the cubins. Symbol names, line numbers

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
-from project import ALL_WIDTHS, LOT, SELDOM
+from project import ALL_WIDTHS, SEED, SELDOM
 
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def leave_to_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Most tests of kernels that are seldom asked for are deselected on the CPU backend."""
-    left = [item for item in items if random.Random(f"{LOT} {item.nodeid}").randrange(emulations(item))]
+    left = [item for item in items if random.Random(f"{SEED} {item.nodeid}").randrange(emulations(item))]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
 

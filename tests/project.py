@@ -10,14 +10,14 @@ from pathlib import Path
 
 from sandbox.spec import Kernel
 
-# Where combinations are too many they are drawn by lot, the same for everybody, so that a verdict can be repeated:
-# SANDBOX_LOT=N draws another one.
-LOT = int(os.environ.get("SANDBOX_LOT", "20261121"))
+# Where combinations are too many they are drawn sampled, the same for everybody, so that a verdict can be repeated:
+# SANDBOX_SEED=N draws another one.
+SEED = int(os.environ.get("SANDBOX_SEED", "20261121"))
 # SANDBOX_WIDTHS=all: tests/engine/test_widths.py tries every pair of head widths on the CPU backend too.
 ALL_WIDTHS = os.environ.get("SANDBOX_WIDTHS") == "all"
 # Kernels that are asked for few problems, or are another one's source compiled another way: the CPU backend runs one in
-# so many of their tests, by lot, unless `-k` asks for them; a GPU runs all.
-SELDOM = {"bwd_heads": 10, "bwd_ordered": 3, "bwd_stays": 10, "fwd_decode_wgmma": 3}
+# so many of their tests, sampled, unless `-k` asks for them; a GPU runs all.
+SELDOM = {"bwd_wgmma_head": 10, "bwd_wgmma_deterministic": 3, "bwd_wgmma_persistent": 10, "fwd_decode_wgmma": 3}
 ROOT = Path(__file__).resolve().parent.parent
 # Before a command that a test sends SIGINT: that may be ignored here, as after a shell's `&`, which is inherited.
 INTERRUPTIBLE = (

@@ -16,7 +16,7 @@ from project import ROOT
 # Lowest first: a folder imports only from folders above its own line.
 ORDER = (
     "core", "reference", "toolchain", "launch", "cpu", "engine", "api", "integrations", "jobs", "verify", "bench",
-    "tune", "watch", "code", "profile", "timeline", "pages", "setup",
+    "tune", "watch", "disassembly", "profile", "timeline", "pages", "scaffold",
     "cli",
 )  # fmt: skip
 LOOSE = {"__init__", "__main__", "spec"}  # what lies in sandbox/ itself: the doors
@@ -158,9 +158,9 @@ def test_one_seam_to_array_libraries() -> None:
     seam, on_demand = (
         "launch.dlpack",
         {
-            "bench.contest",
+            "bench.benchmark",
             "bench.decode",
-            "bench.given",
+            "bench.inputs",
             "bench.peers",
             "bench.ragged",
             "bench.reading",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandbox import Problem
-from sandbox.bench import contest, environment
+from sandbox.bench import benchmark, environment
 from sandbox.bench.timing import Events, Limits, Timing, measure
 from sandbox.core import registry
 
@@ -51,11 +51,11 @@ def main() -> None:
     out = parser.parse_args().out
     where, stopwatch = environment.describe(), Events()
     timers = {"sandbox": ours, "do_bench": theirs}
-    (contender,) = contest.ours([registry.get("fwd_mma")])
+    (contender,) = benchmark.ours([registry.get("fwd_mma")])
     worst = 0.0
     with out.open("a") as file:
         for problem in PROBLEMS:
-            q, k, v = contest.make_inputs(problem)
+            q, k, v = benchmark.make_inputs(problem)
             launch = contender.prepare(problem, q, k, v).launch
             times: dict[str, list[float]] = {name: [] for name in timers}
             for repeat in range(REPEATS + 1):  # in turns; the first warms up

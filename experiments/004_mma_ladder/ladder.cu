@@ -13,7 +13,7 @@
 //   shared memory: Q [BLOCK_M][HEAD_DIM] | STAGES times: K, V [BLOCK_N][HEAD_DIM]                  (O leaves through Q's)
 // clang-format on
 #include "ptx.cuh"
-#include "score.cuh"
+#include "score_mod.cuh"
 
 constexpr int OFF = 1, ON = 2;  // numbers of a tile begin at 1
 constexpr unsigned THREADS = 32 * WARPS, CHUNKS = HEAD_DIM / 8;  // 16-byte chunks of a row
@@ -22,12 +22,12 @@ constexpr int AHEAD = STAGES - 1;  // tiles on their way while one is computed; 
 constexpr int M_TILES = BLOCK_M / 16 / (SPLIT_Q == ON ? WARPS : 1);     // of 16 rows, a warp
 constexpr int COLUMNS = SPLIT_Q == ON ? HEAD_DIM : HEAD_DIM / WARPS;  // of O, a warp
 constexpr int MIN_BLOCKS = MANY_REGISTERS == ON ? 8 / WARPS : 0;     // an SM; 0: ptxas weighs registers against occupancy
-constexpr float MARGIN = 8.0f;  // LAZY: so far, in the exponent, may scores exceed m; 2^8 fits fp16
+constexpr float MARGIN = 8.0f;  // RESCALE_THRESHOLD: so far, in the exponent, may scores exceed m; 2^8 fits fp16
 static_assert(HEAD_DIM % 64 == 0 && THREADS % CHUNKS == 0, "a thread copies one chunk of every so many rows");
 static_assert(BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0 && M_TILES > 0, "a tile of whole MMA steps");
 static_assert(SPLIT_Q == ON || (BLOCK_M <= BLOCK_N && BLOCK_N <= HEAD_DIM && SUB_N == BLOCK_N), "P takes the place of K");
 static_assert(SWIZZLE == OFF || LDMATRIX == ON, "plain loads know no swizzle");
-static_assert(LAZY == OFF || (FOLDED_SCALE == ON && SPLIT_Q == ON), "the margin is a power of 2; each warp votes for itself");
+static_assert(RESCALE_THRESHOLD == OFF || (FOLDED_SCALE == ON && SPLIT_Q == ON), "the margin is a power of 2; each warp votes for itself");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + STAGES * STAGE, "spec and kernel disagree on shared memory");
 
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
@@ -79,7 +79,7 @@ template <bool TRANSPOSED, bool BY_COLUMNS>
 __device__ __forceinline__ void load_block(unsigned (&r)[4], const char* tile, const Place<BY_COLUMNS>& place, int row,
                                            int step) {
     if (LDMATRIX == ON) {
-        const SmemAddress address = smem_address(tile) + (row * ROW + place.at[step % 4] + step / 4 * 128);
+        const SmemAddr address = smem_address(tile) + (row * ROW + place.at[step % 4] + step / 4 * 128);
         TRANSPOSED ? ldmatrix_x4_trans(r, address) : ldmatrix_x4(r, address);
         return;
     }
@@ -188,7 +188,7 @@ __device__ __forceinline__ float power(float x, float m, float exponent) {
 }
 
 // Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void raise_maximum(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+__device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], float exponent) {
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) top[i / 2][i % 2] = row_max<4>(top[i / 2][i % 2]);
     if (SPLIT_Q == OFF) over_warps(top, [](float x, float y) { return fmaxf(x, y); });
@@ -280,13 +280,13 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                     float& s = S[mt][i / 2][2 * half + i % 2];
                     const int query_row = first_row + 16 * mt + 8 * half + g, key_col = n0 + n + i / 2 * 8 + 2 * q + i % 2;
                     if (FOLDED_SCALE == OFF) s *= head.unit;
-                    if (MASKED && !head.sees(query_row, key_col)) s = -INF;
+                    if (MASKED && !head.visible(query_row, key_col)) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }
                 exceeds |= top[mt][half] > rows.m[mt][half] + margin;
             }
         }
-        if (LAZY == OFF || __any_sync(0xffffffffu, exceeds)) raise_maximum(rows, top, exponent);
+        if (RESCALE_THRESHOLD == OFF || __any_sync(0xffffffffu, exceeds)) rescale(rows, top, exponent);
 
         unsigned P[KEYS / 16][M_TILES][4];
         probabilities<KEYS>(P, S, rows, exponent);
@@ -315,7 +315,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_ladder(
     const Head head(score, b, h);
     const int tiles = (max(head.keys(m0, m0 + BLOCK_M).end, 0) + BLOCK_N - 1) / BLOCK_N;
     // The first of them, every row sees whole.
-    const int whole = TWO_LOOPS == ON ? max(head.keys_seen_by_all(m0, m0 + BLOCK_M).end, 0) / BLOCK_N : 0;
+    const int whole = TWO_LOOPS == ON ? max(head.fully_visible_keys(m0, m0 + BLOCK_M).end, 0) / BLOCK_N : 0;
     const auto fill_stage = [&](int j) {
         char* const stage = stages + j % STAGES * STAGE;
         copy_tile<BLOCK_N>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);

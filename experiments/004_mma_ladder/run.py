@@ -18,7 +18,7 @@ from typing import Any
 
 from steps import KERNEL, LADDER, VARIANTS, WIDTHS, Step, tiles
 
-from sandbox.bench import contest, peers
+from sandbox.bench import benchmark, peers
 from sandbox.bench.ladder import write_table
 from sandbox.bench.peers import Contender, Ready
 from sandbox.bench.rows import Row, by_problem, read_rows, recorded
@@ -50,7 +50,7 @@ def contender(step: Step) -> Contender:
         tile = tiles(problem.D).get(step.name)
         if tile is None:
             raise UnsupportedProblem(f"{step.name}: changes nothing at D={problem.D}")
-        [entry] = contest.ours([KERNEL], [tile])
+        [entry] = benchmark.ours([KERNEL], [tile])
         return entry.prepare(problem, *inputs)
 
     return Contender(step.name, prepare, KERNEL.name)
@@ -79,13 +79,13 @@ def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
 
 def measure() -> None:
     """Every step, `fwd_mma` and FlashAttention-2 in one interleaved run, each checked before and after."""
-    everybody = [*map(contender, (*LADDER, *VARIANTS)), *contest.ours([registry.get("fwd_mma")])]
+    everybody = [*map(contender, (*LADDER, *VARIANTS)), *benchmark.ours([registry.get("fwd_mma")])]
     everybody.append(peers.PEERS["sdpa-flash"])
-    left = contest.unmeasured(contest.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, everybody)
+    left = benchmark.unmeasured(benchmark.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, everybody)
     if left:
         compile_all()
     wrong = 0
-    for row in recorded(with_registers(contest.run((), left, everybody, limits=Limits(seconds=0.2))), ROWS):
+    for row in recorded(with_registers(benchmark.run((), left, everybody, limits=Limits(seconds=0.2))), ROWS):
         said = f"{row['tflops']:.1f} TFLOP/s" if row["ms"] else row["message"]
         print(f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:14} {said}", flush=True)
         wrong += row["ok"] is False

@@ -28,8 +28,8 @@ class Step:
 
 
 SIZES = {"BLOCK_M": 64, "BLOCK_N": 64, "SUB_N": 64, "WARPS": 4, "STAGES": 1}
-SWITCHES = ("LDMATRIX", "SWIZZLE", "SPLIT_Q", "Q_IN_REGISTERS", "FOLDED_SCALE", "TWO_LOOPS", "LAZY", "MANY_REGISTERS",
-            "ONE_LANE_MAP")  # fmt: skip
+SWITCHES = ("LDMATRIX", "SWIZZLE", "SPLIT_Q", "Q_IN_REGISTERS", "FOLDED_SCALE", "TWO_LOOPS", "RESCALE_THRESHOLD",
+            "MANY_REGISTERS", "ONE_LANE_MAP")  # fmt: skip
 PLAIN = {**SIZES, **dict.fromkeys(SWITCHES, OFF)}
 LADDER = (
     Step("plain", "`mma.sync`; four warps share 64 rows: S by keys, O by columns, maxima and P through shared memory",
@@ -47,7 +47,7 @@ LADDER = (
     Step("sub-tiles", "tiles of 128 keys, 32 at a time, unrolled: exponentials mix with the next products",
          (1.1, 1.0), {"BLOCK_N": 128, "SUB_N": 32}, {"BLOCK_N": 48, "SUB_N": 48}),
     Step("lazy maximum", "m moves, and O is rescaled, only when a score exceeds it by 8 in the exponent", (1.06, 1.06),
-         {"LAZY": ON}),
+         {"RESCALE_THRESHOLD": ON}),
     Step("more registers", "`__launch_bounds__` says that 8 warps an SM are enough: ptxas need not save registers",
          (1.03, 1.0), {"MANY_REGISTERS": ON}),
 )  # fmt: skip

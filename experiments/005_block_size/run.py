@@ -20,7 +20,7 @@ from sandbox.core import jsonl, registry
 from sandbox.reference import paper_block_sizes
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import arch
-from sandbox.tune import labs
+from sandbox.tune import executors
 from sandbox.tune import report as tune_report
 from sandbox.tune.search import Search
 
@@ -33,7 +33,7 @@ def measure() -> list[dict[str, Any]]:
     where, rows, kernel = environment.describe(), [], registry.get("fwd_mma")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SANDBOX_CACHE_DIR"] = folder
-        with labs.lab(kernel, None, [0]) as lab:
+        with executors.lab(kernel, None, [0]) as lab:
             for D in WIDTHS:
                 problem = Problem(4, 16, 4096, 4096, D, dtype="float16")
                 search = Search(kernel, problem, lab, {"WARPS": 4})

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sandbox.bench import contest
+from sandbox.bench import benchmark
 from sandbox.bench.peers import Contender
 from sandbox.core import jsonl, registry
 from sandbox.core.errors import GpuUnavailable, ToolchainMissing
@@ -32,7 +32,7 @@ PADDED_ROW = "ROW = 2 * COLUMNS + 16;"
 def variants(folder: Path) -> dict[str, Kernel]:
     """The kernel as it is, and beside a header of tiles with one line changed or two."""
     kernel = registry.get("fwd_mma")
-    tiles = (registry.FOLDER / "include" / "mma_tiles.cuh").read_text()
+    tiles = (registry.FOLDER / "include" / "mma_smem.cuh").read_text()
     assert SWIZZLE in tiles, "the lines that this experiment changes are no longer there"
     assert ROW in tiles, "the lines that this experiment changes are no longer there"
     edits = {"plain": tiles.replace(SWIZZLE, PLAIN), "padded": tiles.replace(SWIZZLE, PLAIN).replace(ROW, PADDED_ROW)}
@@ -40,7 +40,7 @@ def variants(folder: Path) -> dict[str, Kernel]:
     for name, edited in edits.items():
         file = folder / name / "fwd_mma.cu"
         (file.parent / "include").mkdir(parents=True)
-        (file.parent / "include" / "mma_tiles.cuh").write_text(edited)
+        (file.parent / "include" / "mma_smem.cuh").write_text(edited)
         file.write_text(kernel.source.read_text())
         found[name] = dataclasses.replace(kernel, source=file)
     found["padded"] = dataclasses.replace(found["padded"], smem_bytes=_padded_smem)
@@ -57,7 +57,7 @@ def measure() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         kernels = variants(Path(folder))
         contenders = [_contender(name, kernel) for name, kernel in kernels.items()]
-        rows += [row.as_json() for row in contest.run([], PROBLEMS, contenders)]
+        rows += [row.as_json() for row in benchmark.run([], PROBLEMS, contenders)]
         for row in rows:
             if row["contender"] != "padded":  # its spec is this script's own, which ncu's process would not know
                 problem = {p.D: p for p in PROBLEMS}[row["D"]]
@@ -67,7 +67,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _contender(name: str, kernel: Kernel) -> Contender:
-    (contender,) = contest.ours([kernel])
+    (contender,) = benchmark.ours([kernel])
     return dataclasses.replace(contender, name=name)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox import Problem
-from sandbox.bench import contest
+from sandbox.bench import benchmark
 from sandbox.bench.peers import PEERS
 from sandbox.bench.rows import Row, recorded
 from sandbox.bench.timing import Limits
@@ -57,7 +57,7 @@ def measure(
     rows: list[Row] = []
 
     def kept():
-        for row in contest.run(kernels, problems, peers, tiles=tiles, limits=Limits(rounds=rounds, seconds=0.1)):
+        for row in benchmark.run(kernels, problems, peers, tiles=tiles, limits=Limits(rounds=rounds, seconds=0.1)):
             rows.append(row)
             yield row
 
@@ -83,7 +83,7 @@ def mean(values: Sequence[float]) -> float:
 
 def grid() -> None:
     """All 36 points of the paper's grid."""
-    rows = measure(contest.GRIDS["paper"]("float16"), [registry.get("fwd_wgmma")])
+    rows = measure(benchmark.GRIDS["paper"]("float16"), [registry.get("fwd_wgmma")])
     found, ceiling = ratios(rows, "fwd_wgmma"), rows[0].setting["ceiling_tflops"]
     print(f"TFLOP/s (ratio to cuDNN), S = 512 .. 16k; in brackets what 8k and 16k should reach; cuBLAS {ceiling:.0f}")
     for D, causal in itertools.product((64, 128, 256), MASKS):

@@ -112,7 +112,7 @@ def ours(kernel: Kernel, arrays: list[Any], problem: Problem, xp: ModuleType) ->
 
 
 @dataclasses.dataclass
-class Truth:
+class Reference:
     """What gradients of one case are held to: PyTorch's in float64, and the project's bound with PyTorch's in the input
     dtype for the yardstick. `reference_gap`: how far the NumPy reference is off, in units of the largest magnitude."""
 
@@ -122,7 +122,7 @@ class Truth:
     reference_gap: float
 
     @classmethod
-    def of(cls, arrays: list[Any], problem: Problem) -> Truth:
+    def of(cls, arrays: list[Any], problem: Problem) -> Reference:
         tensors = [as_tensor(x) for x in arrays]
         options = {"causal": problem.causal, "scale": problem.scale}
         given = [as_numpy(x) for x in tensors]
@@ -147,18 +147,18 @@ def compare(case: Case, kernels: list[Kernel], xp: ModuleType) -> Iterator[tuple
     """A row for PyTorch's own gradients in the input dtype and for each kernel, each with its `Truth.errors`."""
     problem = case.problem
     arrays = make_arrays(case, xp)
-    truth = Truth.of(arrays, problem)
-    head = {"case": case.name, "problem": str(problem), "dtype": problem.dtype, "reference_gap": truth.reference_gap}
+    expected = Reference.of(arrays, problem)
+    head = {"case": case.name, "problem": str(problem), "dtype": problem.dtype, "reference_gap": expected.reference_gap}
     for kernel in (None, *kernels):
         row = {"contender": kernel.name if kernel else "autograd", **head}
         try:
-            gradients = ours(kernel, arrays, problem, xp) if kernel else truth.yardstick
+            gradients = ours(kernel, arrays, problem, xp) if kernel else expected.yardstick
         except sandbox.UnsupportedProblem as reason:
             yield {**row, "ok": None, "message": str(reason)}, []
             continue
-        errors = truth.errors(gradients)
+        errors = expected.errors(gradients)
         shares = [float(x.max(initial=0)) for x in errors]  # NaN counts as inf
-        row |= {name: {"error": s * b, "bound": b} for name, s, b in zip(NAMES, shares, truth.bounds, strict=True)}
+        row |= {name: {"error": s * b, "bound": b} for name, s, b in zip(NAMES, shares, expected.bounds, strict=True)}
         yield {**row, "ok": all(share <= 1 for share in shares), "worst": NAMES[int(np.argmax(shares))]}, errors
 
 

@@ -45,7 +45,7 @@ def watched(attend: Attend, layers: int, steps: Iterable[int]) -> tuple[Attend, 
     return watching, calls
 
 
-def truth(call: Call, seen: Tensor) -> list[Tensor]:
+def expected(call: Call, seen: Tensor) -> list[Tensor]:
     """O, dQ, dK, dV in float64."""
     q, k, v, dO = (x.double() for x in (call.q, call.k, call.v, call.dO))
     unit = q.shape[3] ** -0.5
@@ -58,7 +58,7 @@ def truth(call: Call, seen: Tensor) -> list[Tensor]:
 def errors(contenders: Mapping[str, Attend], call: Call, seen: Callable[..., Tensor]) -> dict[str, dict[str, Any]]:
     """Of each contender that takes the call and each of NAMES: the error's root mean square as a part of the value's,
     and the error's part along the value, signed: -0.003 of a value that is 0.3% too small everywhere."""
-    expected, found = truth(call, seen(call.q, call.ends)), {}
+    right, found = expected(call, seen(call.q, call.ends)), {}
     for name, attend in contenders.items():
         q, k, v = (x.clone().requires_grad_() for x in (call.q, call.k, call.v))
         try:
@@ -66,10 +66,10 @@ def errors(contenders: Mapping[str, Attend], call: Call, seen: Callable[..., Ten
         except RuntimeError:
             continue  # told where it trains
         values = (O.detach(), *torch.autograd.grad(O, (q, k, v), call.dO))
-        off = [x.double() - y for x, y in zip(values, expected, strict=True)]
+        off = [x.double() - y for x, y in zip(values, right, strict=True)]
         found[name] = {
-            "rms": {n: float(e.norm() / y.norm()) for n, e, y in zip(NAMES, off, expected, strict=True)},
-            "bias": {n: float((e * y).sum() / y.square().sum()) for n, e, y in zip(NAMES, off, expected, strict=True)},
+            "rms": {n: float(e.norm() / y.norm()) for n, e, y in zip(NAMES, off, right, strict=True)},
+            "bias": {n: float((e * y).sum() / y.square().sum()) for n, e, y in zip(NAMES, off, right, strict=True)},
         }
     return found
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox import Problem
-from sandbox.bench import contest, ragged
+from sandbox.bench import benchmark, ragged
 from sandbox.bench.peers import PEERS
 from sandbox.bench.rows import problem_of, recorded
 from sandbox.bench.timing import Limits
@@ -74,8 +74,8 @@ def problems(stage: str) -> list[Problem]:
 
 
 STAGES = {  # contenders of the tree, older states, a peer; a limit in seconds
-    "plain": (("bwd_wgmma", "bwd_ordered"), ("before",), "sdpa-cudnn", 150),
-    "options": (("bwd_wgmma", "bwd_ordered", "bwd_mma"), (), "sdpa-cudnn", 60),
+    "plain": (("bwd_wgmma", "bwd_wgmma_deterministic"), ("before",), "sdpa-cudnn", 150),
+    "options": (("bwd_wgmma", "bwd_wgmma_deterministic", "bwd_mma"), (), "sdpa-cudnn", 60),
     "ragged": (("bwd_wgmma", "bwd_mma"), ("undealt",), "", 50),
     "dropout": (("bwd_wgmma",), ("before",), "sdpa-cudnn", 40),
 }
@@ -89,7 +89,7 @@ def measure(stage: str, folders: dict[str, Path]) -> None:
     ]
     peers, limits = [PEERS[peer]] if peer else [], Limits(rounds=30, seconds=0.06)
     asked = problems(stage)
-    rows = recorded(contest.run(kernels, asked, peers, limits=limits, computes="backward"), HERE / "beside.jsonl")
+    rows = recorded(benchmark.run(kernels, asked, peers, limits=limits, computes="backward"), HERE / "beside.jsonl")
     for problem, own in itertools.groupby(rows, key=problem_of):
         print(f"{problem}: {', '.join(map(cell, own))}", flush=True)
 

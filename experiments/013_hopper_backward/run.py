@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox import Problem
-from sandbox.bench import contest
+from sandbox.bench import benchmark
 from sandbox.bench.peers import PEERS
 from sandbox.bench.rows import Row, recorded
 from sandbox.bench.timing import Limits
@@ -63,7 +63,7 @@ def measure(
 
     def kept():
         limits = Limits(rounds=30, seconds=seconds)
-        for row in contest.run(
+        for row in benchmark.run(
             kernels, problems, [PEERS["sdpa-cudnn"]], tiles=tiles, limits=limits, computes="backward"
         ):
             rows.append(row)
@@ -79,7 +79,7 @@ def measure(
 
 def grid() -> None:
     """The 36 points of the paper's grid: TFLOP/s, and over the better of cuDNN and a scaled FlashAttention-4."""
-    rows = measure(contest.GRIDS["paper"]("float16"), ["bwd_wgmma"])
+    rows = measure(benchmark.GRIDS["paper"]("float16"), ["bwd_wgmma"])
     speed = {(r.contender, r.problem): r.tflops for r in rows}
     ceiling = rows[0].setting["ceiling_tflops"]
     print(f"TFLOP/s, cuDNN, FlashAttention-4 scaled (ratio to the better); cuBLAS {ceiling:.0f}")
@@ -103,7 +103,7 @@ def tiles() -> None:
     for D, causal in itertools.product((64, 128, 256), MASKS):
         lengths = (512, 2048, 16384)
         problems = [Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal) for S in lengths]  # type: ignore[arg-type]
-        fitting = [tile for tile in kernel.tiles if kernel.refuses_tile(problems[0], tile, (9, 0)) is None]
+        fitting = [tile for tile in kernel.tiles if kernel.unsupported_tile(problems[0], tile, (9, 0)) is None]
         rows = measure(problems, ["bwd_wgmma"], fitting, seconds=0.06)
         for name in dict.fromkeys(r.contender for r in rows):
             cells = [f"{r.tflops or 0:.0f}" for r in rows if r.contender == name]

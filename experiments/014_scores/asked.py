@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import sandbox
-from sandbox.bench import contest, environment
-from sandbox.bench.given import Given, asked_of
+from sandbox.bench import benchmark, environment
 from sandbox.bench.grids import DOCUMENTS
+from sandbox.bench.inputs import BenchInputs, asked_of
 from sandbox.bench.peers import Contender, Ready
 from sandbox.bench.timing import Events, Limits, measure_ceilings
 from sandbox.core import jsonl, registry
@@ -47,9 +47,9 @@ def seen(p: Problem) -> float:
 
 def entrants(name: str, problem: Problem) -> list[Contender]:
     """The kernel; of a condition with its block map as it is given, and then made in each launch."""
-    [own] = contest.ours([registry.get(name)])
+    [own] = benchmark.ours([registry.get(name)])
 
-    def prepare(p: Problem, *inputs: Any, given: Given) -> Ready:
+    def prepare(p: Problem, *inputs: Any, given: BenchInputs) -> Ready:
         told = sandbox.block_map(asked_of(p, given)["score"], p)
         return own.prepare(p, *inputs, given={**given, BLOCK_MAP: told})
 
@@ -65,8 +65,10 @@ def main(numbers: list[int]) -> None:
         for (computes, name), (tflops, times) in zip(KERNELS.items(), asked, strict=True):
             if numbers and number not in numbers:
                 continue
-            inputs = contest.make_inputs(problem, computes=computes)
-            for row in contest.compete(problem, entrants(name, problem), inputs, stopwatch, limits, setting, computes):
+            inputs = benchmark.make_inputs(problem, computes=computes)
+            for row in benchmark.compete(
+                problem, entrants(name, problem), inputs, stopwatch, limits, setting, computes
+            ):
                 if numbers:
                     continue
                 jsonl.append(OUT, row.as_json())

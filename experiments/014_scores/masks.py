@@ -31,8 +31,8 @@ D = 128
 def masks(torch: Any, S: int, device: str) -> dict[str, Any]:
     """By name; those that hide 15 of 16 tiles first."""
     rows = S // walk.BLOCK
-    lot = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).fill_diagonal_(-1)
-    on = (lot <= lot.flatten().kthvalue(rows * rows // 16).values).to(device)
+    sample = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).fill_diagonal_(-1)
+    on = (sample <= sample.flatten().kthvalue(rows * rows // 16).values).to(device)
     doc = torch.arange(S, device=device) // (S // 16)
     return {
         "one block in 16": on.repeat_interleave(walk.BLOCK, 0).repeat_interleave(walk.BLOCK, 1)[None, None],

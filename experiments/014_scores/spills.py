@@ -2,7 +2,7 @@
 
 python experiments/014_scores/spills.py                    all; some hours of sixteen cores, once
 python experiments/014_scores/spills.py bwd_mma bwd_wgmma  these kernels
-python experiments/014_scores/spills.py --lot 500          so many of them, by lot
+python experiments/014_scores/spills.py --sample 500          so many of them, sampled
 
 Compiled by the NVRTC that there is, two at a time (`--jobs`), and cached. Prints what spills, or is warned of.
 """
@@ -74,7 +74,7 @@ def problems(kernel: Kernel, target: str) -> Iterator[tuple[str, Problem]]:
 
 def tiles(kernel: Kernel, problem: Problem, target: str) -> Iterator[Tile]:
     """Those that it may have."""
-    return (t for t in kernel.tiles if not choose.refuses_tile(kernel, problem, t, arch.parse(target)))
+    return (t for t in kernel.tiles if not choose.unsupported_tile(kernel, problem, t, arch.parse(target)))
 
 
 def jobs(kernel: Kernel, target: str) -> Iterator[Job]:
@@ -104,13 +104,13 @@ def spilled(job: Job) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kernels", nargs="*")
-    parser.add_argument("--lot", type=int, default=0)
+    parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     names = options.kernels or [*registry.kernels()]
     asked = [job for name in names for target in TARGETS for job in jobs(registry.get(name), target)]
-    if options.lot:
-        asked = random.sample(asked, min(options.lot, len(asked)))
+    if options.sample:
+        asked = random.sample(asked, min(options.sample, len(asked)))
     print(len(asked), "to compile", flush=True)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for said in pool.map(spilled, asked):

@@ -27,7 +27,7 @@ BLOCK = 128  # queries and keys of what is hidden or shown
 
 
 def blocks(torch: Any, S: int, share: int, device: str) -> Score:
-    """One block in `share`, by lot, and those on the diagonal, so that every row sees something."""
+    """One block in `share`, sampled, and those on the diagonal, so that every row sees something."""
     rows = S // BLOCK
     shown = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)) < 1 / share - 1 / rows
     shown |= torch.eye(rows, dtype=torch.bool)

@@ -62,11 +62,11 @@ def measure() -> Iterator[dict[str, Any]]:
         for inputs, make in INPUTS.items():
             rng = np.random.default_rng(15)
             q, k, v = make(rng, D), make(rng, D), normal(rng, D)
-            truth, _ = attention(q, k, v)
-            size = float(np.sqrt((truth**2).mean()))
+            expected, _ = attention(q, k, v)
+            size = float(np.sqrt((expected**2).mean()))
 
             def row(out: Array, **fields: Any) -> dict[str, Any]:
-                off = np.asarray(out, np.float64) - truth  # noqa: B023
+                off = np.asarray(out, np.float64) - expected  # noqa: B023
                 error = float(np.sqrt((off**2).mean())) / size  # noqa: B023
                 return {"D": D, "inputs": inputs, **fields, "rms": error, "most": float(abs(off).max()) / size}  # noqa: B023
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from sandbox import Problem
-from sandbox.bench import contest, ladder, plot
+from sandbox.bench import benchmark, ladder, plot
 from sandbox.bench.rows import read_rows, recorded
 from sandbox.bench.timing import Limits
 from sandbox.core import registry
@@ -36,7 +36,7 @@ def problems() -> list[Problem]:
 def measure(file: Path) -> None:
     """Appends the rows of one run to `file`, and prints them as they come."""
     kernels = [registry.get(name) for name in KERNELS.values()]
-    rows = contest.run(kernels, problems(), limits=Limits(seconds=0.1, rounds=60))
+    rows = benchmark.run(kernels, problems(), limits=Limits(seconds=0.1, rounds=60))
     for row in recorded((row for row in rows if row.contender == KERNELS[row.problem.dtype]), file):
         said = f"{row['tflops']:.0f} TFLOP/s, product {row['ceiling_tflops']:.0f}" if row["ok"] else row["message"]
         print(row["dtype"], f"D{row['D']} S{row['Sq']} causal={row['causal']}", row["tile"], said, flush=True)

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from sandbox.bench.ragged import DOCUMENTS, DRAWN, EQUAL
 
 ROWS, KEYS, MULTIPROCESSORS, AHEAD = 128, 128, 132, 1  # AHEAD: pieces that a block has been told beside its own
-HEADS, SECTION_BYTES, ROW_BYTES = 16, 16 << 20, 512  # include/dealing.cuh; a key and a value of D = 128
+HEADS, SECTION_BYTES, ROW_BYTES = 16, 16 << 20, 512  # include/tile_scheduler.cuh; a key and a value of D = 128
 
 
 def numbered(lengths: tuple[int, ...], causal: bool) -> list[int]:
-    """The cost of each query tile of a head by its number (include/sequence.cuh), 0 where no sequence needs it."""
+    """The cost of each query tile of a head by its number (include/seqlen.cuh), 0 where no sequence needs it."""
     costs, begin = [0] * (sum(lengths) // ROWS + len(lengths)), 0
     for b, n in enumerate(lengths):
         for row in range(0, n, ROWS):
@@ -57,7 +57,7 @@ def there_and_back(costs: list[int], causal: bool) -> list[float]:
 
 
 def longest_first(costs: list[int], rows: int, level: int = 2, more: int = 1) -> Iterator[int]:
-    """The pieces in the order in which include/dealing.cuh hands them out: within so many tiles equally long."""
+    """The pieces in the order in which include/tile_scheduler.cuh hands them out: within so many tiles equally long."""
     ordered, head = sorted((cost for cost in costs if cost), key=lambda cost: -(cost // level)), 0
     section = max(SECTION_BYTES // (rows * ROW_BYTES) + more, 1)
     while head < HEADS:

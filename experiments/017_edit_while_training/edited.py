@@ -14,9 +14,9 @@ from sandbox.core.problem import Problem
 from sandbox.engine import pipeline
 from sandbox.jobs.worker import At, Worker, WorkerDied
 from sandbox.launch.dlpack import Device
-from sandbox.verify.apart import fit
 from sandbox.verify.cases import Case
 from sandbox.verify.check import verify
+from sandbox.verify.isolated import fit
 from sandbox.watch.history import read_texts
 from sandbox.watch.session import saves
 

@@ -24,7 +24,7 @@ FEWER = (4, 8, 16, 32, 64)  # likewise, where the width is another
 WIDTHS = (64, 256)
 SPLIT = ("1,32/8,1,2048,128", "4,16,1,8192,128", "1,64/8,1,131072,128", "8,32/8,1,32768,128")
 BLOCKS = (66, 132, 264, 528)  # what the spec takes for the number of multiprocessors, and others
-DEALT = (33, 66, 132, 264)  # likewise, where blocks are dealt to entries of different numbers of keys
+DYNAMIC_SPLITS = (33, 66, 132, 264)  # likewise, where blocks are dealt to entries of different numbers of keys
 FLOAT8 = (
     "BLOCK_N=32,WARPS=4,STAGES=3",
     "BLOCK_N=16,WARPS=4,STAGES=5",
@@ -38,7 +38,7 @@ def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "grid", (*KERNELS, "--grid", "decode", "--peers", PEERS)
     float8 = ("--dtype", "float8_e4m3", "--peers", "none")
     yield "float8", ("fwd_decode", "fwd_wgmma_fp8", "--grid", "decode", *float8)
-    of_float8 = [f"BLOCK_M=16,{tile},BLOCKS=132,TEAM=1" for tile in FLOAT8]
+    of_float8 = [f"BLOCK_M=16,{tile},BLOCKS=132,CLUSTER=1" for tile in FLOAT8]
     yield "float8", ("fwd_decode", *_shapes("32,32/8,1,4096,128", SPLIT[2]), *_tiles(of_float8), *float8)
     for B in (1, 16):
         yield "crossing", (*KERNELS, *_shapes(*_of_queries(B, QUERIES, 128)), "--causal", "--peers", "none")
@@ -48,7 +48,7 @@ def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
     shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, 128)]
     yield "widths", ("fwd_decode", "fwd_wgmma_fp8", *_shapes(*shapes), "--causal", *float8)
     of_blocks, of_dealt = (
-        [f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n},TEAM=1" for n in ns] for ns in (BLOCKS, DEALT)
+        [f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n},CLUSTER=1" for n in ns] for ns in (BLOCKS, DYNAMIC_SPLITS)
     )
     yield "splits", ("fwd_decode", *_shapes(*SPLIT), *_tiles(of_blocks), "--peers", "none")
     lengths = ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths")

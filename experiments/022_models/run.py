@@ -30,7 +30,7 @@ STEPS, STARTS, WARM, TOKENS = 50, 8, 10, 32
 WITHIN = 1.1  # of the error that PyTorch's and eager attention have, root mean square
 
 
-def truth(model: str, device: str) -> Tensor:
+def expected(model: str, device: str) -> Tensor:
     """Logits in float32."""
     x, _ = batch(model, SIZES[device], device, 0)
     with torch.no_grad(), attention_of("eager", device):
@@ -118,14 +118,14 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(model: str, device: str, compiled: bool, steps: int, starts: int, out: Path, about: dict[str, Any]) -> bool:
     """All contenders on one model; whether ours are as right as PyTorch's own."""
-    expected, flash, rows = truth(model, device), None, []
+    right, flash, rows = expected(model, device), None, []
     names = [(name, None) for name in contenders_of(model, device)]
     if compiled:
         compiler = "inductor" if device == "cuda" else "aot_eager"
         names += [(name, compiler) for name in compiled_of(model, device)]
     for name, compiler in sorted(names, key=lambda pair: pair[0] != "sdpa-flash"):
         row: dict[str, Any] = {"model": model, "contender": f"{name}, compiled" if compiler else name}
-        row["error"] = error_of(model, name, device, compiler, expected)
+        row["error"] = error_of(model, name, device, compiler, right)
         if model in TEXT and not compiler:
             tokens = decoded(model, name, device)
             flash = tokens if name == "sdpa-flash" else flash

@@ -1,4 +1,4 @@
-// Members of Sight (sight.cuh): which tiles a mask or a user's condition leaves, as FlexAttention's block mask tells it
+// Members of Sight (mask.cuh): which tiles a mask or a user's condition leaves, as FlexAttention's block mask tells it
 // (Dong et al. 2024, arXiv:2412.05496). Causality, windows and lengths are not in it: ranges tell of them.
 //
 // The map has a bit for MAP_M queries x MAP_N keys, so fine that tiles of every kernel are made of whole ones; 32 to a word. A
@@ -16,21 +16,21 @@ static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
 
 // Words of a row of the map that tell one thing of its keys; where the pairs of its row-th query begin; and all it has.
 static __device__ __forceinline__ int kind_words(const Score& score) { return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4; }
-static __device__ __forceinline__ int pairs_at(const Score& score, int row) { return kind_words(score) * (2 + row * (WORD_KEYS / 32)); }
-static __device__ __forceinline__ int row_words(const Score& score) { return pairs_at(score, BY_PAIR ? MAP_M : 0); }
+static __device__ __forceinline__ int pair_bits_at(const Score& score, int row) { return kind_words(score) * (2 + row * (WORD_KEYS / 32)); }
+static __device__ __forceinline__ int row_words(const Score& score) { return pair_bits_at(score, BY_PAIR ? MAP_M : 0); }
 
-enum Told { SOMETHING, EVERYTHING };
+enum Told { SOME_VISIBLE, FULLY_VISIBLE };
 
 // A word, of keys from WORD_KEYS * word on: whether some, or all, of query rows m0 .. m1 see something, or everything, of it.
 template <Told TOLD>
 __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
-    unsigned bits = TOLD == EVERYTHING ? ~0u : 0;
+    unsigned bits = TOLD == FULLY_VISIBLE ? ~0u : 0;
 #if BLOCK_MAP
-    const unsigned* const at = block_map + (TOLD == EVERYTHING ? kind_words(score) : 0) + word;
+    const unsigned* const at = block_map + (TOLD == FULLY_VISIBLE ? kind_words(score) : 0) + word;
 #pragma unroll 1
     for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
         const unsigned own = at[row * score.block_map.stride_i];
-        bits = TOLD == EVERYTHING ? bits & own : bits | own;
+        bits = TOLD == FULLY_VISIBLE ? bits & own : bits | own;
     }
 #endif
     return bits;
@@ -38,24 +38,24 @@ __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
 
 // Whether query rows m0 .. m1 see something, or everything, of keys n0 .. n0 + KEYS, of which those from Sk on do not count.
 template <Told TOLD, int KEYS>
-__device__ __forceinline__ bool map_tells(int m0, int m1, int n0) const {
+__device__ __forceinline__ bool map_covers(int m0, int m1, int n0) const {
     static_assert(!MAPPED || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
-    if (!MAPPED) return !SCATTERED;
+    if (!MAPPED) return !ELEMENT_MASK;
     const int begin = n0 / MAP_N, end = (min(n0 + KEYS, score.Sk) + MAP_N - 1) / MAP_N;
 #pragma unroll 1
     for (int word = begin / 32; word * 32 < end; ++word) {
         const unsigned own = (begin > word * 32 ? ~0u << begin % 32 : ~0u) & (end < word * 32 + 32 ? ~(~0u << end % 32) : ~0u);
         const unsigned bits = map_word<TOLD>(m0, m1, word) & own;
-        if (TOLD == SOMETHING && bits) return true;
-        if (TOLD == EVERYTHING && bits != own) return false;
+        if (TOLD == SOME_VISIBLE && bits) return true;
+        if (TOLD == FULLY_VISIBLE && bits != own) return false;
     }
-    return TOLD == EVERYTHING;
+    return TOLD == FULLY_VISIBLE;
 }
 
 // The same of the 64 query rows of one row of the map, both at once: what is loaded is not waited for one by one. Of rows from Sq
 // on nothing, and everything.
 struct MapTile {
-    bool something, everything;
+    bool some_visible, fully_visible;
 };
 template <int KEYS>
 __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
@@ -71,19 +71,19 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
     const unsigned some = bits(at), all = bits(at + words);
     return {m0 < Sq && some, m0 >= Sq || all == own};
 #else
-    return {true, !SCATTERED};
+    return {true, !ELEMENT_MASK};
 #endif
 }
 
 // BY_PAIR: of a query row, or of the last one, a bit for each of keys n0 .. n0 + KEYS, in their order: halves of words, from an n0
 // that is a multiple of 16; whole ones, where KEYS and n0 are multiples of 32.
 template <int KEYS>
-__device__ __forceinline__ void pairs_seen(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
+__device__ __forceinline__ void pair_bits(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP
     static_assert(KEYS % MAP_N == 0, "halves of words");
     static_assert(!BY_PAIR || WORD_KEYS % KEYS == 0, "who asks for pairs asks within a word: others may not be written");
     const int row = min(query_row, Sq - 1);
-    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + pairs_at(score, row % MAP_M);
+    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + pair_bits_at(score, row % MAP_M);
     const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;
 #pragma unroll
     for (int k = 0; k < (KEYS + 31) / 32; ++k)
@@ -126,7 +126,7 @@ template <int ROWS, int KEYS>
 __device__ __forceinline__ int next_query_tile(int m0, int end, int n0) const {
     for (; MAPPED && m0 < end; m0 += 32 * ROWS) {
         const int own = m0 + static_cast<int>(threadIdx.x % 32) * ROWS;
-        const unsigned found = __ballot_sync(0xffffffffu, own < end && map_tells<SOMETHING, KEYS>(own, own + ROWS, n0));
+        const unsigned found = __ballot_sync(0xffffffffu, own < end && map_covers<SOME_VISIBLE, KEYS>(own, own + ROWS, n0));
         if (found) return m0 + (__ffs(found) - 1) * ROWS;
     }
     return m0;

@@ -14,21 +14,21 @@
 // ---- mbarriers: 64-bit words in shared memory, 8-byte aligned. A phase ends when as many threads have arrived as
 // mbarrier_init said and as many bytes as they announced; the barrier's parity is then the other one.
 
-__device__ __forceinline__ void mbarrier_init(SmemAddress barrier, unsigned arrivals) {
+__device__ __forceinline__ void mbarrier_init(SmemAddr barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(SmemAddress barrier) {
+__device__ __forceinline__ void mbarrier_arrive(SmemAddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives, and announces bytes that copies will bring before the phase may end.
-__device__ __forceinline__ void mbarrier_arrive_expect(SmemAddress barrier, unsigned bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect(SmemAddr barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Waits until the phase of that parity has ended; the first phase has parity 0, and the one before it counts as ended.
-__device__ __forceinline__ void mbarrier_wait(SmemAddress barrier, unsigned parity) {
+__device__ __forceinline__ void mbarrier_wait(SmemAddr barrier, unsigned parity) {
     asm volatile(
         "{\n"
         ".reg .pred ended;\n"
@@ -39,14 +39,14 @@ __device__ __forceinline__ void mbarrier_wait(SmemAddress barrier, unsigned pari
 }
 
 // Whether the phase of that parity has ended, as far as is known without waiting; and the wait of who has asked.
-__device__ __forceinline__ unsigned mbarrier_ended(SmemAddress barrier, unsigned parity) {
+__device__ __forceinline__ unsigned mbarrier_ended(SmemAddr barrier, unsigned parity) {
     unsigned ended;
     asm volatile(
         "{\n.reg .pred ended;\nmbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\nselp.b32 %0, 1, 0, ended;\n}"
         : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
     return ended;
 }
-__device__ __forceinline__ void mbarrier_wait_unless(unsigned ended, SmemAddress barrier, unsigned parity) {
+__device__ __forceinline__ void mbarrier_wait_unless(unsigned ended, SmemAddr barrier, unsigned parity) {
     asm volatile(
         "{\n"
         ".reg .pred ended;\n"
@@ -79,8 +79,8 @@ constexpr int RAGGED_ROWS = 1 << 30;
 
 // Requests the box that begins at column d, row s of head (b, h); what lies outside of the tensor becomes zeros. All of
 // the box's bytes count on the barrier when they are there.
-__device__ __forceinline__ void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b,
-                                            SmemAddress barrier) {
+__device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
+                                            SmemAddr barrier) {
 #if RAGGED
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -93,7 +93,7 @@ __device__ __forceinline__ void request_box(SmemAddress to, const TensorMap& map
 }
 
 // Sends a box from shared memory; what would lie outside of the tensor is not written.
-__device__ __forceinline__ void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddress from) {
+__device__ __forceinline__ void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from) {
 #if RAGGED
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
                  ::"l"(&map), "r"(from), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS) : "memory");
@@ -104,10 +104,10 @@ __device__ __forceinline__ void send_box(const TensorMap& map, int d, int s, int
 }
 
 // Closes a group of what this thread has sent.
-__device__ __forceinline__ void send_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Four numbers to shared memory, 16-byte aligned, to be sent from there.
-__device__ __forceinline__ void store_floats(SmemAddress to, float x0, float x1, float x2, float x3) {
+__device__ __forceinline__ void store_floats(SmemAddr to, float x0, float x1, float x2, float x3) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
@@ -121,24 +121,24 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
 
 // Adds `bytes` bytes of fp32 numbers in shared memory to those at `to`, in L2, whoever else adds there at the same time; both
 // addresses and `bytes` are multiples of 16. A sending, as a box is.
-__device__ __forceinline__ void send_sums(float* to, SmemAddress from, unsigned bytes) {
+__device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
 // The same, but what was there is replaced.
-__device__ __forceinline__ void send_floats(float* to, SmemAddress from, unsigned bytes) {
+__device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
 // Waits until the boxes and sums that this thread has sent have left shared memory, those of its PENDING newest groups aside.
 template <int PENDING = 0>
-__device__ __forceinline__ void send_wait_read() {
+__device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Waits until they have also come to where they were sent.
-__device__ __forceinline__ void send_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // ---- counters in global memory, by which blocks wait for each other
 
@@ -186,7 +186,7 @@ struct Descriptor {
 constexpr unsigned SWIZZLE_128B = 1u << 30;
 
 // Matrices begin at `at`; the two strides, in bytes, mean different things for the two orders (swizzle.cuh).
-__device__ __forceinline__ Descriptor make_descriptor(SmemAddress at, unsigned leading, unsigned stride) {
+__device__ __forceinline__ Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
     return {at / 16 | leading / 16 << 16, stride / 16 | SWIZZLE_128B};
 }
 
@@ -333,11 +333,11 @@ __device__ __forceinline__ float* found(float* address) {
 
 // Registers of each thread of a warpgroup from here on: given back, or taken when others have given enough back.
 template <int REGISTERS>
-__device__ __forceinline__ void registers_give_back() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
-__device__ __forceinline__ void registers_take() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
@@ -359,13 +359,13 @@ __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, 
 }
 
 // ldmatrix_x4 the other way: lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+__device__ __forceinline__ void stmatrix_x4(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
 // The same with each matrix transposed: lane i gives the address of row i % 8 of the transposed matrix i / 8.
-__device__ __forceinline__ void stmatrix_x4_trans(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+__device__ __forceinline__ void stmatrix_x4_trans(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }

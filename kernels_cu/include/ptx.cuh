@@ -11,9 +11,9 @@
 // clang-format on
 // So two neighbouring accumulators of S are, packed to 16 bits, an A operand of P V: no shuffle between the products.
 #pragma once
-#include "common.cuh"
+#include "tensor.cuh"
 
-using SmemAddress = unsigned;  // a byte address in shared memory
+using SmemAddr = unsigned;  // a byte address in shared memory
 
 // Whether `require` looks: on the CPU backend, and where SANDBOX_CHECKED asks for it. On a GPU the driver then writes
 // `otherwise`, and the context is lost. A lane of each warp speaks: of some kernels one warp alone sees what is required.
@@ -28,7 +28,7 @@ constexpr bool CHECKED = false;
 __device__ __forceinline__ void require(bool, const char*) {}
 #endif
 
-__device__ __forceinline__ SmemAddress smem_address(const void* p) {
+__device__ __forceinline__ SmemAddr smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
@@ -68,12 +68,12 @@ __device__ __forceinline__ int max3(int a, int b, int c) { return __vimax3_s32(a
 
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8, and receives of each
 // matrix the elements (g; 2q, 2q+1), or with _trans the elements (2q, 2q+1; g).
-__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SmemAddress row) {
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SmemAddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddress row) {
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
@@ -136,12 +136,12 @@ __device__ __forceinline__ float tanh_approx(float x) {
 
 // Copies 16 bytes from global to shared memory without passing through registers; zeros when `valid` is false. The
 // bytes are there for this thread after cp_async_wait, for others after a barrier too.
-__device__ __forceinline__ void cp_async_16(SmemAddress to, const void* from, bool valid) {
+__device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
 // The same for four bytes.
-__device__ __forceinline__ void cp_async_4(SmemAddress to, const void* from, bool valid) {
+__device__ __forceinline__ void cp_async_4(SmemAddr to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
@@ -155,28 +155,28 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // Asks for the line of an address, and does not wait for it: to be in L2, or also in this SM's L1.
-__device__ __forceinline__ void fetch_to_L2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-__device__ __forceinline__ void fetch_to_L1(const void* from) {
+__device__ __forceinline__ void prefetch_L2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
 // Lets the next entry begin as soon as every block of this one has begun, where it may (`early` in its spec); it then has to
 // wait for what this one writes. Before compute capability 9.0 it begins afterwards in any case.
-__device__ __forceinline__ void let_next_entry_begin() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Waits until the previous entry has ended and what it has written is there.
-__device__ __forceinline__ void await_previous_entry() {
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Adds a warp's fragment, a 16 x 8 accumulator, to 128 floats of global memory at `to`, a multiple of 16 bytes, in an order
-// that makes of it as few transactions as the architecture can: one of 512 bytes, or four of 128. `fetch_rows` knows it.
+// that makes of it as few transactions as the architecture can: one of 512 bytes, or four of 128. `load_fragment_rows` knows it.
 __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
     const unsigned lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
@@ -189,7 +189,7 @@ __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
 }
 
 // Rows g and g + 8 of the 16 x 8 sums that add_fragment has left at `from`.
-__device__ __forceinline__ void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
+__device__ __forceinline__ void load_fragment_rows(float (&rows)[2][8], const float* from, unsigned g) {
     const float4* const sums = reinterpret_cast<const float4*>(from);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

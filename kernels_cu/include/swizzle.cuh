@@ -21,8 +21,8 @@ struct Swizzled {
     static constexpr unsigned SLAB_BYTES = ROWS * 128, BYTES = SLABS * SLAB_BYTES;
     static_assert(ROWS % 8 == 0, "the swizzle repeats every 8 rows");
 
-    static __device__ __forceinline__ Descriptor k_major(SmemAddress tile) { return make_descriptor(tile, 0, 1024); }
-    static __device__ __forceinline__ Descriptor mn_major(SmemAddress tile) { return make_descriptor(tile, SLAB_BYTES, 1024); }
+    static __device__ __forceinline__ Descriptor k_major(SmemAddr tile) { return make_descriptor(tile, 0, 1024); }
+    static __device__ __forceinline__ Descriptor mn_major(SmemAddr tile) { return make_descriptor(tile, SLAB_BYTES, 1024); }
 
     // How far step `i` of 16 columns, or of 16 rows, lies into the tile.
     static constexpr __device__ unsigned k_step(int i) { return i / 4 * SLAB_BYTES + i % 4 * 32; }
@@ -34,25 +34,25 @@ struct Swizzled {
     }
 
     // Rows s .. s + ROWS of head (b, h), a box a slab. `more` bytes will be requested besides, before the barrier's phase ends.
-    static __device__ __forceinline__ void request(SmemAddress tile, const TensorMap& map, int s, int h, int b,
-                                                   SmemAddress barrier, unsigned more = 0) {
+    static __device__ __forceinline__ void request(SmemAddr tile, const TensorMap& map, int s, int h, int b,
+                                                   SmemAddr barrier, unsigned more = 0) {
         mbarrier_arrive_expect(barrier, BYTES + more);
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) request_box(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
+        for (int slab = 0; slab < SLABS; ++slab) tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
     // Such a tile that begins at a column, as part of what somebody else announced.
-    static __device__ __forceinline__ void add(SmemAddress tile, const TensorMap& map, int column, int s, int h, int b,
-                                               SmemAddress barrier) {
+    static __device__ __forceinline__ void add(SmemAddr tile, const TensorMap& map, int column, int s, int h, int b,
+                                               SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            request_box(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
+            tma_load(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
     // Sends rows s .. s + ROWS: so many slabs from slab `first` on, the first of which lies at `from`.
-    static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddress from, int first = 0,
+    static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddr from, int first = 0,
                                                 int slabs = SLABS) {
 #pragma unroll
         for (int slab = first; slab < min(first + slabs, SLABS); ++slab)
-            send_box(map, slab * SLAB_COLUMNS, s, h, b, from + (slab - first) * SLAB_BYTES);
-        send_commit();
+            tma_store(map, slab * SLAB_COLUMNS, s, h, b, from + (slab - first) * SLAB_BYTES);
+        tma_store_commit();
     }
 };

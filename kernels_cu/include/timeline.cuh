@@ -31,7 +31,7 @@ struct Anchor {  // of a warp that is done: where it was, and when, on a clock t
     unsigned sm, clock;
     unsigned long long nanoseconds;
 };
-struct Tapes {
+struct MarkBuffers {
     Anchor* anchors;
     unsigned high, low;  // where the tapes begin, at a multiple of BYTES: each warp's beside the next one's, in one 4 GiB
     unsigned blocks[TIMELINE_BLOCKS];  // that are listened to; all others write where a next one would
@@ -46,7 +46,7 @@ __device__ __forceinline__ unsigned number_of(const Index& at) {
 }  // namespace timeline
 
 extern "C" {
-__constant__ timeline::Tapes sandbox_timeline;  // the host finds it by this name
+__constant__ timeline::MarkBuffers sandbox_timeline;  // the host finds it by this name
 }
 
 namespace timeline {
@@ -55,7 +55,7 @@ template <unsigned STEP>
 __device__ __forceinline__ void mark() {
     if (!marks_here()) return;
     // The same for all marks of a warp: the compiler keeps it, or asks again where registers are few.
-    const Tapes& tapes = sandbox_timeline;
+    const MarkBuffers& tapes = sandbox_timeline;
     const unsigned block = number_of<TIMELINE_GRID_X, TIMELINE_GRID_Y, TIMELINE_GRID_Z>(blockIdx);
     const unsigned warp = number_of<TIMELINE_BLOCK_X, TIMELINE_BLOCK_Y, TIMELINE_BLOCK_Z>(threadIdx) / 32;
     constexpr unsigned warps = (TIMELINE_BLOCK_X * TIMELINE_BLOCK_Y * TIMELINE_BLOCK_Z + 31) / 32;

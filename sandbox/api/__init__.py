@@ -1,3 +1,3 @@
 """The public door: attention and its two passes on anybody's arrays."""
 
-__all__ = ["attention", "blocks", "paged", "passes", "rotation", "torch_slot"]
+__all__ = ["attention", "block_map", "dispatch", "paged", "rotation", "torch_slot"]

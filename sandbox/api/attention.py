@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
-from .asked import CU_SEQLENS, Asked, asked, ragged, with_float8
-from .passes import known, run_forward
+from .dispatch import known, run_forward
+from .options import CU_SEQLENS, ScoreOptions, asked, ragged, with_float8
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -64,7 +64,7 @@ def attention(
 
 
 def attend(
-    arrays: tuple[Any, ...], what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
+    arrays: tuple[Any, ...], what: ScoreOptions, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
     with_lse: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(out, lse) of q, k, v and the arrays that `what` names; unless `with_lse`, lse may be None."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import UnsupportedProblem
 from ..core.score import Score
 from ..launch.dlpack import library_of
-from .asked import asked, paged, with_float8
-from .passes import run_forward
+from .dispatch import run_forward
+from .options import asked, paged, with_float8
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel

@@ -17,9 +17,9 @@ from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
-from .asked import NOTHING, Asked
-from .passes import run_backward, run_forward
-from .posed import DTYPES, problem_of, unreadable
+from .dispatch import run_backward, run_forward
+from .options import NOTHING, ScoreOptions
+from .validate import DTYPES, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
@@ -44,7 +44,7 @@ class Options:
     tile: Any = None
     backend: str | None = None
     deterministic: bool = False
-    asked: Asked = NOTHING
+    asked: ScoreOptions = NOTHING
 
 
 def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:

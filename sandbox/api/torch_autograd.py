@@ -14,23 +14,22 @@ from torch.autograd import forward_ad
 from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
 from ..launch.dlpack import library_of
-from . import asked
-from .asked import DIFFERENTIABLE, NOTHING, Asked
-from .passes import known, number, run_backward, run_forward
+from .dispatch import known, number, run_backward, run_forward
+from .options import DIFFERENTIABLE, NOTHING, ScoreOptions, constant, for_backward, no_derivative
 from .torch_op import Results, backward_seen, batched, forward_seen, or_zeros
 
 
 def attention(
-    arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
+    arrays: Results, what: ScoreOptions, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
     with_lse: bool = True,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
     q, k, v and those that `what` names; unless `with_lse`, lse may be None."""
     if isinstance(scale, Tensor):
-        scale = asked.constant("scale", scale)
+        scale = constant("scale", scale)
     for name, array in constants(what, arrays):
         if differentiated(array):
-            raise UnsupportedProblem(asked.no_derivative(name))
+            raise UnsupportedProblem(no_derivative(name))
     if not library_of(arrays[0]).intercepts(*arrays):
         return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None, with_lse)
     return forward_seen(arrays, what, causal, scale, kernel, tile, backend)
@@ -50,7 +49,7 @@ def forward(*inputs: Any) -> Results:
         return attention(*inputs)
 
 
-def constants(what: Asked, arrays: Results) -> list[tuple[str, Tensor]]:
+def constants(what: ScoreOptions, arrays: Results) -> list[tuple[str, Tensor]]:
     """Of q, k, v and the arrays that `what` names, those by which attention has no derivative."""
     more = zip(what.names, arrays[3:], strict=True)
     return [(name, x) for name, x in more if name not in DIFFERENTIABLE and isinstance(x, Tensor)]
@@ -86,7 +85,7 @@ class _Attention(torch.autograd.Function):
         wanted: tuple[str, ...] = ()
         if what is not NOTHING or dlse is not None:
             wanted = _wanted(ctx.needs_input_grad[4:], what.names)
-            asks, others = asked.backward(what, saved[5:], dlse, wanted)
+            asks, others = for_backward(what, saved[5:], dlse, wanted)
             every = *every[:6], *others
         options = causal, scale, None, None, backend, torch.are_deterministic_algorithms_enabled(), asks
         twice = torch.is_grad_enabled()

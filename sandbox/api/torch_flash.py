@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.integers import cdiv
-from .asked import NOTHING, Asked, asked, ragged
+from .options import NOTHING, ScoreOptions, asked, ragged
 
 if TYPE_CHECKING:
     from .torch_slot import Slot
 
 
-def _asked(q: Tensor, dropout: float, state: Tensor | None, **options: Any) -> tuple[Asked, tuple[Any, ...]]:
+def _asked(q: Tensor, dropout: float, state: Tensor | None, **options: Any) -> tuple[ScoreOptions, tuple[Any, ...]]:
     every = dict.fromkeys(("window", "alibi", "bias", "mask", "sink", "key_lengths", "score")) | options
     seed = None if state is None else state.view(torch.int64)[:1]
     return asked(q, softcap=0.0, dropout=dropout, seed=seed, **every)
@@ -46,7 +46,7 @@ def _auxiliary(q: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
     return found if state is None else (state, *found[1:])
 
 
-def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], what: Asked, causal: bool) -> Tensor:
+def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], what: ScoreOptions, causal: bool) -> Tensor:
     """PyTorch's debug_attn_mask, (B, H, Sq, Sk), both lengths rounded up to 128, of q's dtype: 1 where dropout keeps an
     element, -1 where it drops it or where it is not seen, 0 beyond the lengths.
 

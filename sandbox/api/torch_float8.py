@@ -8,7 +8,7 @@ import torch
 
 from ..core.errors import UnsupportedProblem
 from ..launch.dlpack import library_of
-from .passes import run_forward
+from .dispatch import run_forward
 from .torch_op import Results
 
 
@@ -23,10 +23,10 @@ def attention(arrays: Results, options: tuple[Any, ...]) -> Results:
         from . import torch_graphs
 
         return torch_graphs.float8_attention(arrays, options)
-    return unwatched(arrays, options)
+    return no_dispatch_modes(arrays, options)
 
 
-def unwatched(arrays: Results, options: tuple[Any, ...]) -> Results:
+def no_dispatch_modes(arrays: Results, options: tuple[Any, ...]) -> Results:
     """The same of tensors that nobody looks into."""
     if library_of(arrays[0]).intercepts(*arrays):
         raise UnsupportedProblem(

@@ -14,7 +14,7 @@ from .torch_op import Results
 
 text_of_kernel_at = torch.compiler.assume_constant_result(torch_op.text_of_kernel_at)
 text_of_options = torch.compiler.assume_constant_result(torch_scored.text_of_options)
-float8_attention = torch.compiler.disable(torch_float8.unwatched)
+float8_attention = torch.compiler.disable(torch_float8.no_dispatch_modes)
 
 
 @torch.compiler.disable

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
-from .asked import Asked, ragged
 from .attention import attend
+from .options import ScoreOptions, ragged
 
 
-def attention(qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], what: Asked, *how: Any) -> tuple[Any, Any]:
+def attention(
+    qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], what: ScoreOptions, *how: Any
+) -> tuple[Any, Any]:
     """(out, lse), nested as q is, of nested tensors (B, heads, j, D): transposes of (B, j, heads, D), which lie one
     sequence after the other. Raises UnsupportedProblem for others."""
     q, k, v = (_packed(name, x) for name, x in zip("qkv", qkv, strict=True))

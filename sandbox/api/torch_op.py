@@ -24,16 +24,15 @@ from ..core.kernel import Kernel
 from ..core.normalise import normalise_causal
 from ..core.tile import Tile
 from ..launch.dlpack import dense_strides
-from . import asked
 from . import torch_exit as torch_exit  # which registers itself
-from .asked import NOTHING, Asked
-from .passes import number, run_backward, run_forward
+from .dispatch import number, run_backward, run_forward
+from .options import NOTHING, ScoreOptions, for_backward
 
 Results = tuple[Tensor, ...]
 
 
 def forward_seen(
-    arrays: Results, what: Asked, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
+    arrays: Results, what: ScoreOptions, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None
 ) -> Results:
     """(out, lse) by the operators. `arrays` are q, k, v and those that `what` names."""
     how = normalise_causal(causal) or "", scale, _kernel_text(kernel), _tile_text(tile), backend
@@ -54,7 +53,12 @@ def backward(arrays: Results, options: tuple[Any, ...]) -> Results:
 
 
 def backward_seen(
-    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, how: tuple[Any, ...], wanted: tuple[str, ...]
+    arrays: Results,
+    dlse: Tensor | None,
+    what: ScoreOptions,
+    more: Results,
+    how: tuple[Any, ...],
+    wanted: tuple[str, ...],
 ) -> Results:
     """dq, dk, dv and the `wanted` of dbias and dsink, by the operators."""
     if what is NOTHING:
@@ -139,10 +143,10 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
 
 
 def gradients(
-    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, options: tuple[Any, ...],
+    arrays: Results, dlse: Tensor | None, what: ScoreOptions, more: Results, options: tuple[Any, ...],
     wanted: tuple[str, ...] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
-    asks, more = asked.backward(what, more, dlse, wanted)
+    asks, more = for_backward(what, more, dlse, wanted)
     return run_backward((*arrays, *more), (*options, asks))
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
 from . import torch_autograd
-from .asked import Asked
+from .options import ScoreOptions
 
 
-def attention(arrays: tuple[Tensor, ...], what: Asked, *how: Any) -> tuple[Tensor, ...]:
+def attention(arrays: tuple[Tensor, ...], what: ScoreOptions, *how: Any) -> tuple[Tensor, ...]:
     """(out, lse), by the operator that compiled graphs take. Raises UnsupportedProblem for a gradient."""
     _, scale, *_ = how
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, scale)):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
 from ..core.score import BLOCK_MAP, Score, TensorLike, like_of
-from .asked import ARRAYS, CU_SEQLENS, PAGES, Asked
-from .passes import run_forward
+from .dispatch import run_forward
+from .options import ARRAYS, CU_SEQLENS, PAGES, ScoreOptions
 from .torch_op import (
     Results,
     batched,
@@ -33,14 +33,19 @@ from .torch_op import (
 )
 
 
-def forward(arrays: Results, what: Asked, how: tuple[Any, ...]) -> Results:
+def forward(arrays: Results, what: ScoreOptions, how: tuple[Any, ...]) -> Results:
     """(out, lse) of q, k, v and the arrays that `what` names; `how`: causal to backend, as the operator has them."""
     q, k, v, *more = arrays
     return watched(_forward, _Watched, q, k, v, *_spread(what, more), *how)
 
 
 def backward(
-    arrays: Results, dlse: Tensor | None, what: Asked, more: Results, how: tuple[Any, ...], wanted: tuple[str, ...]
+    arrays: Results,
+    dlse: Tensor | None,
+    what: ScoreOptions,
+    more: Results,
+    how: tuple[Any, ...],
+    wanted: tuple[str, ...],
 ) -> Results:
     """dq, dk, dv and the `wanted` of dbias and dsink, of dout, q, k, v, out, lse, and the arrays that `what` names."""
     found = _differentiated(*arrays, dlse, *_spread(what, more), *how, " ".join(wanted))
@@ -50,7 +55,7 @@ def backward(
 # ---- what is asked for as an operator's arguments, and back
 
 
-def _spread(what: Asked, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
+def _spread(what: ScoreOptions, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     given = dict(zip(what.names, arrays, strict=True))
     tensors = [array for name, array in given.items() if name not in ARRAYS]
     read = [name.removeprefix("score.") for name in given if name.startswith("score.")]
@@ -75,14 +80,14 @@ def text_of_options(
     return json.dumps(said)
 
 
-def _gathered(options: tuple[Tensor | None, ...], tensors: Sequence[Tensor], text: str) -> tuple[Asked, Results]:
+def _gathered(options: tuple[Tensor | None, ...], tensors: Sequence[Tensor], text: str) -> tuple[ScoreOptions, Results]:
     given = {name: option for name, option in zip(ARRAYS, options, strict=True) if option is not None}
     what = _asked(text, tuple(given), tuple(like_of(tensor) for tensor in tensors))
     return what, (*given.values(), *tensors)
 
 
 @lru_cache(maxsize=256)
-def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> Asked:
+def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> ScoreOptions:
     said = json.loads(text)
     score = None
     if "score" in said:
@@ -96,7 +101,7 @@ def _asked(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> 
         names = (*names, *CU_SEQLENS)
     if said["paged"]:
         names = (*names, PAGES)
-    return Asked(names, window, said["softcap"], score, said["dropout"], longest)
+    return ScoreOptions(names, window, said["softcap"], score, said["dropout"], longest)
 
 
 # ---- the operators

@@ -21,8 +21,8 @@ from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.tile import Tile
 from . import torch_exit as torch_exit  # which registers itself
-from .asked import Asked
-from .passes import Refusal, plan_forward, run_backward, run_forward
+from .dispatch import Rejection, plan_forward, run_backward, run_forward
+from .options import ScoreOptions
 from .plan import named
 from .torch_flash import OPERATORS
 
@@ -151,12 +151,12 @@ class Slot:
 
     # ---- the operators, as PyTorch's schemas have them
 
-    def attend(self, arrays: tuple[Any, ...], what: Asked, causal: Any, scale: float | None) -> tuple[Any, Any]:
+    def attend(self, arrays: tuple[Any, ...], what: ScoreOptions, causal: Any, scale: float | None) -> tuple[Any, Any]:
         """(out, lse) of q, k, v and what else is asked for."""
         return run_forward(arrays, (causal, scale, *self._forward, None, False, what))
 
     def differentiate(
-        self, arrays: tuple[Any, ...], what: Asked, causal: Any, scale: float | None
+        self, arrays: tuple[Any, ...], what: ScoreOptions, causal: Any, scale: float | None
     ) -> tuple[Any, Any, Any]:
         """dq, dk, dv of dout, q, k, v, out, lse and what else was asked for.
 
@@ -168,7 +168,7 @@ class Slot:
         if not what.dropout:
             return run_backward(arrays, options)
         forward = plan_forward((*arrays[1:4], *arrays[6:]), (causal, scale, *self._forward, None, False, what))[0]
-        if isinstance(forward, Refusal):
+        if isinstance(forward, Rejection):
             raise UnsupportedProblem(forward.reason)
         try:
             return run_backward(arrays, options)

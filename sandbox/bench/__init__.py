@@ -1,3 +1,3 @@
 """The verb bench: timing, peers, rows, their table, plot and ladder."""
 
-__all__ = ["contest", "environment", "given", "peers", "plot", "report", "rows", "timing"]
+__all__ = ["benchmark", "environment", "inputs", "peers", "plot", "report", "rows", "timing"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -94,13 +95,32 @@ def recorded(rows: Iterable[Row], path: Path | None) -> Iterator[dict[str, Any]]
         yield line
 
 
+# Former names in stored rows: of kernels, and of numbers of a tile.
+_RENAMED = {
+    "bwd_ordered": "bwd_wgmma_deterministic",
+    "bwd_stays": "bwd_wgmma_persistent",
+    "bwd_heads": "bwd_wgmma_head",
+    "bwd_delta": "bwd_preprocess",
+    "TEAM": "CLUSTER",
+}
+_WORD = re.compile(r"\w+")
+
+
+def _with_new_names(row: dict[str, Any]) -> dict[str, Any]:
+    for name in ("contender", "kernel", "tile"):
+        if isinstance(row.get(name), str):
+            row[name] = _WORD.sub(lambda word: _RENAMED.get(word[0], word[0]), row[name])
+    return row
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; [] without one. A last line that was cut off is left out."""
+    """The rows of a file, [] if it does not exist; former names of kernels are replaced. An incomplete last line is
+    left out."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            rows.append(_with_new_names(json.loads(line)))
         except ValueError:
             if number != len(lines):
                 raise UnsupportedProblem(f"{path}, line {number}, is not JSON: {line[:40]!r}") from None

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..bench import contest, peers, plot
+from ..bench import benchmark, peers, plot
 from ..bench import report as bench_report
 from ..bench.rows import read_rows, recorded
 from ..bench.timing import Limits
@@ -35,7 +35,9 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 
 @cli.command("bench")
 @kernels_argument
-@click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems; gpt2 where no --shape is given.")
+@click.option(
+    "--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named problems; gpt2 where no --shape is given."
+)
 @shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
@@ -46,7 +48,7 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 )
 @click.option("--backward", is_flag=True, help="Time the backward: delta, dQ, dK and dV; of peers, autograd's.")
 @click.option("--against", help="The peer that kernels are compared with; by default the first that has a time.")
-@click.option("--mode", type=click.Choice(list(contest.MODES)), default="events", show_default=True,
+@click.option("--mode", type=click.Choice(list(benchmark.MODES)), default="events", show_default=True,
               help="Single launches after an L2 flush, or CUDA graphs, without host time or flush.")  # fmt: skip
 @click.option(
     "--seconds",
@@ -82,17 +84,17 @@ def bench_(
     rows, stopped = [row for row in read_rows(show) if row["computes"] == computes] if show else [], None
     if not show:
         problems = [problem_of(s, dtype, causal, scored) for s in shapes]
-        problems += contest.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
+        problems += benchmark.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]
         others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
         if against and against not in (peer.name for peer in others):
             raise click.BadParameter(f"{against} is not among the peers", param_hint="--against")
         if resume and out:
-            rows = contest.stored(read_rows(out), problems, mode, computes=computes)
-            problems = contest.unmeasured(rows, problems, [*contest.ours(chosen, parsed), *others])
+            rows = benchmark.stored(read_rows(out), problems, mode, computes=computes)
+            problems = benchmark.unmeasured(rows, problems, [*benchmark.ours(chosen, parsed), *others])
         limits = Limits(seconds=seconds)
-        found = contest.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
+        found = benchmark.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
         total = len(problems) * (len(chosen) * max(1, len(parsed)) + len(others))
         try:
             rows.extend(followed(recorded(found, out), lambda r: f"S{r['Sq']} D{r['D']} {r['contender']}", total))

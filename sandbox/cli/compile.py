@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from ..code.costs import Cost, compiled_table
 from ..core.errors import CompileError, SpecError, UnsupportedProblem, without_options
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
+from ..disassembly.costs import Cost, compiled_table
 from ..engine import choose, pipeline
 from ..toolchain import arch as architectures
 from .group import cli
@@ -84,7 +84,7 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
     arch = architectures.parse(target)
     where = (problem, tile, target)
     try:
-        if reason := kernel.refuses(problem, arch) or choose.refuses_tile(kernel, problem, tile, arch):
+        if reason := kernel.refuses(problem, arch) or choose.unsupported_tile(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)
         compiled = pipeline.compile_problem(kernel, problem, tile, target)
     except UnsupportedProblem as refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..setup import doctor, report
+from ..scaffold import doctor, report
 from .group import cli
 from .options import json_option
 from .output import print_json, screen

@@ -65,17 +65,24 @@ def list_(
         return
     asked = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
-    found = [offer for computes in ("forward", "backward") for offer in choose.offers(asked, computes, target)]
+    found = [
+        candidate for computes in ("forward", "backward") for candidate in choose.candidates(asked, computes, target)
+    ]
     if as_json:
-        print_json([_row(offer) for offer in found])
+        print_json([_row(candidate) for candidate in found])
     else:
         screen().print(_offers_table(found))
-    sys.exit(0 if any(offer.tile and not offer.reason for offer in found) else 2)
+    sys.exit(0 if any(candidate.tile and not candidate.reason for candidate in found) else 2)
 
 
-def _row(offer: choose.Offer) -> dict[str, object]:
-    tile = dict(offer.tile) if offer.tile else None
-    return {"kernel": offer.kernel.name, "computes": offer.kernel.computes, "tile": tile, "reason": offer.reason}
+def _row(candidate: choose.Candidate) -> dict[str, object]:
+    tile = dict(candidate.tile) if candidate.tile else None
+    return {
+        "kernel": candidate.kernel.name,
+        "computes": candidate.kernel.computes,
+        "tile": tile,
+        "reason": candidate.reason,
+    }
 
 
 def _arch(name: str | None) -> Arch | None:
@@ -94,18 +101,18 @@ def _ladder_table(kernels: Iterable[Kernel]) -> Table:
     return shown
 
 
-def _offers_table(offers: Iterable[choose.Offer]) -> Table:
+def _offers_table(candidates: Iterable[choose.Candidate]) -> Table:
     """What `list --shape` prints: what would be chosen, what else would do, and why the rest would not."""
     shown = table("kernel", "computes", "", "tile, or why not")
     chosen = set()
-    for offer in offers:
-        name, computes = offer.kernel.name, offer.kernel.computes
-        if offer.tile is None:
-            shown.add_row(name, computes, Text("refuses", "yellow"), offer.reason.removeprefix(f"{name}: "))
-        elif offer.reason:
-            shown.add_row(name, computes, "by name", str(offer.tile))
+    for candidate in candidates:
+        name, computes = candidate.kernel.name, candidate.kernel.computes
+        if candidate.tile is None:
+            shown.add_row(name, computes, Text("refuses", "yellow"), candidate.reason.removeprefix(f"{name}: "))
+        elif candidate.reason:
+            shown.add_row(name, computes, "by name", str(candidate.tile))
         else:
             state = "takes it" if computes in chosen else Text("chosen", "green")
-            shown.add_row(name, computes, state, str(offer.tile))
+            shown.add_row(name, computes, state, str(candidate.tile))
             chosen.add(computes)
     return shown

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..setup import new
+from ..scaffold import new
 from .group import cli
 from .options import json_option, kernel_names
 from .output import print_json

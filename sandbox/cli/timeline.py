@@ -9,7 +9,7 @@ import click
 
 from ..core import registry
 from ..engine import pipeline
-from ..pages import lanes
+from ..pages import timeline
 from ..timeline import plot, record, report, trace
 from ..verify.check import pick_device
 from .group import cli
@@ -77,5 +77,5 @@ def timeline_(
         trace.write(found, trace_file)
         say(f"wrote {trace_file}", stderr=True)
     if html:
-        save_page(html, lanes.page(found))
+        save_page(html, timeline.page(found))
     sys.exit(exit_status([found.same is not False]))

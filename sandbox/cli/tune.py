@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from ..bench import contest
+from ..bench import benchmark
 from ..core import registry
 from ..core.tile import Tile
 from ..pages import reports
-from ..tune import labs
+from ..tune import executors
 from ..tune import report as tune_report
 from ..tune.search import Search
 from .group import cli
@@ -33,7 +33,7 @@ from .output import followed, print_json, save_page, say, screen
 
 @cli.command("tune")
 @kernel_argument
-@click.option("--grid", type=click.Choice(list(contest.GRIDS)), help="Named problems, each with a search of its own.")
+@click.option("--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named problems, each with a search of its own.")
 @shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
@@ -66,10 +66,10 @@ def tune_(
     if gpus and cluster:
         raise click.UsageError("--gpus counts this machine's, and --dask asks others: name one of the two")
     problems = [problem_of(s, dtype, causal, scored) for s in shapes]
-    problems += contest.GRIDS[grid](dtype) if grid else []
+    problems += benchmark.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
     searches = []
-    with labs.lab(spec, backend, ordinals, cluster) as lab:
+    with executors.lab(spec, backend, ordinals, cluster) as lab:
         for number, problem in enumerate(problems):
             search = Search(spec, problem, lab, fixed, fresh)
             for _ in followed(search, lambda c: f"{c.state} {c.tile}"):

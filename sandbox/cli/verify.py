@@ -13,8 +13,8 @@ from ..launch.dlpack import HOST
 from ..pages import reports
 from ..verify import check as checking
 from ..verify import error_map, report
-from ..verify.apart import NOT_TRIED, Apart
 from ..verify.cases import Case, named_cases
+from ..verify.isolated import NOT_TRIED, IsolatedRunner
 from .group import cli
 from .options import (
     SCORE_NAMES,
@@ -66,7 +66,7 @@ def run_(
     if shape:
         cases = [Case("--shape", problem_of(shape, dtype, causal, scored))]
     chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
-    with Apart(_overhear) as apart:
+    with IsolatedRunner(_overhear) as apart:
         found = followed(checking.run_cases(chosen, cases, device, wanted, apart.verify), lambda r: r.case)
         if as_json:
             results = list(print_json_rows(found))
@@ -110,7 +110,7 @@ def check_(
     """
     device, wanted = checking.pick_device(backend), parsed_tile(tile)
     chosen = chosen_kernels(kernels)
-    with Apart(_overhear) as apart:
+    with IsolatedRunner(_overhear) as apart:
         swept = checking.sweep(chosen, device, wanted, apart.verify)
         found = followed(swept, lambda r: f"{r.kernel} {r.case}")
         results = list(print_json_rows(found) if as_json else _told(found))

@@ -51,11 +51,11 @@ class Entry:
     """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
     early: bool = False
     """True: it may begin while the entry before it ends, if there is any, and itself waits for that before it ends, by
-    `await_previous_entry`."""
+    `griddepcontrol_wait`."""
     first: bool = False
     """True, of an entry in `then`: it is launched before the kernel, and before what that needs of other kernels."""
     team: Callable[[Tile], int] = lambda tile: 1
-    """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/team.cuh)."""
+    """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/cluster.cuh)."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -82,8 +82,8 @@ class Kernel(Entry):
     scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
     """Scratch of other sizes than all kernels': numbers, and of these the first that have to be zeros."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
-    ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/sequence.cuh
-    paged: bool = False  # True: it takes keys in pages, which it finds by `key_place`
+    ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
+    paged: bool = False  # True: it takes keys in pages, which it finds by `key_address`
     deterministic: bool = True  # False: sums by atomics, in any order
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
@@ -153,7 +153,7 @@ class Kernel(Entry):
             return f"{self.name}: {reason}"
         return None
 
-    def refuses_tile(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
+    def unsupported_tile(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
         """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
         if set(tile) != set(self.tiles[0]):
             return f"{self.name}: tile {tile or '(empty)'} must name {', '.join(self.tiles[0])} and nothing else"

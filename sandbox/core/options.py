@@ -1,6 +1,6 @@
 """What kernels are compiled with, and given, of a problem's score: macros, and the fields of the argument `score`.
 
-An option that is not asked for has neither macro nor field. Mirrored by `Score` of kernels_cu/include/score.cuh.
+An option that is not asked for has neither macro nor field. Mirrored by `Score` of kernels_cu/include/score_mod.cuh.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
 
 
 def score_structure(problem: Problem) -> type[ctypes.Structure]:
-    """`Score` of include/score.cuh, as it is compiled for this problem."""
+    """`Score` of include/score_mod.cuh, as it is compiled for this problem."""
     fields: list[tuple[str, type]] = [("Sq", _INT), ("Sk", _INT), ("diagonal", _INT), ("scale", ctypes.c_float)]
     if problem.window[0] is not None or (problem.window[1] is not None and not problem.causal):
         fields += [("left", _INT), ("right", _INT)]

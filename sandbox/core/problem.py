@@ -180,7 +180,7 @@ class Problem:
         return (self.ragged[0], self.ragged[1]) if self.ragged else (self.Sq, self.Sk)
 
     def query_tiles(self, BLOCK_M: int) -> int:
-        """Tiles of so many query rows in a head; of a ragged batch as many as there may be (include/sequence.cuh)."""
+        """Tiles of so many query rows in a head; of a ragged batch as many as there may be (include/seqlen.cuh)."""
         return self._tiles(0, BLOCK_M)
 
     def key_tiles(self, BLOCK_N: int) -> int:

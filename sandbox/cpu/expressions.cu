@@ -1,7 +1,7 @@
 // A user's expressions in double, element by element: what the truth is computed with. Compiled by the host compiler alone.
 #define REAL double
-#include <common.cuh>
-#include <score.cuh>
+#include <tensor.cuh>
+#include <score_mod.cuh>
 
 static_assert(sizeof(Snippet) == SNIPPET_BYTES, "Snippet differs from sandbox/cpu/expressions.py");
 

@@ -17,9 +17,9 @@ from . import tuned
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
-def refuses_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
+def unsupported_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
-    if reason := kernel.refuses_tile(problem, tile, arch):
+    if reason := kernel.unsupported_tile(problem, tile, arch):
         return reason
     need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
@@ -55,7 +55,7 @@ def choose_tile(
     candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     reasons = []
     for candidate, why in candidates.items():
-        reason = refuses_tile(kernel, problem, candidate, arch)
+        reason = unsupported_tile(kernel, problem, candidate, arch)
         if reason is None:
             log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
             return candidate
@@ -71,7 +71,7 @@ BY_NAME = "is chosen by name only (default=True in its spec makes it one to choo
 
 
 @dataclass(frozen=True)
-class Offer:
+class Candidate:
     """What a kernel makes of a problem: the tile it would take it with, or the sentence that says why it does not.
 
     One with a tile and a reason would take it, and is not chosen for that reason.
@@ -82,19 +82,19 @@ class Offer:
     reason: str = ""
 
 
-def offers(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Offer]:
+def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Candidate]:
     """Every kernel that `computes`: those that are `first_for` the problem, then the highest rung first. The one to
     choose is the first with a tile and no reason."""
     found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
     for kernel in sorted(found, key=lambda kernel: not kernel.first_for(problem)):
         if deterministic and not kernel.deterministic:
-            yield Offer(kernel, None, f"{kernel.name}: is not deterministic")
+            yield Candidate(kernel, None, f"{kernel.name}: is not deterministic")
             continue
         try:
             tile = choose_tile(kernel, problem, arch)
-            yield Offer(kernel, tile, "" if kernel.default else f"{kernel.name}: {BY_NAME}")
+            yield Candidate(kernel, tile, "" if kernel.default else f"{kernel.name}: {BY_NAME}")
         except UnsupportedProblem as reason:
-            yield Offer(kernel, None, str(reason))
+            yield Candidate(kernel, None, str(reason))
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
@@ -104,11 +104,11 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None, determinis
     Raises UnsupportedProblem with every kernel's reason.
     """
     reasons: list[str] = []
-    for offer in offers(problem, computes, arch, deterministic):
-        if offer.tile is not None and not offer.reason:
+    for candidate in candidates(problem, computes, arch, deterministic):
+        if candidate.tile is not None and not candidate.reason:
             because = "".join(f"\n  not {reason}" for reason in reasons)
-            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, offer.kernel.name, because)
-            return offer.kernel
-        reasons.append(offer.reason)
+            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, candidate.kernel.name, because)
+            return candidate.kernel
+        reasons.append(candidate.reason)
     listed = "\n  ".join(reasons)
     raise UnsupportedProblem(f"no {computes} kernel takes {problem}:\n  {listed}")

@@ -1,3 +1,3 @@
 """Processes for work that may crash or hang: a worker, a fleet of them, a cluster of machines."""
 
-__all__ = ["cluster", "fleet", "worker"]
+__all__ = ["distributed", "pool", "worker"]

@@ -23,7 +23,7 @@ from .tensor_maps import Encode, Tensor, TensorMap, box_of, encode_for_host, map
 
 
 class View(ctypes.Structure):
-    """`View<T>` of include/common.cuh: a (B, H, S, D) tensor with unit stride in D; strides in elements."""
+    """`View<T>` of include/tensor.cuh: a (B, H, S, D) tensor with unit stride in D; strides in elements."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -81,8 +81,8 @@ ARGUMENTS: dict[str, Row] = {
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},
     "bias_map": Row(TensorMap, tensor="bias", rows=lambda t: _WARPGROUP_ROWS, used=lambda p: p.bias_tiles),
     "dLSE": Row(ctypes.c_void_p, tensor="dLSE", optional=True),
-    "dealt": Row(ctypes.c_void_p, tensor="dealt"),
-    "pieces": Row(ctypes.c_void_p, tensor="pieces"),
+    "tile_counter": Row(ctypes.c_void_p, tensor="tile_counter"),
+    "work_tiles": Row(ctypes.c_void_p, tensor="work_tiles"),
     "partials": Row(ctypes.c_void_p, tensor="partials"),
     "score": Row(ctypes.Structure),  # its layout is the problem's
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.group)),
@@ -108,11 +108,11 @@ class Scratch(NamedTuple):
 
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
-    # A counter of the pieces that blocks have taken, where nobody knows how long they will take (include/dealing.cuh).
+    # The counter of a dynamic tile scheduler (include/tile_scheduler.cuh).
     # An entry clears it.
-    "dealt": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=False),
-    # Who works on what of a ragged batch, where a kernel has it found before (include/dealing.cuh); it says how much.
-    "pieces": Scratch(lambda p: (0,), zeroed=False),
+    "tile_counter": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=False),
+    # Work tiles of a ragged batch, listed by an earlier entry (include/tile_scheduler.cuh); its kernel gives the size.
+    "work_tiles": Scratch(lambda p: (0,), zeroed=False),
     # What blocks that share a row's keys have summed up, before another entry or one of them merges it; its kernel says
     # how much, and how much of it has to be zeros.
     "partials": Scratch(lambda p: (0,), zeroed=True),
@@ -207,7 +207,7 @@ Arguments = ArgumentBlock | PackedArguments
 
 
 def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
-    """`Score` of include/score.cuh, and where in it the addresses of tensors lie, by their names."""
+    """`Score` of include/score_mod.cuh, and where in it the addresses of tensors lie, by their names."""
     value = score_structure(problem)()
     left, right = problem.bounds
     of_q, of_k, of_v = (n if isinstance(n, float) else 1.0 for n in problem.descale or (1.0, 1.0, 1.0))

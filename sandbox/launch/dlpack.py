@@ -164,7 +164,7 @@ class _PyTorch(Library):
     def follows(self, *arrays: Any) -> bool:
         return self.recording() and any(getattr(array, "requires_grad", False) for array in arrays)
 
-    def alike(self, *arrays: Any) -> Callable[..., bool] | None:
+    def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
         """By what PyTorch's compiler guards its code with: type, dtype, device, sizes, strides, requires_grad, and the
         dispatch keys, those of the thread among them: torch.func, torch.jit.trace, autocast, most modes."""
         torch = sys.modules["torch"]
@@ -192,7 +192,7 @@ class _PyTorch(Library):
     def _watchers(self) -> tuple[Any, Any]:  # found once: half of the time that it takes to ask them
         return sys.modules["torch"]._C._len_torch_dispatch_stack, sys.modules["torch"].autograd.forward_ad
 
-    def unwatched(self) -> bool:
+    def no_dispatch_modes(self) -> bool:
         """No compiler, dispatch mode or dual level, by what their own Python asks."""
         if sys.modules["torch"].compiler.is_compiling():  # the compiler traces no further: it enters no cached_property
             return False
@@ -204,7 +204,7 @@ class _PyTorch(Library):
         or distributed tensor, …)."""
         torch = sys.modules["torch"]
         if (
-            not self.unwatched()
+            not self.no_dispatch_modes()
             or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._get_tracing_state() is not None

@@ -235,7 +235,7 @@ class CudaFunction:
         """cuLaunchKernelEx of it, with everything that it is told.
 
         Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.
-        `team`: so many blocks are one (include/team.cuh). Raises DriverError naming kernel and geometry.
+        `team`: so many blocks are one (include/cluster.cuh). Raises DriverError naming kernel and geometry.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
         if smem + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:

@@ -30,12 +30,12 @@ class Library:
         """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
         return False
 
-    def alike(self, *arrays: Any) -> Callable[..., bool] | None:
+    def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
         """What says of other arrays, in no time, that they are as these in all but address, and that the library would
         do with them as it does with these just now; None where it cannot be asked."""
         return None
 
-    def unwatched(self) -> bool:
+    def no_dispatch_modes(self) -> bool:
         """Whether nobody watches what the caller's thread does whom `alike` does not see."""
         return False
 

@@ -1,3 +1,3 @@
 """Pages to look at: what verbs found, each as one HTML file that needs no network (`--html FILE`)."""
 
-__all__ = ["code", "history", "lanes", "render", "reports", "tables"]
+__all__ = ["disassembly", "history", "render", "reports", "tables", "timeline"]

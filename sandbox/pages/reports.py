@@ -9,14 +9,14 @@ from rich.text import Text
 
 from ..bench import plot as bench_plot
 from ..bench import report as bench_report
-from ..code.listing import Code
+from ..disassembly.listing import Code
 from ..profile import report as profile_report
 from ..profile.profiler import Profile
 from ..tune import report as tune_report
 from ..tune.search import Search
 from ..verify import report as verify_report
 from ..verify.check import Result
-from . import code
+from . import disassembly
 from .tables import Section, drawn, of_terminal, page
 
 _WIDE = 10_000  # characters: nothing is folded or left out
@@ -68,5 +68,5 @@ def profile(profiles: Sequence[Profile], executed: tuple[Code, Mapping[int, int]
     tables = [of_terminal(table, name) for table, name in zip([p for p in parts if not isinstance(p, Text)], names)]  # noqa: B905
     if executed:
         shown, samples = executed
-        return code.page([shown], samples or None, tables, texts[:1])
+        return disassembly.page([shown], samples or None, tables, texts[:1])
     return page("profile", texts[:1], [Section(table.heading, table) for table in tables])

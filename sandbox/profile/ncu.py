@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import UnsupportedProblem
-from ..core.place import Place
+from ..core.source_line import SourceLine
 from ..toolchain.disassembly import Instruction
 
 _FACTORS = {  # by the unit's name, as --print-units base and older versions write them
@@ -179,7 +179,7 @@ class HotLine:
     """A source line: `samples` of its instructions' warps, by stall reason; `excess`: bytes beyond what its accesses to
     shared memory would move without bank conflicts."""
 
-    where: Place | None
+    where: SourceLine | None
     samples: int
     reasons: Mapping[str, int]
     excess: float
@@ -195,7 +195,7 @@ def parse_source(text: str, instructions: Sequence[Instruction]) -> list[HotLine
     samples_column = next((name for name in _SAMPLES if name in header), None)
     stalls = [name for name in header if name.startswith("stall_") and "(" not in name]
     lines = {i.address: i.line for i in instructions}
-    found: dict[Place | None, tuple[Counter[str], list[float]]] = {}
+    found: dict[SourceLine | None, tuple[Counter[str], list[float]]] = {}
     parsed = [dict(zip(header, row, strict=False)) for row in rows[1:]]
     addresses = [_address(row.get("Address", "")) for row in parsed]
     base = min((a for a in addresses if a is not None), default=0)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import environment
-from ..code import listing
 from ..core import process, registry
 from ..core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
+from ..disassembly import listing
 from ..engine import pipeline
 from ..launch import driver
 from ..toolchain import arch as architectures

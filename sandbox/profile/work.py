@@ -35,7 +35,9 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
         least = _once(p, read=("dO", "O"), written=("delta",))
         return Work(0, least, least)
     if not names & {"Q", "dQ", "LSE", "block_map"}:  # it clears, or finds for others, few numbers
-        few = HbmBytes({}, {name: FP32 * many(p, tile) for name, many in entry.numbers.items()} or {"dealt": FP32})
+        few = HbmBytes(
+            {}, {name: FP32 * many(p, tile) for name, many in entry.numbers.items()} or {"tile_counter": FP32}
+        )
         return Work(0, few, few)
     if {"dQ", "dQ_accum"} <= names:
         least = _once(p, read=("dQ_accum",), written=("dQ",))
@@ -62,7 +64,7 @@ def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
     """Of a forward with packed rows: every tile of them (`row_tiles` of a key/value head) reads that head's keys once,
     all that there are. Where blocks share a row's keys, in `splits`, each reads Q, and leaves O, m and l in fp32 for
     another entry to merge."""
-    splits, team = entry.numbers["splits"](p, tile) if "splits" in entry.numbers else 1, tile.get("TEAM", 1)
+    splits, team = entry.numbers["splits"](p, tile) if "splits" in entry.numbers else 1, tile.get("CLUSTER", 1)
     dealt = p.key_lengths and not p.ragged and "splits" in entry.numbers and team == 1
     blocks = (
         splits + p.B if dealt else splits * p.batches

@@ -27,8 +27,8 @@ def errors(x: ArrayLike, ref: ArrayLike) -> NDArray[np.float64]:
     if x.shape != ref.shape:
         raise ValueError(f"result {x.shape} and reference {ref.shape} must have one shape")
     finite = np.isfinite(x) & np.isfinite(ref)
-    alike = (x == ref) | (np.isnan(x) & np.isnan(ref))
-    return np.where(finite, abs(np.where(finite, x, 0) - np.where(finite, ref, 0)), np.where(alike, 0, np.inf))
+    same_signature = (x == ref) | (np.isnan(x) & np.isnan(ref))
+    return np.where(finite, abs(np.where(finite, x, 0) - np.where(finite, ref, 0)), np.where(same_signature, 0, np.inf))
 
 
 def max_error(x: ArrayLike, ref: ArrayLike) -> float:
@@ -46,15 +46,15 @@ def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: flo
     ref, naive = np.asarray(ref).astype(np.float64), np.asarray(naive).astype(np.float64)
     if ref.shape != naive.shape:
         raise ValueError(f"naive {naive.shape} and reference {ref.shape} must have one shape")
-    truth = np.isfinite(ref)
-    measured = truth & np.isfinite(naive)
-    if truth.any() and not measured.any():
+    expected = np.isfinite(ref)
+    measured = expected & np.isfinite(naive)
+    if expected.any() and not measured.any():
         raise ValueError(
             f"naive attention in {dtype_name(dtype)} is finite nowhere that the reference is, so it measures nothing: "
             "its scores overflow; use smaller inputs or a smaller scale"
         )
     naive_error = abs(naive[measured] - ref[measured]).max(initial=0)
-    return float(factor * naive_error + ulp(abs(ref[truth]).max(initial=0), dtype))
+    return float(factor * naive_error + ulp(abs(ref[expected]).max(initial=0), dtype))
 
 
 def gradient_bound(

@@ -22,7 +22,7 @@ from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..verify import trial
 from ..verify.cases import Case, inputs_of
-from .tapes import CLOCKS_A_MARK, DONE, MOST_BLOCKS, Tape, Tapes, macros, steps_of
+from .mark_buffers import CLOCKS_A_MARK, DONE, MOST_BLOCKS, MarkBuffer, MarkBuffers, macros, steps_of
 
 WAIT = "wait"  # how the name of a step that waits begins
 _REPEATS = 10  # launches, of which the median counts
@@ -109,7 +109,7 @@ def record(
     chosen = _blocks(math.prod(grid), blocks)
     inputs = _inputs(kernel.computes, problem, device)
     repeats = _REPEATS if device != HOST else 1
-    tapes = Tapes(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
+    tapes = MarkBuffers(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
     in_turns = (marked, first, first, marked) if device != HOST else (first, marked)  # a GPU's clock drifts
     runs = [trial.launch(v, tile, problem, inputs, device, repeats=repeats, before=tapes.clear) for v in in_turns]
     plain, noted = ([run for run, v in zip(runs, in_turns, strict=True) if v is which] for which in (first, marked))
@@ -166,12 +166,12 @@ def _since(clock: int, earlier: int) -> int:
     return (clock - earlier + 2**31) % 2**32 - 2**31
 
 
-def _lanes(tapes: Sequence[Tape], names: Sequence[str], rate: int | None) -> Iterator[Lane]:
+def _lanes(tapes: Sequence[MarkBuffer], names: Sequence[str], rate: int | None) -> Iterator[Lane]:
     """Clocks differ between SMs: a block's marks are placed by its own, and blocks by the clock that SMs share, where a
     warp of theirs was done; others as if all had begun at once."""
-    blocks: dict[int, list[Tape]] = defaultdict(list)
-    for tape in tapes:
-        blocks[tape.block].append(tape)
+    blocks: dict[int, list[MarkBuffer]] = defaultdict(list)
+    for buffer in tapes:
+        blocks[buffer.block].append(buffer)
     begins = {block: _begin(own, rate) for block, own in blocks.items()}
     start = min((at for _, at in begins.values() if at is not None), default=0)
     found = []
@@ -179,25 +179,27 @@ def _lanes(tapes: Sequence[Tape], names: Sequence[str], rate: int | None) -> Ite
         first, at = begins[block]
         offset = 0 if at is None else at - start
         of_tick = 1 if rate else CLOCKS_A_MARK
-        ticks = [[(_since(int(at), first) + offset) // of_tick for at in tape.marks["clock"]] for tape in own]
+        ticks = [[(_since(int(at), first) + offset) // of_tick for at in buffer.marks["clock"]] for buffer in own]
         last = max(times[-1] for times in ticks)
-        for tape, times in zip(own, ticks, strict=True):
-            begun = zip(tape.marks["step"], times, [*times[1:], last], strict=True)
+        for buffer, times in zip(own, ticks, strict=True):
+            begun = zip(buffer.marks["step"], times, [*times[1:], last], strict=True)
             named = [Step(names[number], begin, end) for number, begin, end in begun]
             steps = tuple(step for step in named if step.name != DONE)
             if steps:
-                found.append(Lane(block, tape.warp, tape.anchor[0] if tape.anchor else None, "", steps, tape.lost))
+                found.append(
+                    Lane(block, buffer.warp, buffer.anchor[0] if buffer.anchor else None, "", steps, buffer.lost)
+                )
     roles = _roles(found)
     return (dataclasses.replace(lane, role=roles[lane.warp]) for lane in found)
 
 
-def _begin(tapes: Sequence[Tape], rate: int | None) -> tuple[int, int | None]:
+def _begin(tapes: Sequence[MarkBuffer], rate: int | None) -> tuple[int, int | None]:
     """The clock of a block's first mark, and when that was in ticks of the clock that SMs share."""
     some = int(tapes[0].marks["clock"][0])
-    first = some + min(_since(int(tape.marks["clock"][0]), some) for tape in tapes)
-    for tape in tapes:
-        if tape.anchor and rate:
-            _, clock, nanoseconds = tape.anchor
+    first = some + min(_since(int(buffer.marks["clock"][0]), some) for buffer in tapes)
+    for buffer in tapes:
+        if buffer.anchor and rate:
+            _, clock, nanoseconds = buffer.anchor
             return first, nanoseconds * rate // 10**9 - _since(clock, first)
     return first, None
 
@@ -207,10 +209,10 @@ def _roles(lanes: Sequence[Lane]) -> dict[int, str]:
     steps: dict[int, set[str]] = defaultdict(set)
     for lane in lanes:
         steps[lane.warp] |= {step.name for step in lane.steps}
-    alike: dict[frozenset[str], list[int]] = defaultdict(list)
+    same_signature: dict[frozenset[str], list[int]] = defaultdict(list)
     for warp in sorted(steps):
-        alike[frozenset(steps[warp])].append(warp)
-    named = {warp: _numbers(warps) for warps in alike.values() for warp in warps}
+        same_signature[frozenset(steps[warp])].append(warp)
+    named = {warp: _numbers(warps) for warps in same_signature.values() for warp in warps}
     return {warp: f"{'warp' if text.isdecimal() else 'warps'} {text}" for warp, text in named.items()}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.errors import ToolchainMissing
-from ..core.place import Place
+from ..core.source_line import SourceLine
 from . import tools
 
 _SECTION = re.compile(r"^//-+ \.text\.(\S+)")
@@ -59,11 +59,11 @@ class Instruction:
     address: int
     opcode: str  # with its modifiers, as LDGSTS.E.BYPASS.128
     text: str
-    where: tuple[Place, ...] = ()
+    where: tuple[SourceLine, ...] = ()
     live: int | None = None
 
     @property
-    def line(self) -> Place | None:
+    def line(self) -> SourceLine | None:
         """The innermost line of a `.cu` file: a verb of a header counts for the line that calls it."""
         return next((at for at in self.where if at.file.endswith(".cu")), self.where[0] if self.where else None)
 
@@ -91,14 +91,16 @@ def ptx(text: str) -> tuple[Instruction, ...]:
     """The instructions of NVRTC's PTX."""
     files = dict(_FILE.findall(text))
     found: list[Instruction] = []
-    where: tuple[Place, ...] = ()
+    where: tuple[SourceLine, ...] = ()
     function = ""
     for number, line in enumerate(text.splitlines(), 1):
         if entry := _ENTRY.search(line):
             function = entry[1]
         elif loc := _LOC.match(line):
             pairs = [(loc[1], loc[2]), (loc[3], loc[4])]
-            where = tuple(Place(files[n], int(row)) for n, row in pairs if n in files and row != "0")  # 0: of no line
+            where = tuple(
+                SourceLine(files[n], int(row)) for n, row in pairs if n in files and row != "0"
+            )  # 0: of no line
         elif instruction := _PTX.match(line):
             found.append(Instruction(function, number, instruction[2], " ".join(instruction[1].split()), where))
     return tuple(found)
@@ -153,13 +155,13 @@ def by_kind(counted: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 def parse_sass(text: str) -> Iterator[Instruction]:
     """nvdisasm's listing -> instructions."""
-    where: tuple[Place, ...] = ()
+    where: tuple[SourceLine, ...] = ()
     function, open_ = "", False
     for line in text.splitlines():
         if section := _SECTION.match(line):
             function, where = section[1], ()
         elif at := _LINE.match(line):  # a call that was inlined takes a line for each step outward
-            where = (*(where if open_ else ()), Place(at[1], int(at[2])))
+            where = (*(where if open_ else ()), SourceLine(at[1], int(at[2])))
             open_ = True
         elif code := _SASS.match(line):
             open_ = False

@@ -1,3 +1,3 @@
 """The verb tune: a search among a kernel's tiles, and the labs where it measures."""
 
-__all__ = ["labs", "report", "search"]
+__all__ = ["executors", "report", "search"]

@@ -14,7 +14,7 @@ from ..core import picture
 from ..core.errors import UnsupportedProblem
 from ..engine.tuned import problem_class
 from ..verify.report import si_time
-from . import labs
+from . import executors
 from .search import STATES, Candidate, Search
 
 _SHOWN = 12
@@ -73,7 +73,7 @@ def verdict(search: Search) -> list[Text]:
     states = Counter(c.state for c in search.candidates.values())
     others = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
     lines = [Text(f"{search.combinations} tiles, {len(search.candidates)} legal: {others}")]
-    if search.lab.gpu == labs.EMULATION:
+    if search.lab.gpu == executors.EMULATION:
         lines.append(Text("emulated: these times say nothing of a GPU, and attention does not heed them", "yellow"))
     w, own = search.winner, search.own
     if w and w.timing:

@@ -56,7 +56,7 @@ class Measured:
     lost: bool = False
 
 
-class Lab(Protocol):
+class Executor(Protocol):
     """Where candidates are compiled and timed. `gpu` is the name that results are kept under, `arch` the target."""
 
     gpu: str
@@ -84,7 +84,12 @@ class Search:
     """
 
     def __init__(
-        self, kernel: Kernel, problem: Problem, lab: Lab, fixed: Mapping[str, int] | None = None, fresh: bool = False
+        self,
+        kernel: Kernel,
+        problem: Problem,
+        lab: Executor,
+        fixed: Mapping[str, int] | None = None,
+        fresh: bool = False,
     ):
         self.kernel, self.problem, self.lab = kernel, problem, lab
         self.fixed, self.fresh = fixed or {}, fresh
@@ -141,7 +146,7 @@ class Search:
         own = [tile for tile in self.kernel.tiles if all(tile[n] == v for n, v in self.fixed.items())]
         tiles = list(dict.fromkeys([*own, *product]))
         self.combinations = len(tiles)
-        reasons = {tile: choose.refuses_tile(self.kernel, self.problem, tile, arch) for tile in tiles}
+        reasons = {tile: choose.unsupported_tile(self.kernel, self.problem, tile, arch) for tile in tiles}
         legal = [tile for tile, reason in reasons.items() if reason is None]
         if not legal:
             raise UnsupportedProblem(

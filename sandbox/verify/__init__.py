@@ -1,11 +1,12 @@
 """Is it right? Cases and their truth, trials, the verbs run, check and sanitize, error maps."""
 
 __all__ = [
-    "apart",
     "cases",
     "check",
     "error_map",
     "findings",
+    "isolated",
+    "references",
     "report",
     "sampled",
     "sampled_gradients",
@@ -14,5 +15,4 @@ __all__ = [
     "scores",
     "sequences",
     "trial",
-    "truth",
 ]

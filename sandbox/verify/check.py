@@ -25,9 +25,9 @@ from ..toolchain.nvrtc import Resources
 from . import trial
 from .cases import Case, sweep_cases
 from .error_map import ErrorMap, locate
+from .references import Reference, ReferenceOutput, reference_of
 from .scores import seen_pairs
 from .trial import Array
-from .truth import Answer, Truth, truth_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def pick_device(backend: str | None) -> Device:
     return HOST
 
 
-class Judge(Protocol):
+class Verifier(Protocol):
     """`verify`, here or in a process of its own (`Apart`)."""
 
     def __call__(
@@ -81,7 +81,7 @@ class Judge(Protocol):
 
 
 def run_cases(
-    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, judge: Judge
+    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, judge: Verifier
 ) -> Iterator[Result]:
     """`run`: every kernel on every case, timed, with what NVRTC reports."""
     for case in cases:
@@ -90,7 +90,7 @@ def run_cases(
 
 
 def sweep(
-    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, judge: Judge | None = None
+    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, judge: Verifier | None = None
 ) -> Iterator[Result]:
     """`check`: every kernel over its sweep."""
     for kernel in kernels:
@@ -103,18 +103,18 @@ def verify(
 ) -> Result:
     """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
     try:
-        truth = truth_of(kernel.computes, case)
+        expected = reference_of(kernel.computes, case)
     except SandboxError as failure:  # expressions of a score that are none
         return Result(kernel.name, case.name, case.problem, device[0], ok=False, message=str(failure))
-    tensors = (view(truth.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in truth.given)
+    tensors = (view(expected.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in expected.given)
     lies = layout(tensors)
     if case.problem.bias:
-        lies["bias_boxes"] = boxes(view(truth.given["bias"]))
+        lies["bias_boxes"] = boxes(view(expected.given["bias"]))
     problem = dataclasses.replace(case.problem, **lies)
     head = (kernel.name, case.name, problem, device[0])
     try:
         chosen = pipeline.tile_on(device, kernel, problem, tile)
-        done = trial.launch(kernel, chosen, problem, truth.given, device, repeats=repeats)
+        done = trial.launch(kernel, chosen, problem, expected.given, device, repeats=repeats)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
     except SandboxError as failure:
@@ -125,10 +125,10 @@ def verify(
             compiled, note = _static_report(kernel, chosen, case)
         except SandboxError as failure:  # the host's compiler takes it, NVRTC does not
             return Result(*head, ok=False, message=str(failure))
-    verdict = _verdict(truth.answers, done.outputs)
+    verdict = _verdict(expected.answers, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
     trespass = f"memory beside {', '.join(done.trespassed)} was written" if done.trespassed else ""
-    flops = problem.flops_of(kernel.computes, seen_pairs(problem, truth.given)) if device != HOST else 0
+    flops = problem.flops_of(kernel.computes, seen_pairs(problem, expected.given)) if device != HOST else 0
     return Result(
         *head,
         ok=right and not done.trespassed,
@@ -142,7 +142,7 @@ def verify(
         seconds=done.seconds,
         tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
-        where=None if right else _where(verdict.tensor, truth, done),
+        where=None if right else _where(verdict.tensor, expected, done),
         sanitize=not right or bool(done.trespassed),
     )
 
@@ -158,7 +158,7 @@ class _Verdict:
     lse_excess: float | None = None
 
 
-def _verdict(answers: Mapping[str, Answer], outputs: Mapping[str, Array]) -> _Verdict:
+def _verdict(answers: Mapping[str, ReferenceOutput], outputs: Mapping[str, Array]) -> _Verdict:
     with np.errstate(invalid="ignore"):
         found = [
             _Verdict(name, max_error(outputs[name], answer.values), answer.bound)
@@ -173,9 +173,9 @@ def _verdict(answers: Mapping[str, Answer], outputs: Mapping[str, Array]) -> _Ve
         return dataclasses.replace(worst, lse_error=max_error(lse, ref.values), lse_excess=excess)
 
 
-def _where(worst: str, truth: Truth, done: trial.Trial) -> ErrorMap | None:
+def _where(worst: str, expected: Reference, done: trial.Trial) -> ErrorMap | None:
     """Of the output that fares worst; of another where that is right."""
-    about, answers = (done.prepared.kernel, done.prepared.problem, done.prepared.tile, truth.given), truth.answers
+    about, answers = (done.prepared.kernel, done.prepared.problem, done.prepared.tile, expected.given), expected.answers
     maps = (locate(name, done.outputs[name], answers[name].values, answers[name].bound, *about) for name in
             dict.fromkeys((worst, *answers)) if name in done.outputs)  # fmt: skip
     return next(filter(None, maps), None)

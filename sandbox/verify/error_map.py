@@ -63,7 +63,7 @@ def locate(
         ratio = np.nan_to_num(error / bound, nan=0.0, posinf=np.inf)  # 0 / 0: a row without keys, as it should be
     first = _at(np.argwhere(bad)[0])
     worst = _at(np.unravel_index(int(np.where(bad, ratio, 0).argmax()), bad.shape))
-    cube, truth, off = (_cube(x) for x in (bad, ref, error))
+    cube, expected, off = (_cube(x) for x in (bad, ref, error))
     M, named = _tile_rows(name, tile)
     by_mask = mask_fault.explain(name, got, bad, worst[:2], bound, problem, given) if given else ""
     shapes = (
@@ -71,7 +71,9 @@ def locate(
         _extent(cube),
         _factor(np.asarray(got)[bad], ref[bad]),
         _row_shapes(np.nonzero(cube.any((0, 1, 3)))[0], cube.shape[2], M, named, math.prod(kernel.block(tile))),
-        _diagonal(cube, off, truth, problem) if name in _OF_QUERIES and problem.causal and not problem.ragged else (),
+        _diagonal(cube, off, expected, problem)
+        if name in _OF_QUERIES and problem.causal and not problem.ragged
+        else (),
         _column_shapes(np.nonzero(cube.any((0, 1, 2)))[0], cube.shape[3]),
     )
     follows = tuple(itertools.chain.from_iterable(shapes))
@@ -134,12 +136,12 @@ def _extent(bad: Array) -> Iterator[str]:
         yield f"in {len(which)} of {heads.size} heads: {', '.join(which[:3])}{' …' if len(which) > 3 else ''}"
 
 
-def _factor(got: Array, truth: Array) -> Iterator[str]:
+def _factor(got: Array, expected: Array) -> Iterator[str]:
     """A wrong scale of P, or a wrong sum, multiplies whole rows."""
-    some = np.isfinite(got) & (abs(truth) > 0.1 * abs(np.nan_to_num(truth)).max())
+    some = np.isfinite(got) & (abs(expected) > 0.1 * abs(np.nan_to_num(expected)).max())
     if some.sum() < 16:
         return
-    low, middle, high = np.quantile(got[some] / truth[some], (0.05, 0.5, 0.95))
+    low, middle, high = np.quantile(got[some] / expected[some], (0.05, 0.5, 0.95))
     if high - low < 0.1 * abs(middle):
         yield f"{middle:.3g} times what they should be"
 
@@ -160,7 +162,7 @@ def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterat
             yield f"a warp's rows: those of warp {_ranges(owners)} of {warps}, if each has {M // warps} rows of a tile"
 
 
-def _diagonal(bad: Array, error: Array, truth: Array, problem: Problem) -> Iterator[str]:
+def _diagonal(bad: Array, error: Array, expected: Array, problem: Problem) -> Iterator[str]:
     """A wrong mask, first tile or sum weighs most where the fewest keys are seen; a wrong scale, alike everywhere."""
     rows = np.asarray(bad.any((0, 1, 3)))
     seen = np.clip(np.arange(len(rows)) + problem.diagonal + 1, 0, problem.Sk)
@@ -169,7 +171,7 @@ def _diagonal(bad: Array, error: Array, truth: Array, problem: Problem) -> Itera
         return
     part = max(1, int((seen > 0).sum()) // 8)
     by_keys = np.argsort(seen, kind="stable")[(seen == 0).sum() :]
-    relative = error.max((0, 1, 3)) / np.maximum(abs(np.nan_to_num(truth)).max((0, 1, 3)), 1e-30)
+    relative = error.max((0, 1, 3)) / np.maximum(abs(np.nan_to_num(expected)).max((0, 1, 3)), 1e-30)
     few, many = np.median(relative[by_keys[:part]]), np.median(relative[by_keys[-part:]])
     if rows.sum() > len(by_keys) // 2 >= 8 and few > 2 * many:
         yield "worst where a row sees few keys"

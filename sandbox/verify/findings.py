@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.place import Place, lines_of
 from ..core.score import Score
+from ..core.source_line import SourceLine, lines_of
 from ..cpu.build import HERE
 
 _PLACE = re.compile(r"(/[^\s:()]+\.(?:cuh?|py)):(\d+)")
@@ -25,13 +25,13 @@ class Finding:
     """One thing that a kernel does and may not do; `on` which problem and tile, where that is not said beside it."""
 
     what: str
-    places: tuple[Place, ...] = ()  # innermost call first
+    places: tuple[SourceLine, ...] = ()  # innermost call first
     on: str = ""
 
 
-def places(text: str) -> tuple[Place, ...]:
+def places(text: str) -> tuple[SourceLine, ...]:
     """Every line of a kernel's own files that a text names, in its order."""
-    found = (Place(path, int(line)) for path, line in _PLACE.findall(text))
+    found = (SourceLine(path, int(line)) for path, line in _PLACE.findall(text))
     return tuple(dict.fromkeys(place for place in found if not place.file.startswith(_TWINS)))
 
 
@@ -101,7 +101,7 @@ def _race(report: str) -> Finding:
     return Finding(f"data race: {' against '.join(told) or report.splitlines()[0]}", merged)
 
 
-def _line(stack: Sequence[Place]) -> Place:
+def _line(stack: Sequence[SourceLine]) -> SourceLine:
     """The innermost line of a `.cu`: a header's counts for the line that calls it."""
     return next((place for place in stack if place.file.endswith(".cu")), stack[0])
 

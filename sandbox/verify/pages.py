@@ -49,7 +49,7 @@ def gathered(p: Problem, given: Mapping[str, Array]) -> dict[str, Array]:
 
 def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[tuple[str, Problem]]:
     """(name, problem) of what `kernel` takes: few queries and many, pages of several sizes, alone and with so many
-    options, drawn by lot."""
+    options, drawn sampled."""
     sizes = itertools.cycle(((16, 1, 9), (48, 3, 4), (256, 2, 1), (32, 70, 3), (16, 5, 0)))
     heads, widths = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2))), itertools.cycle((64, 128, 48))
 

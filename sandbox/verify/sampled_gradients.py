@@ -29,7 +29,7 @@ HEADS, STRIPS, ROWS = 2, 3, 16  # so many query heads, strips of rows in each, r
 class Sums:
     """The truth, the yardstick and the sizes of one gradient's rows, which strips add to; (rows, D), float64."""
 
-    truth: Array
+    expected: Array
     plain: Array
     size: Array
 
@@ -37,12 +37,12 @@ class Sums:
     def zeros(cls, rows: int, D: int) -> Sums:
         return cls(*(np.zeros((rows, D)) for _ in range(3)))
 
-    def add(self, rows: slice, truth: Array, plain: Array, size: Array) -> None:
-        for mine, more in ((self.truth, truth), (self.plain, plain), (self.size, size)):
+    def add(self, rows: slice, expected: Array, plain: Array, size: Array) -> None:
+        for mine, more in ((self.expected, expected), (self.plain, plain), (self.size, size)):
             mine[rows] += more[0, 0]
 
     def verdict(self, name: str, got: Array, dtype: str) -> Verdict:
-        error, bound = max_error(got, self.truth), gradient_bound(self.truth, self.plain, self.size, dtype)
+        error, bound = max_error(got, self.expected), gradient_bound(self.expected, self.plain, self.size, dtype)
         return Verdict(error, bound, "" if error <= bound else f"{name}: error {error:.1e}, bound {bound:.1e}")
 
 
@@ -106,8 +106,8 @@ def expect_gradients(
             naive_backward(dO, Q, K, V, **options, dtype=p.dtype),
             backward_magnitudes(dO, Q, K, V, *attention(Q, K, V, **options), **options),
         )
-        for total, at, truth, plain, size in zip((dq, dk, dv), (rows, keys, keys), *found, strict=True):
-            total.add(at, truth, plain, size)
+        for total, at, expected, plain, size in zip((dq, dk, dv), (rows, keys, keys), *found, strict=True):
+            total.add(at, expected, plain, size)
     return ExpectedGradients(problem, dout, strips, sums)
 
 

@@ -26,7 +26,7 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
-from ..engine.choose import refuses_tile
+from ..engine.choose import unsupported_tile
 from ..jobs.worker import At
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
@@ -34,12 +34,12 @@ from ..toolchain import arch as architectures
 from ..toolchain import disassembly, nvrtc
 from ..toolchain.nvrtc import Compiled, Resources
 from ..verify import check, sanitize
-from ..verify.apart import fit
 from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
+from ..verify.isolated import fit
+from ..verify.references import reference_of
 from ..verify.sanitize import Inspection
-from ..verify.truth import truth_of
 from .figures import Cost, Examination
 from .job import Job, quick_cases, tile_case
 
@@ -61,7 +61,7 @@ def prepare(job: Job) -> None:
             driver.device(job.device[1]).synchronize()
         kernel = registry.get(job.kernel)
         for case in _cases(kernel, job):
-            truth_of(kernel.computes, case)
+            reference_of(kernel.computes, case)
 
 
 def _cases(kernel: Kernel, job: Job) -> list[Case]:
@@ -139,7 +139,7 @@ def _new_tiles(kernel: Kernel, job: Job) -> tuple[list[Tile], list[str]]:
     for tile in kernel.tiles if job.known is not None and not job.tile else ():
         if tile not in (job.known or ()):
             problem = tile_case(kernel, tile).problem
-            if reason := kernel.refuses(problem, arch) or refuses_tile(kernel, problem, tile, arch):
+            if reason := kernel.refuses(problem, arch) or unsupported_tile(kernel, problem, tile, arch):
                 reasons.append(f"new tile {tile} is not tried: {reason}")
             else:
                 taken.append(tile)
@@ -260,7 +260,7 @@ def _verify(kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job
     results = []
     for i, (case, tile) in enumerate(trials):
         at(f"preparing {case.problem}", COMPILE_SECONDS)
-        truth_of(kernel.computes, case)
+        reference_of(kernel.computes, case)
         at(f"running {case.problem}", job.seconds)
         repeats = REPEATS if i == 0 and job.device != HOST else 1
         results.append(check.verify(kernel, case, job.device, tile, repeats=repeats))

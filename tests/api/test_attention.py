@@ -15,7 +15,7 @@ import pytest
 
 import sandbox
 from sandbox import reference
-from sandbox.api import passes
+from sandbox.api import dispatch
 from sandbox.core import registry
 from sandbox.core.errors import CompileError, SpecError
 from sandbox.engine import choose, pipeline
@@ -117,13 +117,13 @@ def test_what_a_capsule_owns_lives_until_the_launch_returns(monkeypatch: pytest.
 
     sandbox.attention_forward(*map(Copying, (q, k, v)))  # whose plan the next call finds
     counts = []
-    for key, kept in passes._plans.items():
+    for key, kept in dispatch._plans.items():
 
         def watched(arrays, addresses, kept=kept):
             counts.append(sum(copy() is not None for copy in alive))
             return kept(arrays, addresses)
 
-        monkeypatch.setitem(passes._plans, key, watched)
+        monkeypatch.setitem(dispatch._plans, key, watched)
     assert sum(copy() is not None for copy in alive) == 0
     out, _ = sandbox.attention_forward(*map(Copying, (q, k, v)))
     assert counts == [3]

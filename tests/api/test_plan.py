@@ -10,7 +10,7 @@ import pytest
 
 import sandbox
 from sandbox import reference
-from sandbox.api import passes, plan
+from sandbox.api import dispatch, plan
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.launch import dlpack
 
@@ -168,7 +168,7 @@ def test_an_address_of_zero_is_never_launched(monkeypatch: pytest.MonkeyPatch) -
 def test_a_scale_is_its_value(make) -> None:
     q, k, v = inputs(np.float32, 9, 16)
     assert np.array_equal(sandbox.attention(q, k, v, scale=make(0.5)), sandbox.attention(q, k, v, scale=0.5))
-    assert len(passes._plans) == 1
+    assert len(dispatch._plans) == 1
 
 
 def test_a_scale_that_is_no_number() -> None:
@@ -218,7 +218,7 @@ def test_an_option_is_its_value(name: str) -> None:
     expected = sandbox.attention(q, k, v, seed=1, **{name: value})
     for make in (np.float64, np.float32, np.array):
         assert np.array_equal(sandbox.attention(q, k, v, seed=1, **{name: make(value)}), expected)
-    assert len(passes._plans) == 1
+    assert len(dispatch._plans) == 1
     assert np.array_equal(*(sandbox.attention(q, k, v, seed=1, **{name: one}) for one in (1, 1.0)))
     with pytest.raises(SpecError, match=rf"{name}=\[1\] must be a number"):
         sandbox.attention(q, k, v, **{name: [1]})
@@ -293,4 +293,4 @@ def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.Monk
     sandbox.reload()
     reloaded.set()
     thread.join()
-    assert not passes._plans
+    assert not dispatch._plans

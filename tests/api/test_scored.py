@@ -10,7 +10,7 @@ import torch
 
 import sandbox
 from sandbox import Score, SpecError, UnsupportedProblem, reference
-from sandbox.api import passes
+from sandbox.api import dispatch
 from sandbox.launch.dlpack import Device
 
 B, H, HK, SQ, SK, D = 2, 4, 2, 19, 33, 16
@@ -159,7 +159,7 @@ def test_the_compiler_knows_a_score_by_its_texts() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str, device: Device) -> None:
     from sandbox.api import torch_scored
-    from sandbox.api.asked import asked
+    from sandbox.api.options import asked
 
     given = as_torch(options()[name], device)
     every = {"window": None, "softcap": 0.0, "score": None, "dropout": 0.0}
@@ -181,10 +181,10 @@ def test_one_plan_for_other_numbers() -> None:
     bias = options()["bias"]["bias"]
     sandbox.reload()
     first = sandbox.attention(q, k, v, bias=bias)
-    plans = len(passes._plans)
+    plans = len(dispatch._plans)
     bias += 1.0 * np.arange(SK, dtype=np.float32)
     second = sandbox.attention(q, k, v, bias=bias)
-    assert len(passes._plans) == plans == 1
+    assert len(dispatch._plans) == plans == 1
     assert abs(second - first).max() > 0.1
     assert abs(second - reference.attention(q, k, v, bias=bias)[0]).max() < 2e-5
 

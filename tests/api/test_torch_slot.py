@@ -224,14 +224,14 @@ def test_logits(name: str) -> None:
     """bfloat16 with ours is as far from float32 as with PyTorch's kernel, and by autocast too."""
     model, (x, _) = Model(**MODELS[name]).eval(), batch(name)
     with torch.no_grad():
-        truth = model(x)
+        expected = model(x)
         with torch.autocast("cpu", torch.bfloat16):
             theirs = model(x)
             with sandbox.use_in_torch(**EXACT):
                 ours = model(x)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     assert not torch.equal(ours, theirs)  # they are not the same kernel
-    assert (ours - truth).abs().max() <= 1.5 * (theirs - truth).abs().max()
+    assert (ours - expected).abs().max() <= 1.5 * (theirs - expected).abs().max()
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
@@ -297,7 +297,7 @@ def gradients(model: nn.Module, name: str) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
 
 
-def alike(found: list[Tensor], expected: list[Tensor], by: float = 1e-5) -> None:
+def same_signature(found: list[Tensor], expected: list[Tensor], by: float = 1e-5) -> None:
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or (x - y).abs().max() <= by
@@ -310,11 +310,11 @@ def test_compiled_checkpointed_and_distributed(name: str, tmp_path) -> None:
     theirs = gradients(model, name)
     with sandbox.use_in_torch(**EXACT):
         ours = gradients(model, name)
-        alike(ours, theirs)
+        same_signature(ours, theirs)
         assert not all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True) if x is not None)
-        alike(gradients(torch.compile(model, backend="aot_eager", fullgraph=True), name), ours)
+        same_signature(gradients(torch.compile(model, backend="aot_eager", fullgraph=True), name), ours)
         model.keeps = False
-        alike(gradients(model, name), ours, 0)
+        same_signature(gradients(model, name), ours, 0)
         model.keeps = True
         store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -323,7 +323,7 @@ def test_compiled_checkpointed_and_distributed(name: str, tmp_path) -> None:
             loss_of(parallel, *batch(name)).backward()
         finally:
             leave_process_group()
-        alike([p.grad for p in model.parameters()], ours[1:], 1e-6)
+        same_signature([p.grad for p in model.parameters()], ours[1:], 1e-6)
 
 
 # ---- autocast of our own attention

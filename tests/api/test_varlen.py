@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import sandbox
-from sandbox.api import asked, passes, plan
+from sandbox.api import dispatch, options, plan
 from sandbox.core.errors import LaunchError, UnsupportedProblem
 from sandbox.launch.dlpack import library_of
 from sandbox.spec import Problem
@@ -46,16 +46,16 @@ def test_each_sequence_is_as_attention_makes_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_options_and_gradients_by_lot(seed: int) -> None:
-    lot, rng = random.Random(seed), np.random.default_rng(seed)
-    queries, keys = ([lot.choice((0, 1, 7, 40)) for _ in range(4)] for _ in "qk")
+def test_options_and_gradients_sampled(seed: int) -> None:
+    sample, rng = random.Random(seed), np.random.default_rng(seed)
+    queries, keys = ([sample.choice((0, 1, 7, 40)) for _ in range(4)] for _ in "qk")
     offsets = [torch.tensor(np.cumsum([0, *n]), dtype=torch.int32) for n in (queries, keys)]
     q, k, v = (torch.tensor(rng.standard_normal((sum(n), 2, 16)), dtype=torch.float32, requires_grad=True)
                for n in (queries, keys, keys))  # fmt: skip
     most = max(queries), max(keys)
     options: dict[str, Any] = {
-        "causal": lot.choice((False, True, "top-left")), "softcap": lot.choice((0.0, 3.0)),
-        "window": lot.choice((None, (9, 4))), "alibi": torch.rand(4, 2), "sink": torch.randn(2, requires_grad=True),
+        "causal": sample.choice((False, True, "top-left")), "softcap": sample.choice((0.0, 3.0)),
+        "window": sample.choice((None, (9, 4))), "alibi": torch.rand(4, 2), "sink": torch.randn(2, requires_grad=True),
         "bias": torch.randn(4, 2, *most, requires_grad=True),
     }  # fmt: skip
     longest = {"max_seqlen_q": most[0], "max_seqlen_k": most[1]}
@@ -158,14 +158,14 @@ def test_max_seqlen_of_the_longest_or_more(longest: tuple[Any, Any]) -> None:
 
 def test_a_backward_with_a_sequence_longer_than_max_seqlen() -> None:
     q, k, v = (x.swapaxes(0, 1)[None] for x in arrays())
-    what, more = asked.ragged(
-        *asked.asked(q, None, 0.0, None, np.zeros((1, 1, 60, 60), np.float32), None, None, None, None, 0.0, None),
+    what, more = options.ragged(
+        *options.asked(q, None, 0.0, None, np.zeros((1, 1, 60, 60), np.float32), None, None, None, None, 0.0, None),
         (OFFSETS, OFFSETS), (60, 60),
     )  # fmt: skip
     lse = np.zeros((1, 4, 109), np.float32)
     for kernel in ("bwd_minimal", "bwd_block2d"):
         with pytest.raises(LaunchError, match="a sequence is longer than max_seqlen"):
-            passes.run_backward((q, q, k, v, q, lse, *more), (False, None, kernel, None, None, False, what))
+            dispatch.run_backward((q, q, k, v, q, lse, *more), (False, None, kernel, None, None, False, what))
 
 
 def test_what_may_stay_unwritten_on_a_gpu_is_nan() -> None:

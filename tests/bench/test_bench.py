@@ -23,9 +23,9 @@ from click.testing import CliRunner
 from project import ROOT
 
 from sandbox import attention_forward, cli
-from sandbox.bench import contest, environment, peers, plot, rows
+from sandbox.bench import benchmark, environment, peers, plot, rows
 from sandbox.bench import report as bench_report
-from sandbox.bench.given import asked_of
+from sandbox.bench.inputs import asked_of
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, measure
 from sandbox.core import jsonl, registry
@@ -179,15 +179,15 @@ def test_what_lies_between_two_events(kind: type, launches: int) -> None:
 
 
 def test_grids() -> None:
-    paper = contest.GRIDS["paper"]("bfloat16")
+    paper = benchmark.GRIDS["paper"]("bfloat16")
     assert len(set(paper)) == 36
     assert {p.B * p.Sq for p in paper} == {16384}
     assert {p.H * p.D for p in paper} == {2048}
     assert {p.D for p in paper} == {64, 128, 256}
     assert {p.causal for p in paper} == {False, "bottom-right"}
     assert {p.Sq for p in paper} == {512 << n for n in range(6)}
-    assert {(p.B, p.H, p.D) for p in contest.GRIDS["tutorial"]("float16")} == {(4, 32, 64)}
-    for name, grid in contest.GRIDS.items():
+    assert {(p.B, p.H, p.D) for p in benchmark.GRIDS["tutorial"]("float16")} == {(4, 32, 64)}
+    for name, grid in benchmark.GRIDS.items():
         assert all(p.dtype == "float16" and (p.Sq == p.Sk) == (name != "decode") for p in grid("float16")), name
 
 
@@ -258,13 +258,13 @@ def test_wrong_results_do_not() -> None:
     problem = Problem(1, 8, S, S, 16, dtype="float16", causal="bottom-right")
     q, k, v = tensors(problem)
     expected = sampled.expect(problem, q, k, v)
-    truth, lse = (torch.from_numpy(x) for x in attention(*map(as_float64, (q, k, v)), causal=True))
-    right = truth.half()
+    exact, lse = (torch.from_numpy(x) for x in attention(*map(as_float64, (q, k, v)), causal=True))
+    right = exact.half()
     assert sampled.compare(expected, right, lse).message == ""
     late = right.clone()
     late[:, :, S // 2 :] *= 1.006
     plain = naive(*(x.float().numpy() for x in (q, k, v)), causal=True, dtype="float16")
-    assert (late - truth).abs().max() < output_bound(truth.numpy(), plain, "float16")  # one bound for all rows
+    assert (late - exact).abs().max() < output_bound(exact.numpy(), plain, "float16")  # one bound for all rows
     assert "bound" in sampled.compare(expected, late, lse).message
     sampled_rows = {i for strip in expected.strips for i in range(strip.start, strip.stop)}
     spot = right.clone()
@@ -333,7 +333,7 @@ class Counting(Stopwatch):
 def compete(*contenders: peers.Contender, problem: Problem = SMALL) -> tuple[list[Row], Counting]:
     stopwatch = Counting()
     setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
-    return contest.compete(problem, contenders, tensors(problem), stopwatch, Limits(), setting), stopwatch
+    return benchmark.compete(problem, contenders, tensors(problem), stopwatch, Limits(), setting), stopwatch
 
 
 def test_a_wrong_contender_gets_no_time() -> None:
@@ -354,8 +354,8 @@ def test_a_wrong_contender_gets_no_time() -> None:
 def test_reading_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as there are of keys and values, as often as whoever reads them; only where that is the matter."""
     asked: list[int] = []
-    monkeypatch.setattr(contest.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))
-    monkeypatch.setattr(contest.reading, "reader", lambda data: lambda: "read")
+    monkeypatch.setattr(benchmark.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))
+    monkeypatch.setattr(benchmark.reading, "reader", lambda data: lambda: "read")
     (row,), stopwatch = compete(contender("k", kernel="k"), problem=Problem(1, 4, 1, 64, 16, Hk=2, dtype="float16"))
     assert asked == [2 * 64 * 2 * 16 * 2]
     assert row.setting["ceiling_keys_gbps"] == pytest.approx(asked[0] / 1e-3 * 1e-9)
@@ -501,14 +501,14 @@ def row(name: str, problem: Problem, seconds: float | None = 1e-3, kernel: str =
 
 def grid_rows() -> list[dict[str, Any]]:
     found = []
-    for p in contest.GRIDS["paper"]("float16"):
+    for p in benchmark.GRIDS["paper"]("float16"):
         found.append(row("fwd_x", p, p.flops / 2e12, kernel="fwd_x"))
         found.append(row("sdpa-flash", p, p.flops / (4e12 if p.D == 64 else 1e12)))
     return [r.as_json() for r in found]
 
 
 def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
-    problems = contest.GRIDS["tutorial"]("float16")
+    problems = benchmark.GRIDS["tutorial"]("float16")
     path = tmp_path / "rows.jsonl"
 
     def interrupted() -> Iterator[Row]:
@@ -522,8 +522,8 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
     kept = rows.read_rows(path)
     assert [(r["contender"], r["Sq"]) for r in kept] == [("a", 1024), ("b", 1024), ("a", 2048)]
     a, b = contender("a"), contender("b")
-    assert contest.unmeasured(kept, problems, [a, b]) == problems[1:]
-    assert contest.unmeasured(kept, problems, [a]) == problems[2:]
+    assert benchmark.unmeasured(kept, problems, [a, b]) == problems[1:]
+    assert benchmark.unmeasured(kept, problems, [a]) == problems[2:]
     path.write_text(path.read_text()[:-30])  # the power failed
     assert len(rows.read_rows(path)) == 2
     list(rows.recorded([row("c", problems[0])], path))
@@ -692,7 +692,7 @@ def test_command_keeps_what_it_has_when_interrupted(tmp_path: Path, monkeypatch:
         yield row("fwd_minimal", problems[0], kernel="fwd_minimal")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(contest, "run", one_row)
+    monkeypatch.setattr(benchmark, "run", one_row)
     file = tmp_path / "rows.jsonl"
     shapes = ("--shape", "1,2,64,16", "--shape", "1,4/2,32,48,16", "--causal", "--dtype", "bfloat16")
     result = invoke("fwd_minimal", *shapes, "--peers", "eager,sdpa-math", "--mode", "graph", "--out", str(file))
@@ -711,7 +711,7 @@ def test_command_keeps_what_it_has_when_a_fault_ends_it(tmp_path: Path, monkeypa
         yield row("fwd_minimal", problems[0], kernel="fwd_minimal")
         raise SandboxError("the context is lost")
 
-    monkeypatch.setattr(contest, "run", fails)
+    monkeypatch.setattr(benchmark, "run", fails)
     result = invoke("fwd_minimal", "--peers", "none", "--out", str(tmp_path / "rows.jsonl"))
     assert result.exit_code == 1
     assert "the context is lost" in result.output
@@ -726,7 +726,7 @@ def test_exit_status(verdicts: tuple, status: int, monkeypatch: pytest.MonkeyPat
             yield row("fwd_minimal", problem, 1e-3 if ok else None, kernel="fwd_minimal", ok=ok)
             yield row("eager", problem)
 
-    monkeypatch.setattr(contest, "run", ends)
+    monkeypatch.setattr(benchmark, "run", ends)
     assert invoke("fwd_minimal", "--peers", "eager").exit_code == status
     assert invoke("fwd_minimal", "--peers", "eager", "--against", "sdpa-flash").exit_code == 2
 
@@ -738,8 +738,8 @@ def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(list(problems))
         return iter(row("fwd_minimal", p, kernel="fwd_minimal") for p in problems[:1])
 
-    monkeypatch.setattr(contest, "run", record)
-    monkeypatch.setattr(contest.environment, "commit", lambda: "abc")
+    monkeypatch.setattr(benchmark, "run", record)
+    monkeypatch.setattr(benchmark.environment, "commit", lambda: "abc")
     monkeypatch.setattr(driver, "device", lambda ordinal=0: type("Gpu", (), {"name": "GPU"}))
     command = ("fwd_minimal", "--grid", "gpt2", "--peers", "none", "--out", str(tmp_path / "rows.jsonl"), "--resume")
     for left in (4, 3, 2):
@@ -749,7 +749,7 @@ def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.output.count("B8 H12") == 3  # with the rows of the runs before
     invoke(*command, "--mode", "graph")
     assert len(asked[-1]) == 4
-    monkeypatch.setattr(contest.environment, "commit", lambda: "def")
+    monkeypatch.setattr(benchmark.environment, "commit", lambda: "def")
     invoke(*command)
     assert len(asked[-1]) == 4
     assert invoke("--resume").exit_code == 2
@@ -766,7 +766,7 @@ def test_on_a_gpu(mode: str) -> None:
         pytest.skip("this PyTorch has no CUDA")
     problems = [Problem(2, 4, 512, 512, 64, dtype="float16", causal=c) for c in (False, "bottom-right")]  # type: ignore[arg-type]
     everybody = [peers.PEERS[name] for name in peers.DEFAULT]
-    found = list(contest.run([registry.get("fwd_minimal")], problems, everybody, mode=mode, limits=Limits(rounds=20)))
+    found = list(benchmark.run([registry.get("fwd_minimal")], problems, everybody, mode=mode, limits=Limits(rounds=20)))
     assert len(found) == 2 * 6
     for r in found:
         line = r.as_json()

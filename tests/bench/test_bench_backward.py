@@ -13,7 +13,7 @@ import pytest
 from project import ROOT
 from test_bench import PROBLEMS, SMALL, Counting, tensors
 
-from sandbox.bench import contest, peers
+from sandbox.bench import benchmark, peers
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Limits
 from sandbox.core import registry
@@ -48,7 +48,7 @@ def test_strips_are_the_whole_reference(problem: Problem) -> None:
         full = attention_backward(*arrays, causal=problem.causal, scale=problem.scale)
     assert torch.equal(dout, whole)
     for (which, b, head), sums in expected.sums.items():
-        np.testing.assert_allclose(sums.truth, full[which][b, head], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(sums.expected, full[which][b, head], rtol=0, atol=1e-12)
     assert {which for which, _, _ in expected.sums} == {0, 1, 2}
 
 
@@ -91,7 +91,7 @@ def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
 def compete(*contenders: peers.Contender, problem: Problem = SMALL) -> list[Row]:
     setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
     given = inputs_of(problem)
-    return contest.compete(problem, contenders, given, Counting(), Limits(), setting, "backward")
+    return benchmark.compete(problem, contenders, given, Counting(), Limits(), setting, "backward")
 
 
 @pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash", "eager"])
@@ -126,9 +126,9 @@ def test_flash_attention_packages_on_a_ragged_batch(computes: str, monkeypatch: 
     *_, fa4 = peers.get(str(ROOT / "experiments" / "flash_attention_peers.py"))
     lengths = ((33, 33), (70, 70), (1, 1))
     problem = Problem(0, 4, 0, 0, 16, Hk=2, dtype="bfloat16", causal="bottom-right", lengths=lengths)
-    given = contest.make_inputs(problem, device="cpu", computes=computes)
+    given = benchmark.make_inputs(problem, device="cpu", computes=computes)
     peer, setting = peers.backward(fa4) if computes == "backward" else fa4, {"mode": "events", "commit": "abc"}
-    (row,) = contest.compete(problem, [peer], given, Counting(), Limits(), setting, computes)
+    (row,) = benchmark.compete(problem, [peer], given, Counting(), Limits(), setting, computes)
     assert row.ok, row.message
     assert row.timing
 
@@ -157,10 +157,10 @@ def test_a_wrong_backward_has_no_time() -> None:
 
 
 def test_kernels_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest.driver, "device", lambda ordinal=0: type("Gpu", (), {"name": "GPU"}))
+    monkeypatch.setattr(benchmark.driver, "device", lambda ordinal=0: type("Gpu", (), {"name": "GPU"}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsupportedProblem, match="bwd_minimal computes the backward: it cannot be timed as a forward"):
-        contest.run([registry.get("bwd_minimal")], [SMALL])
+        benchmark.run([registry.get("bwd_minimal")], [SMALL])
 
 
 @pytest.mark.gpu
@@ -168,7 +168,7 @@ def test_on_a_gpu() -> None:
     kernels = [kernel for kernel in registry.kernels().values() if kernel.computes == "backward"]
     problems = [Problem(2, 4, 512, 512, 64, dtype="float16", causal=c) for c in (False, "bottom-right")]  # type: ignore[arg-type]
     others = [peers.PEERS[name] for name in ("sdpa-flash", "sdpa-cudnn", "eager")]
-    found = list(contest.run(kernels, problems, others, computes="backward", limits=Limits(rounds=20)))
+    found = list(benchmark.run(kernels, problems, others, computes="backward", limits=Limits(rounds=20)))
     assert len(found) == 2 * (len(kernels) + 3)
     for row in found:
         assert row.ok, row

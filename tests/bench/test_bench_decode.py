@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sandbox.bench import contest, decode, plot, reading, report
+from sandbox.bench import benchmark, decode, plot, reading, report
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Limits, Timed, Timing, measure
 from sandbox.core import registry
@@ -40,7 +40,7 @@ def test_bytes_a_second_of_what_counts() -> None:
 
 
 def test_the_grid_is_a_matter_of_reading() -> None:
-    grid = contest.GRIDS["decode"]("bfloat16")
+    grid = benchmark.GRIDS["decode"]("bfloat16")
     kernel = registry.get("fwd_decode")
     assert all(decode.is_reading(p, "forward") and kernel.refuses(p, (9, 0)) is None for p in grid)
     assert {p.page_size for p in grid} == {*decode.PAGE_SIZES}
@@ -65,7 +65,7 @@ def test_nothing_reads_faster_than_reading() -> None:
     calls = {"own": Timed(reading.reader(data)), "sum": Timed(partial(torch.sum, data.view(torch.float32)))}
     own, theirs = (Timing.of(x).median for x in measure(calls, Events(), Limits()).values())
     assert own <= 1.02 * theirs
-    (found,) = contest.run([registry.get("fwd_decode")], [FEW], limits=Limits(rounds=20))
+    (found,) = benchmark.run([registry.get("fwd_decode")], [FEW], limits=Limits(rounds=20))
     assert 0 < found.as_json()["percent_of_ceiling"] < 102
 
 

@@ -21,10 +21,10 @@ from project import INTERRUPTIBLE, in_project, new_kernel
 from rich.console import Console
 
 from sandbox.cli import cli, output
-from sandbox.code import costs
 from sandbox.core import registry
 from sandbox.core.errors import CompileError
 from sandbox.cpu import build
+from sandbox.disassembly import costs
 from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
@@ -32,9 +32,9 @@ from sandbox.spec import Problem, Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify import cases, check, report
-from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case
-from sandbox.verify.truth import Answer, Truth, truth_of
+from sandbox.verify.isolated import IsolatedRunner
+from sandbox.verify.references import Reference, ReferenceOutput, reference_of
 from sandbox.watch.job import quick_cases
 
 
@@ -198,7 +198,7 @@ def test_spellings_of_a_problem() -> None:
     """`--shape` everywhere; what it was called before still does, and is not shown."""
     for command, old, value, shapes in (
         (("list", "--arch", "sm_90a"), "--problem", "1,2,77,60", ["1,2,77,60"]),
-        (("compile", "bwd_delta"), "-D", "32,64", ["1,1,1,32", "1,1,1,64"]),
+        (("compile", "bwd_preprocess"), "-D", "32,64", ["1,1,1,32", "1,1,1,64"]),
         (("ptx", "fwd_minimal"), "--head-dim", "32", ["1,1,1,32"]),
     ):
         now = [word for shape in shapes for word in ("--shape", shape)]
@@ -588,12 +588,14 @@ def test_what_kernels_print_is_no_part_of_the_results(project_copy: Path) -> Non
 
 
 def test_a_wrong_check(monkeypatch: pytest.MonkeyPatch, short_sweep: int) -> None:
-    def strict(computes: str, case: Case) -> Truth:
-        truth = truth_of(computes, case)
-        return Truth(truth.given, {**truth.answers, "O": Answer(truth.answers["O"].values, 1e-30)})
+    def strict(computes: str, case: Case) -> Reference:
+        expected = reference_of(computes, case)
+        return Reference(
+            expected.given, {**expected.answers, "O": ReferenceOutput(expected.answers["O"].values, 1e-30)}
+        )
 
-    monkeypatch.setattr(check, "truth_of", strict)
-    monkeypatch.setattr(Apart, "verify", staticmethod(check.verify))  # in this process
+    monkeypatch.setattr(check, "reference_of", strict)
+    monkeypatch.setattr(IsolatedRunner, "verify", staticmethod(check.verify))  # in this process
     shown = call("check", "fwd_minimal", "--backend", "cpu")
     assert shown.exit_code == 1
     assert "WRONG fwd_minimal on " in shown.stdout

@@ -344,11 +344,11 @@ def test_what_it_takes() -> None:
     ],
 )
 def test_refusals_of_a_tile(tile: Tile, message: str) -> None:
-    assert message in (KERNEL.refuses_tile(P, tile) or "")
+    assert message in (KERNEL.unsupported_tile(P, tile) or "")
 
 
 def test_defines() -> None:
-    assert KERNEL.refuses_tile(P, KERNEL.tiles[0]) is None
+    assert KERNEL.unsupported_tile(P, KERNEL.tiles[0]) is None
     assert KERNEL.defines(P, KERNEL.tiles[0]) == {
         "BLOCK_M": 64, "BLOCK_N": 32, "HEAD_DIM": 64, "SMEM_BYTES": 4 * 64 * 64, "CAUSAL": 1, "DTYPE_float16": 1,
     }  # fmt: skip

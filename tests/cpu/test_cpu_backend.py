@@ -548,8 +548,8 @@ EVERY = np.arange(65536, dtype=np.uint16)
 def same(got: np.ndarray, expected: np.ndarray) -> bool:
     """Bit for bit, but any NaN is as good as another."""
     got, expected = got.astype(np.float32), expected.astype(np.float32)
-    alike = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
-    return bool(alike.all())
+    same_signature = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
+    return bool(same_signature.all())
 
 
 @halves

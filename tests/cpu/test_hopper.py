@@ -82,12 +82,12 @@ FETCH = """
     extern "C" __global__ void fetch(const unsigned short* unused, unsigned* out, const __grid_constant__ TensorMap map,
                                      int d, int s, int h, int b) {
         extern __shared__ __align__(1024) char smem[];
-        const SmemAddress barrier = smem_address(smem + 2048);
+        const SmemAddr barrier = smem_address(smem + 2048);
         if (threadIdx.x == 0) {
             mbarrier_init(barrier, 1);
             fence_proxy_async();
             mbarrier_arrive_expect(barrier, 2048);
-            request_box(smem_address(smem), map, d, s, h, b, barrier);
+            tma_load(smem_address(smem), map, d, s, h, b, barrier);
         }
         __syncthreads();  // the mbarrier is there
         mbarrier_wait(barrier, 0);
@@ -125,9 +125,9 @@ PUT = """
         fence_proxy_async();
         __syncwarp();  // all is written before it is sent
         if (elect()) {
-            send_box(map, d, s, h, b, smem_address(smem));
-            send_commit();
-            send_wait_read();
+            tma_store(map, d, s, h, b, smem_address(smem));
+            tma_store_commit();
+            tma_store_wait_read();
         }
     }"""
 
@@ -175,14 +175,14 @@ def test_sums_are_added_in_memory(run_hopper: Run) -> None:
     extern "C" __global__ void add(float* sums) {
         extern __shared__ __align__(1024) char smem[];
         const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const SmemAddress from = smem_address(smem) + warp * 512;
+        const SmemAddr from = smem_address(smem) + warp * 512;
         store_floats(from + lane * 16, 4 * lane, 4 * lane + 1, 4 * lane + 2, 1 << warp);
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (elect()) {
-            send_sums(sums, from, 512);
-            send_commit();
-            send_wait_read();
+            tma_reduce_add(sums, from, 512);
+            tma_store_commit();
+            tma_store_wait_read();
         }
     }"""
     sums = np.full((32, 4), 0.5, np.float32)
@@ -196,19 +196,19 @@ IN_TURN = """
     extern "C" __global__ void in_turn(float* sums, unsigned* counter) {
         extern __shared__ __align__(16) char smem[];
         if (threadIdx.x) return;
-        const SmemAddress from = smem_address(smem);
+        const SmemAddr from = smem_address(smem);
         store_floats(from, 1, 2, 3, 4);
         fence_proxy_async();
         const bool first = arrive_and_count(counter) == 0;
-        if (first) send_floats(sums, from, 16);
+        if (first) bulk_store(sums, from, 16);
         else {
             await_count(counter, 1 << 16);  // the others
-            send_sums(sums, from, 16);
+            tma_reduce_add(sums, from, 16);
         }
-        send_commit();
-        send_wait_read();
+        tma_store_commit();
+        tma_store_wait_read();
         if (first) {
-            send_wait();  // the first
+            tma_store_wait();  // the first
             arrive_at_count(counter, 1 << 16);
         }
     }"""
@@ -227,7 +227,7 @@ def test_who_comes_first_stores_and_others_add(run_hopper: Run, monkeypatch: pyt
 
 
 @on_cpu
-@pytest.mark.parametrize("wait", ["await_count(counter, 1 << 16);  // the others", "send_wait();  // the first"])
+@pytest.mark.parametrize("wait", ["await_count(counter, 1 << 16);  // the others", "tma_store_wait();  // the first"])
 def test_stores_that_nobody_waited_for_come_last(run_hopper: Run, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
     assert np.array_equal(sums_in_turn(run_hopper, IN_TURN.replace(wait, "")), [1, 2, 3, 4])
@@ -237,16 +237,16 @@ GROUPS = """
     extern "C" __global__ void groups(float* out) {
         extern __shared__ __align__(16) char smem[];
         if (threadIdx.x) return;
-        const SmemAddress from = smem_address(smem);
+        const SmemAddr from = smem_address(smem);
         for (int i = 0; i < 2; ++i) {
             store_floats(from + 16 * i, i, i, i, i);
             fence_proxy_async();
-            send_floats(out + 4 * i, from + 16 * i, 16);
-            send_commit();
+            bulk_store(out + 4 * i, from + 16 * i, 16);
+            tma_store_commit();
         }
-        send_wait_read<1>();  // the older one's
+        tma_store_wait_read<1>();  // the older one's
         store_floats(from, 9, 9, 9, 9);
-        send_wait_read();
+        tma_store_wait_read();
     }"""
 
 
@@ -289,16 +289,16 @@ MULTIPLY = """
 // A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from registers or from shared memory, also as
 // A^T (64 x 64), which lies behind A.
 template <int N, int VARIANT>
-__device__ void multiply(float* out, SmemAddress A_tile, SmemAddress B_tile, const TensorMap& B_map,
-                         const TensorMap& Bt_map, SmemAddress barrier, unsigned& turn) {
+__device__ void multiply(float* out, SmemAddr A_tile, SmemAddr B_tile, const TensorMap& B_map,
+                         const TensorMap& Bt_map, SmemAddr barrier, unsigned& turn) {
     using A = Swizzled<64, 64>;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     if (threadIdx.x == 0) {
         mbarrier_arrive_expect(barrier, VARIANT / 2 % 2 ? (N + 63) / 64 * 8192 : N * 128);
         if (VARIANT / 2 % 2 == 0)  // rows of B^T, 16 a box
-            for (int n = 0; n < N; n += 16) request_box(B_tile + n * 128, Bt_map, 0, n, 0, 0, barrier);
+            for (int n = 0; n < N; n += 16) tma_load(B_tile + n * 128, Bt_map, 0, n, 0, 0, barrier);
         else
-            for (int n = 0; n < N; n += 64) request_box(B_tile + n / 64 * 8192, B_map, n, 0, 0, 0, barrier);
+            for (int n = 0; n < N; n += 64) tma_load(B_tile + n / 64 * 8192, B_map, n, 0, 0, 0, barrier);
     }
     mbarrier_wait(barrier, turn++ % 2);
     float d[N / 2] = {};
@@ -327,8 +327,8 @@ __device__ void multiply(float* out, SmemAddress A_tile, SmemAddress B_tile, con
     __syncthreads();  // everybody has used B before the next comes
 }
 template <int N>
-__device__ void multiply_all(float*& out, SmemAddress A_tile, SmemAddress B_tile, const TensorMap& B_map,
-                             const TensorMap& Bt_map, SmemAddress barrier, unsigned& turn) {
+__device__ void multiply_all(float*& out, SmemAddr A_tile, SmemAddr B_tile, const TensorMap& B_map,
+                             const TensorMap& Bt_map, SmemAddr barrier, unsigned& turn) {
     multiply<N, 0>(out, A_tile, B_tile, B_map, Bt_map, barrier, turn);
     multiply<N, 1>(out + 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
     multiply<N, 2>(out + 2 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
@@ -342,14 +342,14 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
     const __grid_constant__ TensorMap A_map, const __grid_constant__ TensorMap At_map,
     const __grid_constant__ TensorMap B_map, const __grid_constant__ TensorMap Bt_map) {
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddress A_tile = smem_address(smem), B_tile = A_tile + 2 * 8192, barrier = B_tile + 4 * 8192;
+    const SmemAddr A_tile = smem_address(smem), B_tile = A_tile + 2 * 8192, barrier = B_tile + 4 * 8192;
     unsigned turn = 0;
     if (threadIdx.x == 0) {
         mbarrier_init(barrier, 1);
         fence_proxy_async();
         mbarrier_arrive_expect(barrier, 2 * 8192);
-        request_box(A_tile, A_map, 0, 0, 0, 0, barrier);
-        request_box(A_tile + 8192, At_map, 0, 0, 0, 0, barrier);
+        tma_load(A_tile, A_map, 0, 0, 0, 0, barrier);
+        tma_load(A_tile + 8192, At_map, 0, 0, 0, 0, barrier);
     }
     __syncthreads();  // the mbarrier is there
     mbarrier_wait(barrier, turn++ % 2);
@@ -389,7 +389,7 @@ def test_a_ring_of_stages(run_hopper: Run) -> None:
     extern "C" __global__ void ring(int* out, int rounds) {
         extern __shared__ __align__(1024) char smem[];
         volatile int* slots = reinterpret_cast<int*>(smem);
-        const SmemAddress full = smem_address(smem + 64), empty = full + 16;
+        const SmemAddr full = smem_address(smem + 64), empty = full + 16;
         if (threadIdx.x == 0) {
             for (int stage = 0; stage < 2; ++stage) {
                 mbarrier_init(full + 8 * stage, 1);
@@ -452,7 +452,7 @@ FRAME = """
 extern "C" __global__ void wrong(const unsigned short* A, float* out, const __grid_constant__ TensorMap map) {
     extern __shared__ __align__(1024) char smem[];
     using A_tile = Swizzled<64, 64>;
-    const SmemAddress tile = smem_address(smem), barrier = tile + 8192;
+    const SmemAddr tile = smem_address(smem), barrier = tile + 8192;
     float d[32];
     if (threadIdx.x == 0) mbarrier_init(barrier, 1);
     __syncthreads();  // the mbarrier is there
@@ -504,21 +504,24 @@ NOBODY_ARRIVES = (
         (without("wgmma_wait", "if (threadIdx.x == 5) smem[0] = 1; wgmma_wait"), "changed before the wait"),
         (without("multiply", "if (threadIdx.x < 32) multiply"), "warps 0 and 1 are of one warpgroup"),
         (GOOD + "uniform(threadIdx.x);", "a value that differs between the lanes"),
-        (GOOD + "registers_give_back<20>();", "a multiple of 8 from 24 to 256"),
+        (GOOD + "setmaxnreg_dec<20>();", "a multiple of 8 from 24 to 256"),
         (GOOD + "if (threadIdx.x < 64) named_barrier_sync(2, 128);",
          r"threads 0..63 wait at named barrier 2 .*64 of 128 threads"),
         (GOOD + "named_barrier_sync(2, threadIdx.x < 64 ? 128 : 64);", "came for 128"),
         (GOOD + "named_barrier_sync(0, 128);", "not 0"),
         (GOOD + "request();", "before the box that was requested"),
-        (GOOD + "if (threadIdx.x == 0) { send_box(map, 0, 0, 0, 0, tile); send_commit(); }", "has left shared memory"),
+        (GOOD + "if (threadIdx.x == 0) { tma_store(map, 0, 0, 0, 0, tile); tma_store_commit(); }",
+         "has left shared memory"),
         (GOOD + "stmatrix_x4(tile + threadIdx.x % 32 * 128, 0, 0, 0, 0); __syncthreads();"
                 "if (threadIdx.x == 0) A_tile::send(map, 0, 0, 0, tile);", "did not call fence_proxy_async"),
-        (GOOD + "if (threadIdx.x == 0) { send_sums(out, tile, 512); send_commit(); }", "has left shared memory"),
-        (GOOD + "store_floats(tile + threadIdx.x * 16, 0, 0, 0, 0); if (threadIdx.x == 0) send_sums(out, tile, 16);",
+        (GOOD + "if (threadIdx.x == 0) { tma_reduce_add(out, tile, 512); tma_store_commit(); }",
+         "has left shared memory"),
+        (GOOD + "store_floats(tile + threadIdx.x * 16, 0, 0, 0, 0);"
+                "if (threadIdx.x == 0) tma_reduce_add(out, tile, 16);",
          "did not call fence_proxy_async"),
-        (GOOD + "if (threadIdx.x == 0) send_sums(out + 1, tile, 16);", "sums of 16 bytes"),
+        (GOOD + "if (threadIdx.x == 0) tma_reduce_add(out + 1, tile, 16);", "sums of 16 bytes"),
         (GOOD + "mbarrier_wait(barrier + 8, 0);", r"no mbarrier was initialised at shared memory \+ 8200"),
-        (GOOD + "if (threadIdx.x == 0) request_box(tile + 128, map, 0, 0, 0, 0, barrier);",
+        (GOOD + "if (threadIdx.x == 0) tma_load(tile + 128, map, 0, 0, 0, 0, barrier);",
          r"8192 bytes at shared memory \+ 128"),
     ],
 )  # fmt: skip
@@ -540,8 +543,8 @@ def test_registers_must_be_given_back_before_they_are_taken(run_hopper: Run) -> 
     """512 threads have 128 registers each."""
     text = """
     extern "C" __global__ void budget() {
-        if (threadIdx.x < 128) registers_give_back<LEFT>();
-        else registers_take<160>();
+        if (threadIdx.x < 128) setmaxnreg_dec<LEFT>();
+        else setmaxnreg_inc<160>();
     }"""
     run_hopper(text, "budget", block=512, left=32)
     with pytest.raises(LaunchError, match=r"threads \d+..511 wait for registers .*budget.cu:\d+, of which \d+ are"):

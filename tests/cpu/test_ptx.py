@@ -57,7 +57,7 @@ extern "C" __global__ void load(const unsigned* matrix, unsigned* plain, unsigne
     __shared__ __align__(16) unsigned tile[16 * 8];  // 16 x 16 elements
     for (int i = threadIdx.x; i < 128; i += 32) tile[i] = matrix[i];
     __syncthreads();  // the matrix is whole before anybody reads it
-    const SmemAddress row = smem_address(tile + threadIdx.x % 16 * 8 + threadIdx.x / 16 * 4);
+    const SmemAddr row = smem_address(tile + threadIdx.x % 16 * 8 + threadIdx.x / 16 * 4);
     unsigned r[4];
     ldmatrix_x4(r, row);
     for (int i = 0; i < 4; ++i) plain[4 * threadIdx.x + i] = r[i];

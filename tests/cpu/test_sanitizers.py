@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from project import LOT
+from project import SEED
 
 from sandbox.core import registry
 from sandbox.cpu import compiler
@@ -57,14 +57,14 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
     """On a ragged causal problem of several blocks, and on whole tiles; accesses out of bounds on the first alone, and
-    with most tools on one of the two, by lot."""
+    with most tools on one of the two, sampled."""
     tile = small_tile(kernel)
     problems = small_problems(kernel, tile)
     assert problems
     if tool == "address":
         problems = problems[:1]
     elif tool != "thread":
-        problems = [random.Random(f"{LOT} {kernel.name} {tool}").choice(problems)]
+        problems = [random.Random(f"{SEED} {kernel.name} {tool}").choice(problems)]
     for problem in problems:
         found = on_host(tool, kernel, problem, tile, timeout=60)
         assert found.clean or (tool == "orders" and not kernel.deterministic), found.text or found
@@ -132,7 +132,11 @@ UNWRITTEN = {  # of V in fwd_wgmma_fp8, which is turned round on its way
         "",
         "shared memory read before",
     ),
-    "turned round in part": ("columns += TURNERS", "columns += 2 * TURNERS", "wgmma reads shared memory + "),
+    "turned round in part": (
+        "columns += TRANSPOSE_WARPS",
+        "columns += 2 * TRANSPOSE_WARPS",
+        "wgmma reads shared memory + ",
+    ),
 }
 
 
@@ -169,7 +173,7 @@ def test_what_other_blocks_have_summed_up_is_waited_for() -> None:
 def test_what_a_team_sends_has_been_written(sent: bool, tmp_path: Path) -> None:
     """By another block than the one whose shared memory it is."""
     kernel, problem = registry.get("fwd_decode"), Problem(1, 4, 1, 100, 32, Hk=2, dtype="float16")
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=1, TEAM=2)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=1, CLUSTER=2)
     who = "its_quad >= 0" if sent else "its_quad < 0"
     source = changed(tmp_path, lambda text: text.replace("if (its_quad == 0)", f"if ({who})"), kernel.source)
     report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
@@ -193,8 +197,8 @@ def test_tensors_of_the_score_are_buffers_too() -> None:
 
 
 def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
-    """In a copy of score.cuh beside a copy of the kernel, which is found first."""
-    header = SOURCE.parent / "include" / "score.cuh"
+    """In a copy of score_mod.cuh beside a copy of the kernel, which is found first."""
+    header = SOURCE.parent / "include" / "score_mod.cuh"
     old = "score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h]"
     (line,) = [i for i, text in enumerate(header.read_text().splitlines(), 1) if old in text]
     changed(tmp_path, lambda text: text.replace(old, "score.slopes[h + 1]"), header)
@@ -203,7 +207,7 @@ def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
     source.write_text(SOURCE.read_text())
     report = run_kernel("address", kernel, Problem(1, 1, 33, 40, 16, alibi=(1,)), source)
     assert "heap-buffer-overflow" in report.text
-    assert ("score.cuh", line) in report.lines, report.text
+    assert ("score_mod.cuh", line) in report.lines, report.text
     assert any(name == "fwd_minimal.cu" and "const Head head(" in LINES[at - 1] for name, at in report.lines)
 
 
@@ -348,9 +352,9 @@ BROKEN = {
             extern __shared__ __align__(16) float a[];
             if (threadIdx.x) return;
             a[0] = a[1] = a[2] = 1.0f;
-            send_floats(out, smem_address(a), 16);  // HERE
-            send_commit();
-            send_wait();
+            bulk_store(out, smem_address(a), 16);  // HERE
+            tma_store_commit();
+            tma_store_wait();
         }""",
     ),
     "race between blocks": (

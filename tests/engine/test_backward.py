@@ -108,7 +108,7 @@ def test_who_sees_nothing_passes_the_first_tile_over(
     assert check.verify(kernel, Case("passed over", problem), device).ok
 
 
-@pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma"), registry.get("bwd_ordered")], ids=by_name)
+@pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma"), registry.get("bwd_wgmma_deterministic")], ids=by_name)
 def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pieces are of different length, first all first pieces of a few heads: every head once, none too many. In
     order sections are walked up and down in turn."""
@@ -126,7 +126,7 @@ def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pyt
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_pieces_follow_one_another(blocks: int, device: Device) -> None:
     """In a block that stays: some that nobody sees, and of a NaN in a query nothing comes into another piece."""
-    kernel = registry.get("bwd_stays")
+    kernel = registry.get("bwd_wgmma_persistent")
     tile = Tile(**{**kernel.tiles[0], "BLOCKS": blocks})
     for options in ({"causal": "top-left"}, {"window": (60, 30)}):
         problem = spec.Problem(1, 3, 140, 400, 40, Hk=1, dtype="float16", **options)
@@ -136,11 +136,11 @@ def test_pieces_follow_one_another(blocks: int, device: Device) -> None:
         given = inputs_of("backward", case)
         whole = trial.launch(kernel, tile, case.problem, given, device).outputs
         given["Q"][:, 1, row] = np.nan
-        spoilt = trial.launch(kernel, tile, case.problem, given, device).outputs
+        non_finite = trial.launch(kernel, tile, case.problem, given, device).outputs
         for name in ("dK", "dV"):
-            reached = np.isnan(spoilt[name][0, 1].astype(np.float32)).any(axis=1)
+            reached = np.isnan(non_finite[name][0, 1].astype(np.float32)).any(axis=1)
             assert reached.tolist() == [True] * (row + 1) + [False] * (399 - row)
-            assert all(spoilt[name][0, h].tobytes() == whole[name][0, h].tobytes() for h in (0, 2))
+            assert all(non_finite[name][0, h].tobytes() == whole[name][0, h].tobytes() for h in (0, 2))
 
 
 def test_each_gradient_lies_as_its_input(device: Device) -> None:
@@ -202,8 +202,8 @@ def test_inputs_are_untouched(device: Device) -> None:
 # ---- scratch
 
 ACCUMULATE = """
-#include "common.cuh"
-#include "score.cuh"
+#include "tensor.cuh"
+#include "score_mod.cuh"
 extern "C" __global__ void adds(View<const dtype> dO, View<const dtype> Q, View<const dtype> K, View<const dtype> V,
                                 const float* LSE, const float* delta, float* dQ_accum, View<dtype> dK, View<dtype> dV,
                                 Score score) {
@@ -391,7 +391,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("dout is a NumPy array and lse a PyTorch array", dout, q, k, v, out, torch.from_numpy(lse))
     refused("q has stride 2 in D", dout[..., ::2], q[..., ::2], k[..., ::2], v[..., ::2], out[..., ::2], lse)
     refused("fwd_minimal computes the forward, not the backward", *given, kernel="fwd_minimal")
-    refused("bwd_delta computes the delta, not the backward", *given, kernel="bwd_delta")
+    refused("bwd_preprocess computes the delta, not the backward", *given, kernel="bwd_preprocess")
     refused("bwd_minimal_dq is a part of bwd_minimal, launched after it: name bwd_minimal", *given,
             kernel="bwd_minimal_dq", error=sandbox.UnknownKernel)  # fmt: skip
     with pytest.raises(sandbox.UnsupportedProblem, match="bwd_minimal computes the backward, not the forward"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from project import LOT
+from project import SEED
 
 import sandbox
 from sandbox.core import registry
@@ -27,13 +27,13 @@ PAGED = Problem(2, 4, 3, 160, 64, Hk=2, dtype="float16", causal="bottom-right", 
 
 def right(case: Case, device: Device, tile: Tile | None = None) -> None:
     result = check.verify(KERNEL, case, device, tile)
-    assert result.ok, f"SANDBOX_LOT={LOT}: {case.name}: {result}"
+    assert result.ok, f"SANDBOX_SEED={SEED}: {case.name}: {result}"
 
 
-def test_pages_by_lot(device: Device) -> None:
+def test_pages_sampled(device: Device) -> None:
     """Shuffled, NaN in all that does not count, and no page where the table need not name one."""
-    every = [*paged_problems(KERNEL, LOT, 20)]
-    for name, problem in random.Random(LOT).sample(every, 4) if device == HOST else every:
+    every = [*paged_problems(KERNEL, SEED, 20)]
+    for name, problem in random.Random(SEED).sample(every, 4) if device == HOST else every:
         right(Case(name, problem), device)
 
 
@@ -55,7 +55,7 @@ def test_pages_are_as_keys_in_a_row() -> None:
 def test_splits(blocks: int, team: int, Sk: int, splits: int, device: Device) -> None:
     """One block, several, and as many as there is a round for each warp: of few keys the last ones get none. A team,
     and two."""
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks, TEAM=team)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks, CLUSTER=team)
     problem = Problem(2, 8, 3, Sk, 64, Hk=2, dtype="bfloat16")
     assert KERNEL.grid(problem, tile) == (team, 2, 2 * splits)
     if splits == 1:  # NaN would have the rows computed again one by one where something is hidden: nothing is
@@ -76,7 +76,7 @@ def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, team: int = 1, **optio
     v[:, :, most - 1 :, 0] = np.nan  # beyond what the others have
     v[longest, :, most - 1, 0] = np.inf
     options = {"key_lengths": lengths.astype(np.int32), **options}
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, TEAM=team)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=team)
     found = sandbox.attention_forward(q, k, v, kernel="fwd_decode", tile=tile, **options)
     return *found, *sandbox.reference.attention(q, k, v, **options)
 
@@ -114,7 +114,7 @@ SEVENTY = {  # number of keys of batch entries 0 ... 31, 32 ... 63 and 64 ... 69
 def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None:
     """A warp assigns blocks to 32 batch entries at a time: every group of 32 counts, also the last one, which is not
     full. A row without a block stays NaN, as outputs and scratch are before the launch."""
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, TEAM=1)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=1)
     problem = Problem(70, 4, 1, 260, 64, Hk=2, dtype="float16", key_lengths=True)
     inputs = inputs_of("forward", Case("lengths", problem))
     inputs["key_lengths"] = np.array(SEVENTY[of], np.int32)
@@ -167,7 +167,7 @@ def test_twice_as_many_rows_where_they_are_narrow() -> None:
 
 def test_dealt_blocks_are_enough() -> None:
     """What is dealt on the device never exceeds the grid: a part of every entry's last block may be empty."""
-    rng = random.Random(LOT)
+    rng = random.Random(SEED)
     (tile, *_) = KERNEL.tiles
     for _ in range(200):
         B, Sk = rng.randint(1, 200), rng.randint(0, 9000)
@@ -175,7 +175,7 @@ def test_dealt_blocks_are_enough() -> None:
         splits, (_, _, blocks) = KERNEL.numbers["splits"](problem, tile), KERNEL.grid(problem, tile)
         rounds = [-(-rng.randint(0, Sk) // (tile.BLOCK_N * tile.WARPS)) for _ in range(B)]
         most = max(1, -(-sum(rounds) // splits))
-        assert sum(max(1, -(-n // most)) for n in rounds) <= blocks, f"SANDBOX_LOT={LOT}: {problem}, {rounds}"
+        assert sum(max(1, -(-n // most)) for n in rounds) <= blocks, f"SANDBOX_SEED={SEED}: {problem}, {rounds}"
 
 
 def test_splits_fill_the_multiprocessors() -> None:
@@ -190,7 +190,7 @@ def test_splits_fill_the_multiprocessors() -> None:
     assert (long[1], many) == (True, (8 * 128, False))
 
 
-def test_teams() -> None:
+def test_clusters() -> None:
     """Of two, eight warps each, where that makes one wave; of four, four warps each, where entries have keys of
     different numbers, none of many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone
     where waves are many."""
@@ -202,13 +202,13 @@ def test_teams() -> None:
     found = []
     for problem in (few, differ, paged, many, rows, long, narrow):
         tile = choose.choose_tile(KERNEL, problem, (9, 0))
-        found.append((tile.BLOCK_M, tile.WARPS, tile.STAGES, tile.TEAM))
+        found.append((tile.BLOCK_M, tile.WARPS, tile.STAGES, tile.CLUSTER))
         assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (16, 4, 3, 1))
     assert found == [(16, 8, 3, 2), *[(16, 4, 2, 4)] * 2, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
-    assert choose.choose_tile(KERNEL, few, (8, 0)).TEAM == 1
-    refused = choose.refuses_tile(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
+    assert choose.choose_tile(KERNEL, few, (8, 0)).CLUSTER == 1
+    refused = choose.unsupported_tile(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
     assert refused
-    assert "TEAM=2 needs compute capability 9.0" in refused
+    assert "CLUSTER=2 needs compute capability 9.0" in refused
 
 
 def test_attention_chooses_it_for_few_queries() -> None:

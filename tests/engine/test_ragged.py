@@ -34,11 +34,13 @@ KEYS = ("K", "V", "dK", "dV")
 
 def drawn(kernel: Kernel, seed: int) -> Problem:
     """Lengths around the tiles', no row and one row among them."""
-    lot, tile = random.Random(seed), kernel.tiles[-1]
+    sample, tile = random.Random(seed), kernel.tiles[-1]
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
-    lengths = [(lot.choice((0, 1, 5, M - 1, M, M + 1)), lot.choice((0, 1, 7, N, N + 1, 2 * N + 3))) for _ in range(6)]
-    window = lot.choice(((None, None), (7, 3), (None, 0)))
-    causal: Any = lot.choice((False, "bottom-right", "top-left"))
+    lengths = [
+        (sample.choice((0, 1, 5, M - 1, M, M + 1)), sample.choice((0, 1, 7, N, N + 1, 2 * N + 3))) for _ in range(6)
+    ]
+    window = sample.choice(((None, None), (7, 3), (None, 0)))
+    causal: Any = sample.choice((False, "bottom-right", "top-left"))
     D = (32, 96)[seed % 2]  # bwd_wgmma adds to zeros, and to what the first to come has stored
     return Problem(0, 2, 0, 0, D, Hk=1, dtype=kernel.dtypes[-1], lengths=tuple(lengths), causal=causal, window=window)
 
@@ -67,7 +69,7 @@ def same(kernel: Kernel, name: str, a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_each_sequence_is_as_if_alone(kernel: Kernel, seed: int, device: Device) -> None:
     problem = drawn(kernel, seed)
-    tile, given = chosen(kernel, problem, device), inputs_of(kernel.computes, Case("lot", problem))
+    tile, given = chosen(kernel, problem, device), inputs_of(kernel.computes, Case("sample", problem))
     whole = launch(kernel, problem, given, device, tile)
     for sequence in sequences_of(problem):
         own = {
@@ -96,19 +98,21 @@ def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Dev
     problem = Problem(0, 2, 0, 0, 32, Hk=1, dtype=kernel.dtypes[-1], lengths=lengths, causal="bottom-right")
     tile, given = chosen(kernel, problem, device), inputs_of(kernel.computes, Case("nan", problem))
     clean = launch(kernel, problem, given, device, tile)
-    for spoilt in (1, 2):
+    for non_finite in (1, 2):
         for value in (np.nan, np.inf, 3e4):
             bad = {name: x.copy() for name, x in given.items()}
             for sequence in sequences_of(problem):
                 for name in {"Q", "K", "V", "dO", "O"} & {*bad}:
-                    if sequence.b == spoilt:
+                    if sequence.b == non_finite:
                         bad[name][sequence.place(name, bad[name])] = value
             found = launch(kernel, problem, bad, device, tile)
             for sequence in sequences_of(problem):
                 for name, x in found.items():
                     at = sequence.place(name, x)
-                    if sequence.b != spoilt:
-                        assert same(kernel, name, x[at], clean[name][at]), f"{value} in {spoilt}: {sequence.b}, {name}"
+                    if sequence.b != non_finite:
+                        assert same(kernel, name, x[at], clean[name][at]), (
+                            f"{value} in {non_finite}: {sequence.b}, {name}"
+                        )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -146,7 +150,7 @@ from sandbox.verify.cases import Case, inputs_of
 kernel, offsets = registry.get(sys.argv[1]), np.array(eval(sys.argv[2]), np.int32)
 problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
 given = inputs_of("forward", Case("offsets", problem)) | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-tile = next(tile for tile in kernel.tiles if not kernel.refuses_tile(problem, tile))
+tile = next(tile for tile in kernel.tiles if not kernel.unsupported_tile(problem, tile))
 trial.launch(kernel, tile, problem, given, ("cuda", 0))
 """
 
@@ -179,7 +183,7 @@ def test_pieces_are_counted_anew_at_each_launch() -> None:
     views = {name: dlpack.view(x) for name, x in {**given, **arrays}.items()}
     prepared = pipeline.prepare(kernel, tile, problem, views, HOST)
     for before in (3.0, None):  # then what the first launch left there
-        arrays["dealt"][...] = arrays["dealt"] if before is None else before
+        arrays["tile_counter"][...] = arrays["tile_counter"] if before is None else before
         arrays["O"].fill(np.nan)
         prepared.launch(prepared.pointers(views))
         assert np.array_equal(arrays["O"], launch(kernel, problem, given, HOST, tile)["O"])
@@ -190,10 +194,10 @@ def test_pieces_are_counted_anew_at_each_launch() -> None:
     [
         ("fwd_wgmma", (), {"fwd_wgmma": False}, ()),
         ("fwd_wgmma", ((70, 70),), {"fwd_wgmma_clear": False, "fwd_wgmma": True}, ()),
-        ("bwd_wgmma", (), {"bwd_delta": False, "bwd_wgmma": True, "bwd_wgmma_dq": True}, ("dQ_accum",)),
+        ("bwd_wgmma", (), {"bwd_preprocess": False, "bwd_wgmma": True, "bwd_wgmma_postprocess": True}, ("dQ_accum",)),
         (
             *("bwd_wgmma", ((70, 70),)),
-            {"bwd_wgmma_pieces": False, "bwd_delta": True, "bwd_wgmma": True, "bwd_wgmma_dq": True},
+            {"bwd_wgmma_scheduler": False, "bwd_preprocess": True, "bwd_wgmma": True, "bwd_wgmma_postprocess": True},
             (),
         ),
     ],
@@ -226,10 +230,10 @@ def test_a_kernel_that_does_not_take_them_says_so() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_tile_has_its_number(seed: int) -> None:
-    """The numbers that include/sequence.cuh gives to tiles: enough for each sequence, and no more than the grid has."""
-    lot = random.Random(seed)
-    lengths = [lot.choice((0, 1, lot.randrange(300))) for _ in range(lot.randrange(1, 9))]
-    problem, size = Problem(0, 1, 0, 0, 8, lengths=tuple((n, n) for n in lengths)), lot.choice((16, 64, 192))
+    """The numbers that include/seqlen.cuh gives to tiles: enough for each sequence, and no more than the grid has."""
+    sample = random.Random(seed)
+    lengths = [sample.choice((0, 1, sample.randrange(300))) for _ in range(sample.randrange(1, 9))]
+    problem, size = Problem(0, 1, 0, 0, 8, lengths=tuple((n, n) for n in lengths)), sample.choice((16, 64, 192))
     begins = np.cumsum([0, *lengths])
     numbers = [begin // size + b for b, begin in enumerate(begins)]
     assert all(after - before >= -(-n // size) for before, after, n in zip(numbers, numbers[1:], lengths, strict=False))
@@ -237,7 +241,7 @@ def test_every_tile_has_its_number(seed: int) -> None:
 
 
 TILES = """
-#include "score.cuh"
+#include "score_mod.cuh"
 extern "C" __global__ void tiles(const int* cu_seqlens, int* found, int sequences, int rows, int count) {
     const Offsets offsets = {cu_seqlens, 1, sequences, rows, rows};
     for (int number = blockIdx.x; number < count; number += gridDim.x) {
@@ -251,8 +255,8 @@ extern "C" __global__ void tiles(const int* cu_seqlens, int* found, int sequence
 
 @pytest.mark.parametrize("sequences", [1, 31, 32, 33, 64, 70])
 def test_a_warp_finds_the_tile_that_bisection_finds(run_cuda: Callable[..., None], sequences: int) -> None:
-    lot = random.Random(sequences)
-    offsets = np.cumsum([0, *(lot.choice((0, 0, 1, 16, 40)) for _ in range(sequences))], dtype=np.int32)
+    sample = random.Random(sequences)
+    offsets = np.cumsum([0, *(sample.choice((0, 0, 1, 16, 40)) for _ in range(sequences))], dtype=np.int32)
     rows = int(offsets[-1]) + 20  # beyond the last one
     found = np.full((rows // 16 + sequences, 4), 7, np.int32)
     p = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((16, 16),))
@@ -265,7 +269,7 @@ def test_a_warp_finds_the_tile_that_bisection_finds(run_cuda: Callable[..., None
 
 DEAL = """
 #include "ptx.cuh"
-#include "dealing.cuh"
+#include "tile_scheduler.cuh"
 extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k, Dealt* found, int count, int heads,
                                 int group, const __grid_constant__ Score score) {
     const LongestFirst<TILES> pieces(score);
@@ -279,11 +283,11 @@ extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k
 @pytest.mark.parametrize("seed", range(8))
 def test_every_piece_is_dealt_once_and_long_ones_first(run_cuda: Callable[..., None], seed: int) -> None:
     """Query tiles by the last key that they see, key tiles by how many queries see them."""
-    lot, of_keys = random.Random(seed), seed >= 5
-    M, N, H = lot.choice((16, 64)), lot.choice((16, 48)), lot.choice((1, 4, 16))
-    causal: Any = lot.choice((False, "bottom-right", "top-left"))
+    sample, of_keys = random.Random(seed), seed >= 5
+    M, N, H = sample.choice((16, 64)), sample.choice((16, 48)), sample.choice((1, 4, 16))
+    causal: Any = sample.choice((False, "bottom-right", "top-left"))
     sizes = (0, 1, N, 3 * N + 1, 5000 if seed % 2 else 200)  # long ones: several sections
-    lengths = [(lot.choice(sizes), lot.choice(sizes)) for _ in range(lot.choice((1, 5, 40)))]
+    lengths = [(sample.choice(sizes), sample.choice(sizes)) for _ in range(sample.choice((1, 5, 40)))]
     p = Problem(0, H, 0, 0, 64, Hk=1, dtype="float16", lengths=tuple(lengths), causal=causal)
     offsets = [np.cumsum([0, *n], dtype=np.int32) for n in zip(*lengths, strict=True)]
     size = N if of_keys else M

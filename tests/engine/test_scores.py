@@ -1,4 +1,4 @@
-"""Every option of a score, in every kernel: compiled without spills, and right, drawn by lot where there are many."""
+"""Every option of a score, in every kernel: compiled without spills, and right, drawn sampled where there are many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from project import LOT, ROOT
+from project import ROOT, SEED
 
 from sandbox.core import options, registry
 from sandbox.core.dtypes import FLOAT8
@@ -40,9 +40,9 @@ def asked(names: tuple[str, ...], problem: Problem) -> Problem:
     return problem
 
 
-def lot(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
-    """Options by lot, alone or two together, with lengths, head widths, dtypes and masks: (what, problem, inputs)."""
-    draw = random.Random(f"{LOT} {kernel.name}")
+def sample(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
+    """Options sampled, alone or two together, with lengths, head widths, dtypes and masks: (what, problem, inputs)."""
+    draw = random.Random(f"{SEED} {kernel.name}")
     names, dtypes = list(OPTIONS), [dtype for dtype in SIXTEEN_BITS if dtype in kernel.dtypes] or kernel.dtypes
     for _ in range(count):
         chosen = tuple(draw.sample(names, draw.choice((1, 2))))
@@ -54,16 +54,16 @@ def lot(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-def test_options_by_lot(kernel: Kernel, device: Device) -> None:
-    """SANDBOX_LOT=N draws the lot of an earlier run again."""
-    for what, problem, inputs in lot(kernel, 2 if device == HOST else 40):
+def test_options_sampled(kernel: Kernel, device: Device) -> None:
+    """SANDBOX_SEED=N draws the lot of an earlier run again."""
+    for what, problem, inputs in sample(kernel, 2 if device == HOST else 40):
         if kernel.refuses(problem):  # a width that it is not built for
             continue
         # Of one key dS is 0, and what is left is how O, of which delta is made, was rounded: no bound knows that.
         if problem.dropout and problem.Sq == 1 and kernel.computes == "backward":
             continue
         result = check.verify(kernel, Case(what, problem, inputs), device)
-        assert result.ok, f"SANDBOX_LOT={LOT}: {problem} {inputs}: {result}"
+        assert result.ok, f"SANDBOX_SEED={SEED}: {problem} {inputs}: {result}"
 
 
 @pytest.mark.parametrize("more", OF_FLOAT8, ids=["heads", "float32", "of two kinds", "all"])
@@ -78,15 +78,15 @@ def test_what_float8_has_besides(kernel: Kernel, more, device: Device) -> None:
 @pytest.mark.parametrize("target", spills.TARGETS)
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
 def test_no_option_spills(kernel: Kernel, target: str) -> None:
-    """Of every tile with every option alone two by lot. What may spill: docs/limits.md."""
+    """Of every tile with every option alone two sampled. What may spill: docs/limits.md."""
     jobs = [job for job in spills.jobs(kernel, target) if (kernel.name, job.option) not in spills.MAY]
-    for job in random.Random(f"{LOT} {kernel.name} {target}").sample(jobs, min(2, len(jobs))):
-        assert spills.spilled(job) == [], f"SANDBOX_LOT={LOT}"
+    for job in random.Random(f"{SEED} {kernel.name} {target}").sample(jobs, min(2, len(jobs))):
+        assert spills.spilled(job) == [], f"SANDBOX_SEED={SEED}"
 
 
 def test_the_hopper_backward_takes_tiles_of_a_bias(device: Device) -> None:
     """Of each head of a group, and of all; beside a softcap, and rows and keys that end within a tile."""
-    for name, H, softcap in (("bwd_wgmma", 2, 0.0), ("bwd_ordered", 1, 3.0)):
+    for name, H, softcap in (("bwd_wgmma", 2, 0.0), ("bwd_wgmma_deterministic", 1, 3.0)):
         plain = Problem(1, 2, 70, 136, 72, Hk=1, dtype="float16", causal="bottom-right")
         problem = dataclasses.replace(plain, bias=(1, H, 70, 136), softcap=softcap)
         result = check.verify(registry.kernels()[name], Case("bias", problem), device)
@@ -157,12 +157,12 @@ WINDOWS = {
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_warpgroups_of_a_window_begin_together(name: str, device: Device) -> None:
-    """Where the ring has stages to spare. The CPU backend takes the first two and one by lot."""
+    """Where the ring has stages to spare. The CPU backend takes the first two and one sampled."""
     kernel, (problem, tile) = registry.get("fwd_wgmma"), WINDOWS[name]
     if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
-    if device == HOST and name not in [*WINDOWS][:2] and name != random.Random(LOT).choice([*WINDOWS][2:]):
-        pytest.skip(f"not drawn by SANDBOX_LOT={LOT}")
+    if device == HOST and name not in [*WINDOWS][:2] and name != random.Random(SEED).choice([*WINDOWS][2:]):
+        pytest.skip(f"not drawn by SANDBOX_SEED={SEED}")
     result = check.verify(kernel, Case(name, problem), device, tile)
     assert result.ok, result
 

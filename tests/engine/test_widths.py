@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from project import ALL_WIDTHS, LOT
+from project import ALL_WIDTHS, SEED
 
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
@@ -35,7 +35,7 @@ by_name = lambda kernel: kernel.name  # noqa: E731
 
 def problem(kernel: Kernel, D: int, Dv: int) -> Problem:
     """Several blocks and lengths that no tile divides, or a single tile of keys; dtype and mask are drawn."""
-    draw = random.Random(f"{LOT} {kernel.name} {D} {Dv}")
+    draw = random.Random(f"{SEED} {kernel.name} {D} {Dv}")
     Sk, causal = draw.choice((127, 30)), draw.choice((False, "bottom-right", "top-left"))
     return Problem(1, 2, 130, Sk, D, Hk=1, Dv=Dv, dtype=draw.choice(kernel.dtypes), causal=causal)
 
@@ -52,7 +52,7 @@ def drawn(kernel: Kernel) -> list[tuple[Problem, Tile]]:
     """One problem, of different widths if the kernel takes such, and those of ALWAYS."""
     every = [*taken(kernel, None)]
     sides = ([pair for pair in every if sign * (pair[0].Dv - pair[0].D) > 0] for sign in (1, -1))
-    draw, differ = random.Random(f"{LOT} {kernel.name}"), [side for side in sides if side]  # the wider one by a coin
+    draw, differ = random.Random(f"{SEED} {kernel.name}"), [side for side in sides if side]  # the wider one by a coin
     always = [pair for pair in every if (pair[0].D, pair[0].Dv) in ALWAYS.get(kernel.name, ())]
     return [draw.choice(draw.choice(differ or [every])), *always]
 
@@ -63,7 +63,7 @@ def drawn(kernel: Kernel) -> list[tuple[Problem, Tile]]:
 def test_widths_under_the_address_sanitizer(kernel: Kernel, D: int | None) -> None:
     for p, tile in drawn(kernel) if D is None else taken(kernel, D):
         report, _ = launch_on_host("address", kernel, p, tile)
-        assert report.clean, f"SANDBOX_LOT={LOT}: {kernel.name} {p} {tile}: {report.text}"
+        assert report.clean, f"SANDBOX_SEED={SEED}: {kernel.name} {p} {tile}: {report.text}"
 
 
 @pytest.mark.gpu
@@ -79,7 +79,7 @@ def verified(kernel: Kernel, D: int, device: Device) -> None:
     with ThreadPoolExecutor() as pool:
         [*pool.map(lambda pair: pipeline.load(kernel, pair[1], pair[0], device), pairs)]
     results = [(p, tile, check.verify(kernel, Case("widths", p), device, tile)) for p, tile in pairs]
-    assert [bad for bad in results if not bad[2].ok] == [], f"SANDBOX_LOT={LOT}"
+    assert [bad for bad in results if not bad[2].ok] == [], f"SANDBOX_SEED={SEED}"
 
 
 def test_sums_of_dq_have_room_for_every_tile() -> None:
@@ -92,6 +92,6 @@ def test_sums_of_dq_have_room_for_every_tile() -> None:
             Problem(1, 2, 130, 127, D, Dv=Dv, dtype="float16"),
             Tile(BLOCK_M=M, BLOCK_N=N, WARPS=warps, MIN_BLOCKS=1),
         )
-        if not choose.refuses_tile(kernel, p, tile, None):
+        if not choose.unsupported_tile(kernel, p, tile, None):
             least = max(D, 16 * (32 * warps // N), 16 * (32 * warps // M))
             assert scratch_of(kernel, p, tile)["dQ_accum"] >= (2 * -(-130 // M) * M * least,), f"{p} {tile}"

@@ -19,12 +19,14 @@ from project import ROOT
 from sandbox.bench.ladder import newest_run
 from sandbox.bench.rows import read_rows
 from sandbox.cli import cli
-from sandbox.code import listing
-from sandbox.code.listing import Code
 from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
-from sandbox.core.place import Place
-from sandbox.pages import code, history, lanes, render, reports, tables
+from sandbox.core.source_line import SourceLine
+from sandbox.disassembly import listing
+from sandbox.disassembly.listing import Code
+from sandbox.pages import disassembly as disassembly_page
+from sandbox.pages import history, render, reports, tables
+from sandbox.pages import timeline as timeline_page
 from sandbox.spec import Problem, Tile
 from sandbox.timeline.record import Lane, Step, Timeline
 from sandbox.toolchain import disassembly
@@ -64,9 +66,9 @@ def made(folder: Path, label: str, lines: list[str], texts: dict[int, list[str]]
     header.write_text("\n".join(VERB))
     found: list[Instruction] = []
     for line, opcodes in texts.items():
-        where = (Place(str(source), line),)
+        where = (SourceLine(str(source), line),)
         if "mma" in lines[line - 1]:
-            where = (Place(str(header), 2), *where)
+            where = (SourceLine(str(header), 2), *where)
         for opcode in opcodes:
             found.append(Instruction("own", 16 * len(found), opcode, f"{opcode} R1, R2", where, 10 + len(found)))
     return Code(label, "own", "sass", "sm_90a", PROBLEM, TILE, Resources(40, 0, 0, 0, 0), tuple(found), "own.cu")
@@ -99,10 +101,10 @@ def past() -> list[Version]:
 def every_page(versions: tuple[Code, Code]) -> dict[str, str]:
     results = [Result("own", f"case {n}", PROBLEM, "cpu", ok=n != 1, error=1e-3, bound=2e-3) for n in range(3)]
     return {
-        "code": code.page([versions[1]]),
-        "diff": code.page(versions),
+        "code": disassembly_page.page([versions[1]]),
+        "diff": disassembly_page.page(versions),
         "history": history.page("own", past()),
-        "lanes": lanes.page(timeline()),
+        "lanes": timeline_page.page(timeline()),
         "check": reports.check(results),
     }
 
@@ -120,7 +122,7 @@ def test_pages_need_nothing_from_elsewhere(versions: tuple[Code, Code]) -> None:
 
 
 def test_what_is_shown_is_not_run(versions: tuple[Code, Code]) -> None:
-    page = code.page([versions[1]])
+    page = disassembly_page.page([versions[1]])
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
     assert "B &lt; 1" in history.page("own", past())
@@ -150,7 +152,7 @@ def rows(page: str) -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
 
 
 def test_lines_and_instructions_know_each_other(versions: tuple[Code, Code]) -> None:
-    source, instructions = rows(code.page([versions[1]]))
+    source, instructions = rows(disassembly_page.page([versions[1]]))
     texts = [[source[line]["text"] for line in lines] for lines in instructions]
     assert texts == [["int a = 1;"], *[["mma(a);", 'asm("HMMA");']] * 5, ["store(a);"], *[["more();"]] * 2]
     assert [row["figure"] for row in source.values()] == ["", "1", "5", "1", "2", "", ""]
@@ -158,13 +160,13 @@ def test_lines_and_instructions_know_each_other(versions: tuple[Code, Code]) -> 
 
 
 def test_heat_is_by_samples_where_there_are_some(versions: tuple[Code, Code]) -> None:
-    source, _ = rows(code.page([versions[1]], samples={0: 10, 16: 20, 7 * 16: 70}))
+    source, _ = rows(disassembly_page.page([versions[1]], samples={0: 10, 16: 20, 7 * 16: 70}))
     assert [row["figure"] for row in source.values()][:5] == ["", "10.0%", "20.0%", "", "70.0%"]
     assert source["4"]["style"] == "--h:1.00"
 
 
 def test_two_versions_share_the_lines_that_stayed(versions: tuple[Code, Code]) -> None:
-    page = code.page(versions)
+    page = disassembly_page.page(versions)
     source, instructions = rows(page)
     own = [row for row in source.values() if row["text"] in {*OLD, *NEW}]
     assert [(row["text"], row["change"], row["figure"]) for row in own[1:]] == [
@@ -276,7 +278,7 @@ def lit(tab: Any) -> list[str]:
 
 
 def test_hovering_lights_both_ways(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
-    tab = opened(browser, tmp_path / "code.html", code.page([versions[1]]))
+    tab = opened(browser, tmp_path / "code.html", disassembly_page.page([versions[1]]))
     tab.hover("text=mma(a);")
     assert lit(tab) == ["HMMA R1, R2"] * 5
     assert tab.locator(".from code").all_text_contents() == ["mma(a);"]
@@ -290,7 +292,7 @@ def test_hovering_lights_both_ways(browser: Any, versions: tuple[Code, Code], tm
 
 
 def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
-    tab = opened(browser, tmp_path / "diff.html", code.page(versions))
+    tab = opened(browser, tmp_path / "diff.html", disassembly_page.page(versions))
     focused = "document.activeElement.querySelector('code').textContent"
     tab.locator(".s[tabindex='0']").focus()
     assert tab.evaluate(focused) == "gone();"  # a reader begins at the first change
@@ -309,7 +311,7 @@ def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Cod
 def test_a_page_opens_at_the_hottest_line(browser: Any, tmp_path: Path) -> None:
     lines = [f"int x{n};" for n in range(300)]
     found = made(tmp_path / "long", "now", lines, {n: ["MOV"] * (90 if n == 200 else 2) for n in range(1, 300)})
-    tab = opened(browser, tmp_path / "long.html", code.page([found]))
+    tab = opened(browser, tmp_path / "long.html", disassembly_page.page([found]))
     for row in (".s:has(code:text-is('int x199;'))", ".i >> nth=398"):  # and the first instruction of it
         assert 0 < tab.locator(row).bounding_box()["y"] < 800, row
     tab.close()
@@ -336,7 +338,7 @@ def test_a_click_on_a_head_sorts(browser: Any, versions: tuple[Code, Code], tmp_
 
 
 def test_the_lanes_can_be_zoomed_and_asked(browser: Any, tmp_path: Path) -> None:
-    tab = opened(browser, tmp_path / "lanes.html", lanes.page(timeline()))
+    tab = opened(browser, tmp_path / "lanes.html", timeline_page.page(timeline()))
     box = tab.locator("canvas").bounding_box()
     tab.mouse.move(box["x"] + 130 + (box["width"] - 130) / 2, box["y"] + 10)
     assert tab.locator("#said").text_content() == "block 0 (SM 3) warp 0: QK, 20 cycles from 40 on"
@@ -360,7 +362,7 @@ def test_text_can_be_read(browser: Any, versions: tuple[Code, Code], tmp_path: P
       const [a, b] = [luminance(ink), luminance(paper)].sort((x, y) => y - x);
       return (a + 0.05) / (b + 0.05);
     }"""
-    tab = opened(browser, tmp_path / "code.html", code.page(versions))
+    tab = opened(browser, tmp_path / "code.html", disassembly_page.page(versions))
     pairs = [
         (ink, paper) for ink in ("--ink", "--faint", "--link", "--good", "--bad") for paper in ("--paper", "--raised")
     ]
@@ -377,7 +379,7 @@ def test_a_large_page_opens_at_once(browser: Any, tmp_path: Path) -> None:
     if not disassembly.available():
         pytest.skip("no nvdisasm")
     problem = dataclasses.replace(PROBLEM, Sq=256, Sk=256)  # a variant that other tests compile, too
-    page = code.page([listing.translate(registry.get("fwd_wgmma"), "sass", problem, arch="sm_90a")])
+    page = disassembly_page.page([listing.translate(registry.get("fwd_wgmma"), "sass", problem, arch="sm_90a")])
     assert len(page.encode()) < 3e6
     tab = opened(browser, tmp_path / "large.html", page)
     times = []

@@ -16,7 +16,7 @@ from sandbox.bench import environment
 from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
-from sandbox.core.place import Place
+from sandbox.core.source_line import SourceLine
 from sandbox.engine import pipeline
 from sandbox.launch import driver
 from sandbox.profile import ncu, profiler
@@ -73,7 +73,7 @@ def raw_page(metrics: dict[str, tuple[str, str]] | None = None, kernel: str = "f
 
 
 def instruction(address: int, line: int) -> disassembly.Instruction:
-    return disassembly.Instruction("k", address, "FFMA", "FFMA", (Place("/k/k.cu", line),))
+    return disassembly.Instruction("k", address, "FFMA", "FFMA", (SourceLine("/k/k.cu", line),))
 
 
 SOURCE_PAGE = "\n".join(
@@ -142,7 +142,7 @@ def test_a_report_without_the_kernel(text: str) -> None:
 
 def test_the_source_page() -> None:
     code = [instruction(0x00, 7), instruction(0x10, 9), instruction(0x20, 7)]
-    at = {line: Place("/k/k.cu", line) for line in (7, 9)}
+    at = {line: SourceLine("/k/k.cu", line) for line in (7, 9)}
     assert ncu.parse_source(SOURCE_PAGE, code) == [
         ncu.HotLine(at[7], 50, {"math": 35, "selected": 10}, 0),
         ncu.HotLine(at[9], 40, {"selected": 5}, 128_000),
@@ -193,7 +193,7 @@ def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     told = json.loads(call("fwd_mma", "--shape", "1,2,64,256", "--dry-run", "--json").stdout)
     (command,) = told["commands"]
     subject = Subject.loads(command[-1])
-    assert registry.get("fwd_mma").refuses_tile(subject.problem, subject.tile, (9, 0)) is None
+    assert registry.get("fwd_mma").unsupported_tile(subject.problem, subject.tile, (9, 0)) is None
     kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # whatever the current folder is
     assert Path(command[command.index("--export") + 1]).parent == kept
     refused = call("fwd_mma", "--shape", "1,2,64,60", "--dry-run")

@@ -43,12 +43,12 @@ def test_a_backward_that_sums_in_memory() -> None:
     assert w.model.written["dQ_accum"] == 2 * SUMS
     assert w.least.written == {"dK": K, "dV": K, "dQ_accum": SUMS}
     assert set(w.model.read) == set(w.least.read) == {"Q", "K", "V", "dO", "LSE", "delta"}
-    converted = work("bwd_mma_dq")
+    converted = work("bwd_mma_postprocess")
     assert (converted.flops, converted.model.read, converted.model.written) == (0, {"dQ_accum": SUMS}, {"dQ": Q})
 
 
 def test_who_clears_or_finds_for_others() -> None:
-    for name in ("fwd_wgmma_clear", "bwd_wgmma_pieces"):
+    for name in ("fwd_wgmma_clear", "bwd_wgmma_scheduler"):
         kernel = registry.entry_owner(name)
         w = work_of(kernel.entry(name), P, kernel.tiles[1])
         assert (w.flops, w.model.read, w.model) == (0, {}, w.least)
@@ -59,7 +59,7 @@ def test_keys_that_blocks_share() -> None:
     """Four query heads of a group in one tile: keys are read once; and what two splits leave is merged."""
     p, tile = (
         Problem(1, 4, 1, 128, 16, Hk=1, dtype="float16"),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=1, TEAM=1),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=1, CLUSTER=1),
     )
     kernel = registry.get("fwd_decode")
     splits, q, k = kernel.numbers["splits"](p, tile), 4 * 16 * 2, 128 * 16 * 2
@@ -77,7 +77,7 @@ def test_keys_of_different_numbers() -> None:
     """Blocks are dealt on the device: at most one more for each batch entry than are asked for."""
     kernel = registry.get("fwd_decode")
     p = Problem(2, 4, 1, 128, 16, Hk=2, dtype="float16", key_lengths=True)
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=3, TEAM=1)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=3, CLUSTER=1)
     w, merge = (work_of(entry, p, tile) for entry in kernel.entries)
     blocks = kernel.grid(p, tile)[2]
     assert blocks > p.B
@@ -107,5 +107,5 @@ def test_every_entry_has_its_work(name: str) -> None:
 
 
 def test_delta() -> None:
-    w = work("bwd_delta", tile=Tile())
+    w = work("bwd_preprocess", tile=Tile())
     assert (w.flops, w.model.read, w.model.written) == (0, {"dO": Q, "O": Q}, {"delta": ROW})

@@ -215,8 +215,8 @@ def test_the_bounds_accept_the_truth_rounded_and_the_yardstick(dtype, causal):
     assert max_error(round_to(ref, dtype), ref) <= bound
     assert 0 < max_error(plain, ref) <= bound
     assert bound <= {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}[dtype]  # tight enough to mean something
-    truth = reference.attention_backward(dout, q, k, v, causal=causal)
-    for grad, ref_grad in zip(naive_backward(dout, q, k, v, causal=causal), truth, strict=True):
+    expected = reference.attention_backward(dout, q, k, v, causal=causal)
+    for grad, ref_grad in zip(naive_backward(dout, q, k, v, causal=causal), expected, strict=True):
         assert max_error(grad, ref_grad) > 0
         assert output_bound(ref_grad, grad, dtype, 3.0) <= {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.8}[dtype]
 

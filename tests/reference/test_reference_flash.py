@@ -43,10 +43,10 @@ def test_tiled_is_dense(p, tile, causal, scale):
     q, k, v = qkv(4, p["B"], p["Hk"] * p["group"], p["Hk"], p["Sq"], p["Sk"], p["D"])
     dout = randn(8, *q.shape)
     options = {"causal": causal, "scale": scale}
-    truth = reference.attention(q, k, v, **options)
-    assert_same(flash1(q, k, v, **tile, **options), truth)
+    expected = reference.attention(q, k, v, **options)
+    assert_same(flash1(q, k, v, **tile, **options), expected)
     out, lse = flash2(q, k, v, **tile, **options)
-    assert_same((out, lse), truth)
+    assert_same((out, lse), expected)
     grads = flash2_backward(dout, q, k, v, out, lse, **tile, **options)
     assert_same(grads, reference.attention_backward(dout, q, k, v, **options), 1e-10)
 
@@ -56,9 +56,9 @@ def test_tiled_is_dense(p, tile, causal, scale):
 def test_the_customary_lengths(S, causal):
     tile = {"BLOCK_M": 16, "BLOCK_N": 32}  # S includes BLOCK − 1, BLOCK and BLOCK + 1 of either side
     q, k, v = qkv(1, 1, 2, 1, S, 40, 8)
-    truth = reference.attention(q, k, v, causal=causal)
-    assert_same(flash1(q, k, v, **tile, causal=causal), truth)
-    assert_same(flash2(q, k, v, **tile, causal=causal), truth)
+    expected = reference.attention(q, k, v, causal=causal)
+    assert_same(flash1(q, k, v, **tile, causal=causal), expected)
+    assert_same(flash2(q, k, v, **tile, causal=causal), expected)
 
 
 @pytest.mark.parametrize("algorithm", [flash1, flash2])
@@ -76,9 +76,9 @@ def test_float32_backward_is_within_the_gradient_bound():
     q, k, v, dout = (x.astype(np.float32) for x in (*qkv(1, H=4, Hk=2, Sq=33, Sk=65, D=16), randn(9, 1, 4, 33, 16)))
     tile = {"BLOCK_M": 16, "BLOCK_N": 32, "causal": True, "dtype": np.float32}
     grads = flash2_backward(dout, q, k, v, *flash2(q, k, v, **tile), **tile)
-    truth = reference.attention_backward(dout, q, k, v, causal=True)
+    expected = reference.attention_backward(dout, q, k, v, causal=True)
     plain = reference.naive_backward(dout, q, k, v, causal=True)
-    for grad, ref, naive in zip(grads, truth, plain, strict=True):
+    for grad, ref, naive in zip(grads, expected, plain, strict=True):
         assert grad.dtype == np.float32
         assert 0 < reference.max_error(grad, ref) <= reference.output_bound(ref, naive, "float32", 3.0)
 

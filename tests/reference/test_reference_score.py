@@ -135,11 +135,11 @@ def test_each_option_against_autograd(name: str, seed: int) -> None:
     compare(seed, (name,))
 
 
-@pytest.mark.parametrize("lot", range(12))
-def test_several_options_by_lot_against_autograd(lot: int) -> None:
+@pytest.mark.parametrize("sample", range(12))
+def test_several_options_sampled_against_autograd(sample: int) -> None:
     seed = secrets.randbits(32)
     rng = np.random.default_rng(seed)
-    compare(seed, tuple(map(str, rng.permutation(OPTIONS)[: 2 + lot % 3])))
+    compare(seed, tuple(map(str, rng.permutation(OPTIONS)[: 2 + sample % 3])))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

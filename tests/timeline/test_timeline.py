@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from project import LOT
+from project import SEED
 
 from sandbox.cli import cli
 from sandbox.core import registry
@@ -21,9 +21,9 @@ from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST
-from sandbox.pages import lanes
+from sandbox.pages import timeline
 from sandbox.spec import Kernel, Problem
-from sandbox.timeline import plot, record, report, tapes, trace
+from sandbox.timeline import mark_buffers, plot, record, report, trace
 from sandbox.toolchain import nvrtc
 
 PROBLEM = Problem(1, 1, 256, 256, 64, dtype="float16")
@@ -40,11 +40,11 @@ def mma() -> record.Timeline:
 
 
 def test_marks_are_nothing_unless_asked_for(tmp_path: Path) -> None:
-    """The same cubin, bit by bit, as of a copy without them; one of the kernels, by lot."""
+    """The same cubin, bit by bit, as of a copy without them; one of the kernels, sampled."""
     taking = {name: kernel for name, kernel in registry.kernels().items() if not kernel.refuses(PROBLEM, (9, 0))}
     names = [name for name, kernel in taking.items() if _MARK.search(kernel.source.read_text())]
     assert {"fwd_mma", "fwd_wgmma", "bwd_mma", "bwd_wgmma"} <= {*names}
-    name = random.Random(LOT).choice(names)
+    name = random.Random(SEED).choice(names)
     kernel = registry.get(name)
     tile = choose_tile(kernel, PROBLEM, (9, 0))
     text, copy, defines = kernel.source.read_text(), tmp_path / kernel.source.name, kernel.defines(PROBLEM, tile)
@@ -60,7 +60,9 @@ def test_marks_leave_the_hopper_backward_its_registers(causal: str | None) -> No
     """Its warps have all there are: a mark too many, or in a wrong place, spills."""
     kernel, problem = registry.get("bwd_wgmma"), Problem(4, 16, 4096, 4096, 128, dtype="float16", causal=causal)
     tile = choose_tile(kernel, problem, (9, 0))
-    macros = tapes.macros(tapes.steps_of(kernel.source), kernel.grid(problem, tile), kernel.block(tile), ("cuda", 0))
+    macros = mark_buffers.macros(
+        mark_buffers.steps_of(kernel.source), kernel.grid(problem, tile), kernel.block(tile), ("cuda", 0)
+    )
     defines = {**kernel.defines(problem, tile), **macros}
     used = nvrtc.compile(kernel.source, kernel.name, "sm_90a", defines).resources
     assert (used.spill_stores, used.spill_loads) == (0, 0)
@@ -72,7 +74,7 @@ def test_marks_are_compiled_in_on_request(tmp_path: Path) -> None:
     copy.write_text(_marked(kernel.source.read_text()))
     tile = kernel.tiles[0]
     defines = kernel.defines(PROBLEM, tile)
-    marks = tapes.macros(tapes.steps_of(copy), (2, 3, 4), kernel.block(tile), ("cuda", 0))
+    marks = mark_buffers.macros(mark_buffers.steps_of(copy), (2, 3, 4), kernel.block(tile), ("cuda", 0))
     ptx = [nvrtc.compile(copy, kernel.name, "sm_80", {**defines, **more}).ptx for more in ({}, marks)]
     assert ["%clock" in text for text in ptx] == [False, True]
     assert "sandbox_timeline" in ptx[1]
@@ -108,11 +110,11 @@ def test_a_block_of_a_grid_of_three_dimensions_has_a_number(tmp_path: Path) -> N
 
 def test_more_steps_than_a_tape_tells_apart_are_refused(tmp_path: Path) -> None:
     source = tmp_path / "many.cu"
-    source.write_text("\n".join(f"TIMELINE(step_{n});" for n in range(tapes.MOST_STEPS)))
+    source.write_text("\n".join(f"TIMELINE(step_{n});" for n in range(mark_buffers.MOST_STEPS)))
     with pytest.raises(UnsupportedProblem, match="has 17 steps, done among them: 16 at most"):
-        tapes.steps_of(source)
+        mark_buffers.steps_of(source)
     source.write_text(source.read_text().replace("step_7", "done"))
-    assert tapes.steps_of(source)[0] == "done"
+    assert mark_buffers.steps_of(source)[0] == "done"
 
 
 def test_each_warp_s_steps_are_in_the_order_of_the_kernel(mma: record.Timeline) -> None:
@@ -157,7 +159,7 @@ def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
 
 def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 16  # marks of a block
-    monkeypatch.setitem(tapes.LENGTH, "cpu", tapes.CLOCKS_A_MARK * room)
+    monkeypatch.setitem(mark_buffers.LENGTH, "cpu", mark_buffers.CLOCKS_A_MARK * room)
     found = recorded(registry.get("fwd_mma"))
     whole = {(lane.block, lane.warp): [step.name for step in lane.steps] for lane in mma.lanes}
     for block in (0, 1):
@@ -173,11 +175,17 @@ def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch
 def test_clocks_are_read_modulo_their_32_bits() -> None:
     """Two blocks, each with a clock of its own; of one of them it comes round, and warp 1 began before warp 0."""
 
-    def tape(block: int, warp: int, clocks: list[int], nanoseconds: int) -> tapes.Tape:
-        marks = np.array([(step, clock % 2**32) for step, clock in zip((1, 2, 0), clocks, strict=True)], tapes._MARK)
-        return tapes.Tape(block, warp, marks, 0, (7 + block, clocks[-1] % 2**32, nanoseconds))
+    def buffer(block: int, warp: int, clocks: list[int], nanoseconds: int) -> mark_buffers.MarkBuffer:
+        marks = np.array(
+            [(step, clock % 2**32) for step, clock in zip((1, 2, 0), clocks, strict=True)], mark_buffers._MARK
+        )
+        return mark_buffers.MarkBuffer(block, warp, marks, 0, (7 + block, clocks[-1] % 2**32, nanoseconds))
 
-    written = [tape(0, 0, [50, 60, 90], 1040), tape(0, 1, [-50, 20, 150], 1100), tape(3, 0, [5000, 5010, 5030], 1000)]
+    written = [
+        buffer(0, 0, [50, 60, 90], 1040),
+        buffer(0, 1, [-50, 20, 150], 1100),
+        buffer(3, 0, [5000, 5010, 5030], 1000),
+    ]
     found = [*record._lanes(written, ("done", "load", "multiply"), 10**9)]
     assert [(lane.block, lane.sm) for lane in found] == [(0, 7), (0, 7), (3, 10)]
     # block 0 began at 1040 ns - (90 + 50) cycles of 1 ns, block 3 at 1000 ns - 30 cycles
@@ -215,11 +223,11 @@ def test_the_picture_shows_what_it_is_asked_for(mma: record.Timeline, tmp_path: 
 
 def test_the_order_of_marks_is_not_called_time(mma: record.Timeline) -> None:
     """On the CPU backend nothing is timed; on a GPU ticks are cycles."""
-    page = lanes.page(mma)
+    page = timeline.page(mma)
     assert "In which order the steps come: marks, not time" in page
     assert "Share of marks by step" in page
     assert not any(said in page for said in ("Where the time goes", "Share of time", "longest waits"))
-    timed = lanes.page(dataclasses.replace(mma, rate=10**9, unit="cycles", seconds=(1e-3, 1e-3)))
+    timed = timeline.page(dataclasses.replace(mma, rate=10**9, unit="cycles", seconds=(1e-3, 1e-3)))
     assert all(said in timed for said in ("Where the time goes", "Share of time", "longest waits"))
 
 

@@ -174,7 +174,7 @@ def test_shipped_kernels_can_be_cached() -> None:
     for kernel in registry.kernels().values():
         assert sources.fingerprint(kernel.source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs())) is not None
     files, _ = sources.included_files(registry.get("fwd_minimal").source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs()))
-    assert {"common.cuh", "score.cuh", "cuda_fp16.h", "cuda_bf16.h"} <= {path.name for path in files}
+    assert {"tensor.cuh", "score_mod.cuh", "cuda_fp16.h", "cuda_bf16.h"} <= {path.name for path in files}
 
 
 def test_headers_full_of_comments_are_read_at_once(tree: Path) -> None:

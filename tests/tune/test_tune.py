@@ -25,7 +25,7 @@ from sandbox.cli import cli
 from sandbox.core import jsonl, registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.engine import choose, pipeline, tuned
-from sandbox.jobs.fleet import Fleet
+from sandbox.jobs.pool import WorkerPool
 from sandbox.jobs.worker import WorkerDied
 from sandbox.launch import driver
 from sandbox.pages import reports
@@ -78,9 +78,9 @@ def hangs(n: int) -> None:
 
 
 def test_jobs_are_spread_over_workers() -> None:
-    with Fleet([{"WHICH": "one"}, {"WHICH": "two"}], 60) as fleet:
-        assert dict(fleet.map(double, [(n,) for n in range(8)])) == {(n,): 2 * n for n in range(8)}
-        assert {result for _, result in fleet.map(visible, [(n,) for n in range(50)])} == {"one", "two"}
+    with WorkerPool([{"WHICH": "one"}, {"WHICH": "two"}], 60) as pool:
+        assert dict(pool.map(double, [(n,) for n in range(8)])) == {(n,): 2 * n for n in range(8)}
+        assert {result for _, result in pool.map(visible, [(n,) for n in range(50)])} == {"one", "two"}
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_jobs_are_spread_over_workers() -> None:
     ],
 )
 def test_a_lost_worker_costs_one_job(fault: Callable[[int], None], limit: float, message: str) -> None:
-    with Fleet([{}], limit) as fleet:
-        ((_, lost),) = fleet.map(fault, [(7,)])
+    with WorkerPool([{}], limit) as pool:
+        ((_, lost),) = pool.map(fault, [(7,)])
         assert isinstance(lost, WorkerDied)
         assert str(lost) == message
-        fleet._seconds = 60
-        assert list(fleet.map(double, [(4,)])) == [((4,), 8)]  # by a new worker
+        pool._seconds = 60
+        assert list(pool.map(double, [(4,)])) == [((4,), 8)]  # by a new worker
 
 
 # ---- the search
@@ -228,7 +228,7 @@ def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, ow
 
 @pytest.mark.parametrize("loud", [BEST, MINIMAL.tiles[0]], ids=["the best", "the spec's own"])
 def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
-    class Lab(FakeLab):
+    class Executor(FakeLab):
         def _time(self, tile: Tile) -> Measured:
             measured = super()._time(tile)
             noise = 0.6 if tile == loud else 0.01
@@ -236,16 +236,16 @@ def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
                 measured, timing=measured.timing and dataclasses.replace(measured.timing, noise=noise)
             )
 
-    search = finished(Lab(gain=0.2))
+    search = finished(Executor(gain=0.2))
     assert search.winner is search.own
 
 
 def test_spilled_loads_are_spills(own_cache: Path) -> None:
-    class Lab(FakeLab):
+    class Executor(FakeLab):
         def compile(self, *asked) -> Iterator[tuple[Tile, Resources | str]]:
             return ((tile, Resources(64, 0, 0, 0, 8 * (tile == BEST))) for tile, _ in super().compile(*asked))
 
-    search = finished(Lab())
+    search = finished(Executor())
     assert search.candidates[BEST].state == "spills"
     assert search.winner
     assert search.winner.tile != BEST
@@ -350,8 +350,8 @@ def test_a_spoilt_store_is_no_reason_to_fail(own_cache: Path, line: str) -> None
     finished(FakeLab())
     file = tuned.path(MINIMAL, "winners")
     row = jsonl.read(file)[-1]
-    spoilt = json.loads(line) if line.startswith("{") else None
-    file.write_text(json.dumps(row | spoilt) + "\n" if spoilt else line + "\n")
+    non_finite = json.loads(line) if line.startswith("{") else None
+    file.write_text(json.dumps(row | non_finite) + "\n" if non_finite else line + "\n")
     assert choose.choose_tile(MINIMAL, PROBLEM, (9, 0), gpu=GPU) == MINIMAL.tiles[0]
 
 
@@ -399,10 +399,10 @@ OPTIONS = ("fwd_minimal", "--shape", "1,1,40,16", "--fix", "BLOCK_N=8", "--backe
 LINE_BY_LINE = """
 from sandbox.core import registry
 from sandbox.spec import Problem
-from sandbox.tune import labs
+from sandbox.tune import executors
 from sandbox.tune.search import Search
 kernel = registry.get("fwd_minimal")
-with labs.CpuLab(kernel) as lab:
+with executors.CpuExecutor(kernel) as lab:
     for candidate in Search(kernel, Problem(1, 1, 40, 40, 16, dtype="float16"), lab, {"BLOCK_N": 8}):
         print(candidate.tile, flush=True)
         input()

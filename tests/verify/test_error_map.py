@@ -21,7 +21,7 @@ PROBLEM = Problem(2, 3, 200, 200, 32)
 BOUND = 1e-2
 
 
-def spoilt(*where: object, value: float = 9.0, problem: Problem = PROBLEM, name: str = "O") -> ErrorMap:
+def non_finite(*where: object, value: float = 9.0, problem: Problem = PROBLEM, name: str = "O") -> ErrorMap:
     """What the map says of random numbers of which some are `value`."""
     rng = np.random.default_rng(1)
     ref = rng.standard_normal((problem.B, problem.H, problem.Sq, problem.D))
@@ -42,7 +42,7 @@ def test_nothing_is_wrong() -> None:
 
 
 def test_one_element() -> None:
-    found = spoilt(1, 2, 70, 5)
+    found = non_finite(1, 2, 70, 5)
     assert (found.wrong, found.first, found.worst) == (1, (1, 2, 70, 5), (1, 2, 70, 5))
     assert "first at b 1, h 2, row 70, column 5: 9 instead of" in found.text
     assert "in 1 of 6 heads: (b 1, h 2)" in found.follows
@@ -65,7 +65,7 @@ def test_one_element() -> None:
     ],
 )
 def test_shapes(where: tuple, phrase: str) -> None:
-    found = spoilt(*where)
+    found = non_finite(*where)
     assert any(said.startswith(phrase) for said in found.follows), found.text
     assert phrase in found.text
 
@@ -74,12 +74,12 @@ def test_a_single_tile_has_no_tail() -> None:
     """With fewer rows than a tile has, every row is one of the last, partial tile."""
     problem = Problem(1, 1, 16, 16, 32)
     for where in ((every, every, slice(3, 5)), (every, every, 15), (every, every, every, 1)):
-        found = spoilt(*where, problem=problem)
+        found = non_finite(*where, problem=problem)
         assert not any("tail" in said or "warp" in said for said in found.follows), found.text
 
 
 def test_rows_of_keys_come_in_other_tiles() -> None:
-    assert any("BLOCK_N=32" in said for said in spoilt(every, every, slice(32, 200, 32), name="dK").follows)
+    assert any("BLOCK_N=32" in said for said in non_finite(every, every, slice(32, 200, 32), name="dK").follows)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 200), (2, 3, 200, 32), (1, 3, 1, 32), (1, 1, 200, 1), ()])
@@ -103,7 +103,7 @@ def test_an_output_of_any_shape(shape: tuple[int, ...], causal, tmp_path: Path) 
 
 
 def test_nan_is_named() -> None:
-    assert f"{8 * 6 * 32} of them NaN" in spoilt(every, every, slice(192, 200), value=np.nan).text
+    assert f"{8 * 6 * 32} of them NaN" in non_finite(every, every, slice(192, 200), value=np.nan).text
 
 
 def test_an_infinite_reference_is_no_error_by_itself() -> None:
@@ -154,16 +154,16 @@ def test_a_mask_follows_the_diagonal_and_nothing_else_does(fault: str, name: str
 
 def test_rows_that_see_no_key() -> None:
     problem = Problem(1, 2, 200, 150, 32, causal="bottom-right")
-    found = spoilt(every, every, slice(0, 50), problem=problem)
+    found = non_finite(every, every, slice(0, 50), problem=problem)
     assert "only rows that see no key" in found.follows
 
 
 def test_a_whole_last_tile_is_no_tail() -> None:
     """Where the rows are a multiple of a tile there are S / BLOCK_M tiles, and none is partial."""
     problem = Problem(1, 1, 192, 192, 32)
-    assert "only tiles 2 of 3 (BLOCK_M=64)" in spoilt(0, 0, slice(128, 192), problem=problem).follows
-    assert "only tiles 0 of 3 (BLOCK_M=64)" in spoilt(0, 0, slice(0, 64), problem=problem).follows
-    assert not any("tile" in said for said in spoilt(0, 0, slice(0, 192, 5), problem=problem).follows)
+    assert "only tiles 2 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(128, 192), problem=problem).follows
+    assert "only tiles 0 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(0, 64), problem=problem).follows
+    assert not any("tile" in said for said in non_finite(0, 0, slice(0, 192, 5), problem=problem).follows)
 
 
 @pytest.mark.parametrize(("Sq", "edges"), [(200, [63.5, 127.5, 191.5]), (192, [63.5, 127.5]), (40, [])])
@@ -172,13 +172,13 @@ def test_the_edges_of_tiles_are_drawn(Sq: int, edges: list[float], tmp_path: Pat
     axes = pytest.importorskip("matplotlib.axes")
     drawn: list[float] = []
     monkeypatch.setattr(axes.Axes, "axhline", lambda self, y, **style: drawn.append(y))
-    error_map.draw(spoilt(0, 0, 5, problem=Problem(1, 1, Sq, Sq, 32)), "edges", tmp_path / "map")
+    error_map.draw(non_finite(0, 0, 5, problem=Problem(1, 1, Sq, Sq, 32)), "edges", tmp_path / "map")
     assert drawn == edges
 
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = spoilt(every, every, slice(192, 200), value=np.nan)
+    found = non_finite(every, every, slice(192, 200), value=np.nan)
     paths = error_map.draw(found, "fwd_minimal", tmp_path / "new" / "map")
     assert [path.name for path in paths] == ["map.png", "map.svg"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")

@@ -24,10 +24,10 @@ from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
 from sandbox.toolchain import cache, nvrtc
 from sandbox.verify import sampled, sampled_gradients, scores, sequences
-from sandbox.verify.apart import Apart
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
+from sandbox.verify.isolated import IsolatedRunner
+from sandbox.verify.references import reference_of
 from sandbox.verify.sampled_sequences import expect_sequences
-from sandbox.verify.truth import truth_of
 
 TRIED = (*((name,) for name in scores.OPTIONS), *scores.TOGETHER)
 P = Problem(2, 4, 130, 97, 8, Hk=2, dtype="float32", causal="bottom-right")
@@ -202,7 +202,7 @@ def test_the_cache_is_not_cleared_before_an_expression_is_loaded(
 def test_an_expression_that_does_not_compile_is_a_result() -> None:
     """As a kernel that does not compile is one; its process lives."""
     p = dataclasses.replace(P, score=Score("x - slop(h)"))
-    with Apart(print) as apart:
+    with IsolatedRunner(print) as apart:
         found = apart.verify(registry.get("fwd_minimal"), Case("typo", p), HOST)
     assert found.ok is False
     assert found.message.startswith("Score: x - slop(h) does not compile: ")
@@ -224,8 +224,8 @@ MISTAKES = {
 def told(message: str, score: Score) -> list[tuple[str, str]]:
     """Of a message about `score`: where each mistake is, and the line up to the caret below it."""
     assert message.startswith(f"Score: {' '.join(str(score).split())} does not compile: ")
-    assert "score.cuh" not in message
-    assert "number.cuh" not in message
+    assert "score_mod.cuh" not in message
+    assert "dual.cuh" not in message
     lines = message.splitlines()
     found = [(n, *line[2:].split(": ", 1)) for n, line in enumerate(lines) if line.startswith(("  score", "  mask"))]
     carets = [lines[n + 1].index("^") - len(where) - 4 if "^" in lines[n + 1] else 0 for n, where, _ in found]
@@ -317,10 +317,10 @@ def test_a_sinks_gradient_that_lacks_a_row(dtype: str, Sq: int) -> None:
     """One number for all rows, of which plain attention may happen to be right: what rounding O takes from it is
     allowed, and no row."""
     case = Case("sink", Problem(2, 1, Sq, 130, 64, dtype=dtype, causal="top-left", sink=True))
-    truth = truth_of("backward", case)
-    dO, O, LSE = (truth.given[name].astype(np.float32) for name in ("dO", "O", "LSE"))
-    rows = -np.exp(truth.given["sink"][0] - LSE) * (dO * O).sum(axis=3)
-    right, bound = truth.answers["dsink"].values, truth.answers["dsink"].bound
+    expected = reference_of("backward", case)
+    dO, O, LSE = (expected.given[name].astype(np.float32) for name in ("dO", "O", "LSE"))
+    rows = -np.exp(expected.given["sink"][0] - LSE) * (dO * O).sum(axis=3)
+    right, bound = expected.answers["dsink"].values, expected.answers["dsink"].bound
     assert reference.max_error([rows.sum()], right) <= bound
     caught = [reference.max_error([rows.sum() - row], right) > bound for row in rows.flat]
     assert np.mean(caught) > 0.9

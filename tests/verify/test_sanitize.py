@@ -15,8 +15,8 @@ from project import in_project
 from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
-from sandbox.core.place import Place
 from sandbox.core.score import Score, TensorLike
+from sandbox.core.source_line import SourceLine
 from sandbox.cpu import compiler
 from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
@@ -62,7 +62,7 @@ FAULTS = {
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // tile j is there", "// tile j is there", "thread",
-        "against previous write of 8 bytes at fwd_mma.cu", "request_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
+        "against previous write of 8 bytes at fwd_mma.cu", "cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
     ),
     "uninitialised, by ldmatrix": (
         "fwd_mma", "            request_after(j);\n", "", "uninitialised",
@@ -196,14 +196,14 @@ def test_a_tool_that_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) 
 
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 2 bytes
-=========     at fwd_minimal+0x1a0 in /w/kernels_cu/include/common.cuh:41
+=========     at fwd_minimal+0x1a0 in /w/kernels_cu/include/tensor.cuh:41
 =========     by thread (3,0,0) in block (2,0,0)
 =========     Address 0x7f1a02400a06 is out of bounds
 =========     and is 7 bytes after the nearest allocation at 0x7f1a02400000 of size 2,560 bytes
 =========     Device Frame:fwd_minimal+0x150 in /w/kernels_cu/fwd_minimal.cu:40
 =========
 ========= Invalid __global__ read of size 2 bytes
-=========     at fwd_minimal+0x1a0 in /w/kernels_cu/include/common.cuh:41
+=========     at fwd_minimal+0x1a0 in /w/kernels_cu/include/tensor.cuh:41
 =========     by thread (4,0,0) in block (2,0,0)
 =========     Address 0x7f1a02400a08 is out of bounds
 =========     Device Frame:fwd_minimal+0x150 in /w/kernels_cu/fwd_minimal.cu:40
@@ -233,7 +233,10 @@ CLEAN = """========= COMPUTE-SANITIZER
 def test_memcheck_is_read() -> None:
     (found,) = findings.of_compute_sanitizer(MEMCHECK)
     assert found.what.startswith("Invalid __global__ read of size 2 bytes, by thread (3,0,0) in block (2,0,0), Address")
-    assert found.places == (Place("/w/kernels_cu/include/common.cuh", 41), Place("/w/kernels_cu/fwd_minimal.cu", 40))
+    assert found.places == (
+        SourceLine("/w/kernels_cu/include/tensor.cuh", 41),
+        SourceLine("/w/kernels_cu/fwd_minimal.cu", 40),
+    )
 
 
 def test_racecheck_is_read() -> None:
@@ -248,9 +251,12 @@ def test_racecheck_is_read() -> None:
 def test_files_without_folders_are_found() -> None:
     """As compute-sanitizer 2025 names them."""
     here = registry.FOLDER
-    bare = RACECHECK.replace("/w/kernels_cu/", "").replace("fwd_minimal.cu:48", "common.cuh:41")
+    bare = RACECHECK.replace("/w/kernels_cu/", "").replace("fwd_minimal.cu:48", "tensor.cuh:41")
     (found,) = findings.of_compute_sanitizer(bare, (here, here / "include"))
-    assert found.places == (Place(str(here / "fwd_minimal.cu"), 40), Place(str(here / "include" / "common.cuh"), 41))
+    assert found.places == (
+        SourceLine(str(here / "fwd_minimal.cu"), 40),
+        SourceLine(str(here / "include" / "tensor.cuh"), 41),
+    )
     assert " in fwd_minimal.cu:40, and Read access" in found.what
 
 
@@ -380,7 +386,7 @@ def test_a_mistake_in_a_score_is_found_in_its_file(mistake: str, tmp_path: Path)
 def test_the_line_of_a_score_that_compute_sanitizer_names(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text('import sandbox\nscore = sandbox.Score("x + slope(h)", tensors={"slope": [1.0]})\n')
-    text = MEMCHECK.replace("/w/kernels_cu/include/common.cuh:41", "score:1")
+    text = MEMCHECK.replace("/w/kernels_cu/include/tensor.cuh:41", "score:1")
     score = Score("x + slope(h)", tensors={"slope": TensorLike((1,), "float32")}, file=str(file))
     (found,) = findings.of_compute_sanitizer(findings.of_expressions(text, score)[0])
-    assert found.places == (Place(str(file), 2), Place("/w/kernels_cu/fwd_minimal.cu", 40))
+    assert found.places == (SourceLine(str(file), 2), SourceLine("/w/kernels_cu/fwd_minimal.cu", 40))

@@ -11,7 +11,7 @@ import pytest
 from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
 from sandbox.core.kernel import Kernel
-from sandbox.core.place import Place
+from sandbox.core.source_line import SourceLine
 from sandbox.core.tile import Tile
 from sandbox.launch.dlpack import HOST
 from sandbox.spec import Problem
@@ -105,7 +105,7 @@ def test_local_memory_of_any_variant_is_named(tmp_path: Path) -> None:
     (note,) = notes
     assert note.startswith(f"fwd_minimal on {trials[1][0].problem}, tile ")
     at = text.splitlines().index(line) + 2
-    cause = f"the likely cause is an array that is indexed by a variable, at {Place(str(source), at)}"
+    cause = f"the likely cause is an array that is indexed by a variable, at {SourceLine(str(source), at)}"
     assert "256 bytes of stack, in slow local memory" in note
     assert cause in note
     assert silent == []

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sandbox.core import registry
-from sandbox.core.place import Place
+from sandbox.core.source_line import SourceLine
 from sandbox.core.tile import Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
@@ -83,7 +83,7 @@ TEXT = "O is wrong in 3 of 9 elements " * 5
 WHERE = ErrorMap("O", 3, 9, (0, 0, 1, 2), (0, 0, 1, 2), ("the tail",), TEXT, 64, np.ones((2, 3)))
 WRONG = dataclasses.replace(RESULT, ok=False, error=1.0, where=WHERE)
 REFUSED = f"NVRTC 12.9 refused {registry.FOLDER}/mine.cu\n\n{registry.FOLDER}/mine.cu(3): error: no\n  x = ;\n      ^"
-RACE = Finding("data race: " + "x" * 60, (Place(__file__, 2),) * 9, on="B1 H2/1 S131x69 D16, tile BLOCK_M=64")
+RACE = Finding("data race: " + "x" * 60, (SourceLine(__file__, 2),) * 9, on="B1 H2/1 S131x69 D16, tile BLOCK_M=64")
 FAULTS = {
     "WRONG": Examination("wrong", TEXT, (WRONG,), cost=COST, setting=GOOD.setting),
     "DOES NOT COMPILE": Examination("compile", REFUSED),

@@ -104,12 +104,12 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
     assert said["findings"][0]["places"][0]["line"] == line_of(me.folder, "query_row <= head.Sq")
 
     me.edits("query_row <= head.Sq", "query_row < head.Sq")
-    said = me.edits(SCALE, "dot * 2.0f * score.scale", "include/score.cuh")["found"]
+    said = me.edits(SCALE, "dot * 2.0f * score.scale", "include/score_mod.cuh")["found"]
     assert said["stage"] == "wrong"
     assert "O is wrong in" in said["message"]
     assert said["results"][0]["where"]["wrong"] > 0
 
-    me.edits("dot * 2.0f * score.scale", SCALE, "include/score.cuh")
+    me.edits("dot * 2.0f * score.scale", SCALE, "include/score_mod.cuh")
     said = me.edits(BARRIER, "// the tile is whole")["found"]
     assert said["stage"] == "sanitize"
     assert any(finding["what"].startswith("data race") for finding in said["findings"])
@@ -234,7 +234,7 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
     shown = once(project_copy, "--show", "2").stdout
     assert wrong in shown
     assert "==> kernels_cu/mine.py <==" in shown
-    assert "==> kernels_cu/include/score.cuh <==" in shown
+    assert "==> kernels_cu/include/score_mod.cuh <==" in shown
     changed = once(project_copy, "--diff", "1", "2").stdout.splitlines()
     assert changed[:2] == ["--- kernels_cu/mine.cu (#1)", "+++ kernels_cu/mine.cu (#2)"]
     assert [line for line in changed[2:] if line.startswith(("-", "+"))] == [

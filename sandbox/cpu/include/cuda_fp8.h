@@ -15,12 +15,12 @@ inline float e4m3_to_float(unsigned char x) {
 inline float e5m2_to_float(unsigned char x) { return half_to_float(static_cast<unsigned short>(x << 8)); }
 
 // FRACTION bits, OFFSET of the exponent, MOST: the code of the largest number.
-template <unsigned FRACTION, unsigned OFFSET, unsigned MOST>
+template <unsigned FRACTION, unsigned OFFSET, unsigned P_SUM_LIMIT>
 inline unsigned char float_to_fp8(float f) {
     const unsigned x = bits<unsigned>(f), sign = x >> 24 & 0x80u, magnitude = x & 0x7fffffffu;
     constexpr unsigned SHIFT = 23 - FRACTION, REBIAS = (127 - OFFSET) << FRACTION;
     if (magnitude > 0x7f800000u) return 0x7f;                                  // NaN, canonical as on the GPU
-    if (magnitude >= (MOST + REBIAS) << SHIFT) return static_cast<unsigned char>(sign | MOST);
+    if (magnitude >= (P_SUM_LIMIT + REBIAS) << SHIFT) return static_cast<unsigned char>(sign | P_SUM_LIMIT);
     if (magnitude < (128 - OFFSET) << 23) {                                      // subnormal: let the float adder round
         const float step = bits<float>((127 - OFFSET + 1 + SHIFT) << 23);        // whose last place is theirs
         return static_cast<unsigned char>(sign | (bits<unsigned>(bits<float>(magnitude) + step) - bits<unsigned>(step)));

@@ -5,18 +5,18 @@
 
 // ---- mbarriers
 
-inline void mbarrier_init(SmemAddress barrier, unsigned arrivals, SANDBOX_SITE) {
+inline void mbarrier_init(SmemAddr barrier, unsigned arrivals, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_init(barrier, arrivals, site);
 }
-inline void mbarrier_arrive(SmemAddress barrier, SANDBOX_SITE) { cpu::sandbox_mbarrier_arrive(barrier, 0, site); }
-inline void mbarrier_arrive_expect(SmemAddress barrier, unsigned bytes, SANDBOX_SITE) {
+inline void mbarrier_arrive(SmemAddr barrier, SANDBOX_SITE) { cpu::sandbox_mbarrier_arrive(barrier, 0, site); }
+inline void mbarrier_arrive_expect(SmemAddr barrier, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_arrive(barrier, bytes, site);
 }
-inline void mbarrier_wait(SmemAddress barrier, unsigned parity, SANDBOX_SITE) {
+inline void mbarrier_wait(SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
-inline unsigned mbarrier_ended(SmemAddress, unsigned) { return false; }  // never known without waiting
-inline void mbarrier_wait_unless(unsigned ended, SmemAddress barrier, unsigned parity, SANDBOX_SITE) {
+inline unsigned mbarrier_ended(SmemAddr, unsigned) { return false; }  // never known without waiting
+inline void mbarrier_wait_unless(unsigned ended, SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     if (!ended) cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
 inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
@@ -32,21 +32,21 @@ constexpr int RAGGED_ROWS = 1 << 30;
 constexpr int RAGGED_ROWS = 0;
 #endif
 
-inline void request_box(SmemAddress to, const TensorMap& map, int d, int s, int h, int b, SmemAddress barrier, SANDBOX_SITE) {
+inline void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
     cpu::sandbox_request_box(to, &map, at, barrier, site);
 }
-inline void send_box(const TensorMap& map, int d, int s, int h, int b, SmemAddress from, SANDBOX_SITE) {
+inline void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from, SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
     cpu::sandbox_send_box(from, &map, at, site);
 }
-inline void send_sums(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
+inline void tma_reduce_add(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_send_numbers(to, from, bytes, true, site);
 }
-inline void send_floats(float* to, SmemAddress from, unsigned bytes, SANDBOX_SITE) {
+inline void bulk_store(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_send_numbers(to, from, bytes, false, site);
 }
-inline void store_floats(SmemAddress to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
+inline void store_floats(SmemAddr to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
     if (reinterpret_cast<uint64_t>(to) % 16) cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
     *reinterpret_cast<float4*>(to) = make_float4(x0, x1, x2, x3);
     cpu::sandbox_generic_write(to, 16);
@@ -58,10 +58,10 @@ inline void store_floats(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) to[i] = x[i];
 }
 inline float* found(float* address) { return address; }
-inline void send_commit() { cpu::sandbox_send_commit(); }
+inline void tma_store_commit() { cpu::sandbox_send_commit(); }
 template <int PENDING = 0>
-inline void send_wait_read() { cpu::sandbox_send_wait_read(PENDING); }
-inline void send_wait() { cpu::sandbox_send_wait(); }
+inline void tma_store_wait_read() { cpu::sandbox_send_wait_read(PENDING); }
+inline void tma_store_wait() { cpu::sandbox_send_wait(); }
 
 // ---- counters in global memory
 
@@ -84,7 +84,7 @@ struct Descriptor {
     unsigned long long bits;
 };
 
-inline Descriptor make_descriptor(SmemAddress at, unsigned leading, unsigned stride) {
+inline Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
     const unsigned long long offset = at - sandbox_dynamic_smem;  // the address on the GPU, where the block has one array
     return {offset / 16 | static_cast<unsigned long long>(leading / 16) << 16 |
             static_cast<unsigned long long>(stride / 16) << 32 | 1ull << 62};
@@ -134,9 +134,9 @@ inline T uniform(T x, SANDBOX_SITE) {
 }
 inline bool elect() { return cpu::sandbox_self->lane == 0; }
 template <int REGISTERS>
-inline void registers_give_back(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
+inline void setmaxnreg_dec(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
 template <int REGISTERS>
-inline void registers_take(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
+inline void setmaxnreg_inc(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
 inline void named_barrier_sync(unsigned id, unsigned threads, SANDBOX_SITE) {
     cpu::sandbox_named_barrier(id, threads, true, false, site);
 }
@@ -149,7 +149,7 @@ inline bool named_barrier_or(unsigned id, unsigned threads, bool predicate, SAND
 
 namespace cpu {
 // Element i of this lane's pair of a matrix goes to (g; 2q + i), or transposed to (2q + i; g).
-inline void store_matrices(SmemAddress row, const unsigned (&mine)[4], bool transposed, Site site) {
+inline void store_matrices(SmemAddr row, const unsigned (&mine)[4], bool transposed, Site site) {
     if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("stmatrix to an address that is not a multiple of 16", site);
     uint64_t rows[32];
     memcpy(rows, sandbox_collective(Collective::stmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site), sizeof rows);
@@ -164,9 +164,9 @@ inline void store_matrices(SmemAddress row, const unsigned (&mine)[4], bool tran
 }
 }  // namespace cpu
 
-inline void stmatrix_x4(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
+inline void stmatrix_x4(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
     cpu::store_matrices(row, {r0, r1, r2, r3}, false, site);
 }
-inline void stmatrix_x4_trans(SmemAddress row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
+inline void stmatrix_x4_trans(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SANDBOX_SITE) {
     cpu::store_matrices(row, {r0, r1, r2, r3}, true, site);
 }

@@ -1,16 +1,16 @@
 // The CPU twin of kernels_cu/include/ptx.cuh: the same verbs, lane by lane. A warp-wide verb is a collective, so that
 // lanes which do not all come to it are reported; what one lane's registers hold, the others see through it.
 #pragma once
-#include "common.cuh"
+#include "tensor.cuh"
 
-using SmemAddress = char*;
+using SmemAddr = char*;
 
 constexpr bool CHECKED = true;
 inline void require(bool holds, const char* otherwise, SANDBOX_SITE) {
     if (!holds) cpu::sandbox_trap(otherwise, site);
 }
 
-inline SmemAddress smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
+inline SmemAddr smem_address(const void* p) { return static_cast<char*>(const_cast<void*>(p)); }
 
 inline unsigned block_index_x() { return blockIdx.x; }
 inline unsigned block_index_y() { return blockIdx.y; }
@@ -33,7 +33,7 @@ inline unsigned matrix_pair(const uint64_t* rows, int row, int column, bool tran
     return pair[0] | unsigned(pair[1]) << 16;
 }
 
-inline void load_matrices(unsigned (&r)[4], SmemAddress row, bool transposed, Site site) {
+inline void load_matrices(unsigned (&r)[4], SmemAddr row, bool transposed, Site site) {
     if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("ldmatrix from an address that is not a multiple of 16", site);
     const uint64_t* rows =
         sandbox_collective(Collective::ldmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site);
@@ -55,8 +55,8 @@ inline float element(unsigned pair, int which) {
 
 }  // namespace cpu
 
-inline void ldmatrix_x4(unsigned (&r)[4], SmemAddress row, SANDBOX_SITE) { cpu::load_matrices(r, row, false, site); }
-inline void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddress row, SANDBOX_SITE) { cpu::load_matrices(r, row, true, site); }
+inline void ldmatrix_x4(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, false, site); }
+inline void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, true, site); }
 
 inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, SANDBOX_SITE) {
     // Two registers an exchange: rows g and g + 8 of A, and B, of all lanes.
@@ -97,13 +97,13 @@ inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the h
 }
 
 // Inlined, so that the place of the copy, which is made later, is the caller's.
-__forceinline__ void cp_async_16(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+__forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
     }
     cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
 }
-__forceinline__ void cp_async_4(SmemAddress to, const void* from, bool valid, SANDBOX_SITE) {
+__forceinline__ void cp_async_4(SmemAddr to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 4) {
         cpu::sandbox_trap("cp.async of 4 bytes between addresses that are not multiples of 4", site);
     }
@@ -113,14 +113,14 @@ inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
 template <int PENDING>
 inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
 
-inline void fetch_to_L2(const void*) {}
-inline void fetch_to_L1(const void*) {}
-inline void let_next_entry_begin() {}  // one entry after the other
-inline void await_previous_entry() {}
+inline void prefetch_L2(const void*) {}
+inline void prefetch_L1(const void*) {}
+inline void griddepcontrol_launch_dependents() {}  // one entry after the other
+inline void griddepcontrol_wait() {}
 
 inline void add_fragment(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) atomicAdd(to + 4 * (threadIdx.x % 32) + i, x[i]);  // as on Hopper
 }
-inline void fetch_rows(float (&rows)[2][8], const float* from, unsigned g) {
+inline void load_fragment_rows(float (&rows)[2][8], const float* from, unsigned g) {
     for (int i = 0; i < 16; ++i) rows[i / 2 % 2][i / 4 * 2 + i % 2] = from[16 * g + i];
 }

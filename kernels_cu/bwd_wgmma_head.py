@@ -1,0 +1,55 @@
+"""Spec of `bwd_wgmma_head.cu`."""
+
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+
+WAVE = 132  # blocks that run at one time, one a multiprocessor
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """K, V; stages of Q, dO, LSE and delta; dS; dQ; the mbarriers."""
+    width = cdiv(p.D, 16) * 16
+    return (
+        2 * t.BLOCK_N * 128 + t.STAGES * t.BLOCK_M * (2 * 128 + 8) + 4 * t.BLOCK_M * t.BLOCK_N + 4 * 128 * width + 256
+    )
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """What short rows of narrow heads are: for all else `bwd_wgmma` is as fast, or faster."""
+    if not p.plain or p.ragged:
+        return "plain problems alone are built (bwd_wgmma takes the others)"
+    if 32 < p.D <= 48:
+        return f"D={p.D} spills with a causal mask: bwd_wgmma does not"
+    if p.group * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
+        return f"{p} has longer rows than are counted here: bwd_wgmma takes them"
+    return unsupported_by_wgmma(p, arch, "bwd_block2d")
+
+
+def short(p: Problem) -> bool:
+    """Rows that the GPU is done with, in 8 … 16 us, before the host has launched: two calls of the driver in place of
+    four, 22 us in place of 32 (experiment 001). Of D <= 32 the GPU is a fifth faster too (013).
+    """
+    return p.Hk == p.H and p.Sq == p.Sk <= 128 and p.B * p.H <= WAVE
+
+
+kernel = Kernel(
+    name="bwd_wgmma_head",
+    computes="backward",
+    rung=4,
+    summary="bwd_wgmma for short rows: a block owns a head, and dQ is summed and put into order in L2",
+    dtypes=("float16",),  # bfloat16 would spill three registers at each tile of keys
+    max_D=64,
+    min_arch=(9, 0),
+    arch_suffix="a",
+    scratch={"dQ_accum": lambda p, t: (p.B * p.H * cdiv(p.Sq, 128) * 128 * cdiv(p.D, 16) * 16, 0)},
+    default=True,
+    first_for=short,
+    tiles=(Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),),
+    grid=lambda p, t: (1, p.Hk, p.B),
+    block=lambda t: (384, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    args=(
+        *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "dK", "dV"),
+        *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "group", "score"),
+    ),
+)

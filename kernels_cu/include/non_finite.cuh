@@ -1,0 +1,125 @@
+// Attention one warp a row, key after key, only those that the row sees: slow, and right whatever the inputs hold. Tensor-core
+// kernels fall back on it for blocks that meet NaN or inf behind a mask, where 0 * NaN would reach rows that do not see it.
+#pragma once
+#include "tensor.cuh"
+#include "score_mod.cuh"
+
+// Out of line, so that its registers are not the fast path's; in line where a kernel says so whose consumers wait for products in
+// a loop. Behind a call the compiler takes the lanes of a warp to be apart, and has them meet before each product: causal rows of
+// fwd_wgmma were 4 ... 11% slower (experiments/008_hopper).
+#ifndef FALLBACK_INLINE
+#define FALLBACK_INLINE __noinline__
+#endif
+
+// A lane's share of a row: every 32nd column.
+constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31) / 32;
+
+// Query rows m0 .. m0 + ROWS of head h of H and batch entry b, by WARPS_ warps, of which this is the one of number `warp`.
+template <int ROWS, int WARPS_>
+__device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
+                                               const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE, int group,
+                                               const Score& score, int b, int h, int H, int m0, int warp) {
+    const Head head(score, b, h);
+    const int lane = threadIdx.x % 32;
+    for (int i = m0 + warp; i < min(m0 + ROWS, head.Sq); i += WARPS_) {
+        float o[OWNED_COLS_V] = {}, m = -INF, l = 0.0f;
+        const Range keys = head.keys(i, i + 1);
+        for (int j = keys.begin; j < keys.end; ++j) {
+            if (!head.visible(i, j)) continue;
+            float dot = 0.0f;
+            for (int d = lane; d < HEAD_DIM; d += 32)
+                dot += to_float(head.query(Q, h, i)[d]) * to_float(head.key(K, h / group, j)[d]);
+            const float s = head.steps<float, NATURAL>(row_sum<32>(dot), {i, j}), m_new = fmaxf(m, s);
+            const float shift = m_new == -INF ? 0.0f : m_new;
+            const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keeps(i, j) ? p : 0.0f;
+            for (int d = 0; d < OWNED_COLS_V; ++d)
+                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);
+            l = alpha * l + p;
+            m = m_new;
+        }
+        const Total total = head.total<NATURAL>(m, l);
+        for (int d = 0; d < OWNED_COLS_V; ++d)
+            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * total.inverse);
+        if (lane == 0) LSE[head.first_row(H, h) + i] = total.lse;
+    }
+}
+
+// P, as dO meets it, and dS of query row `i` and key `j`, by all lanes of a warp.
+struct Pair {
+    float p, ds;
+    __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
+                                    const Head& head, int i, int j) {
+        float s = 0.0f, dp = 0.0f;
+        for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
+        for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
+        const Dual P = head.P(row_sum<32>(s), lse, i, j);
+        const bool kept = head.keeps(i, j);
+        const float before = lse == -INF ? 0.0f : P.value;  // dropout
+        p = head.apply_dropout(before, kept);
+        ds = before * (head.apply_dropout(row_sum<32>(dp), kept) - delta) * P.derivative;
+    }
+};
+
+// dK and dV of keys n0 .. n0 + ROWS of head kv_head and batch entry b, by WARPS_ warps, of which this is the one of number
+// `warp`.
+template <int ROWS, int WARPS_>
+__device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
+                                                      const View<const dtype>& V, const View<const dtype>& dO,
+                                                      const float* LSE, const float* delta, const View<dtype>& dK,
+                                                      const View<dtype>& dV, int group, const Score& score, int b, int kv_head, int H,
+                                                      int n0, int warp) {
+    const int lane = threadIdx.x % 32;
+    const Sequence own(score, b);
+    for (int j = n0 + warp; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
+        float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
+        for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+            const Head head(score, b, h);
+            const long long first = head.first_row(H, h);
+            const Range queries = head.queries(j, j + 1);
+            for (int i = queries.begin; i < queries.end; ++i) {
+                if (!head.visible(i, j)) continue;
+                const dtype *q = head.query(Q, h, i), *grad = head.query(dO, h, i);
+                const Pair pair(q, head.key(K, kv_head, j), head.key(V, kv_head, j), grad, LSE[first + i], delta[first + i], head,
+                                i, j);
+                for (int d = lane; d < HEAD_DIM; d += 32) dk[d / 32] += pair.ds * to_float(q[d]);
+                for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += pair.p * to_float(grad[d]);
+            }
+        }
+        for (int d = lane; d < HEAD_DIM; d += 32) own.key(dK, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
+        for (int d = lane; d < HEAD_DIM_V; d += 32) own.key(dV, kv_head, j)[d] = dtype(dv[d / 32]);
+    }
+}
+
+// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS of head h of H and batch entry b, by one warp.
+template <int ROWS, int COLS>
+__device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
+                                                   const View<const dtype>& dO, const float* LSE, const float* delta,
+                                                   const View<dtype>& dQ, int group, const Score& score, int b, int h, unsigned H, int m0,
+                                                   int d0) {
+    const int lane = threadIdx.x % 32;
+    const Head head(score, b, h);
+    const long long first = head.first_row(H, h);
+    for (int i = m0; i < min(m0 + ROWS, head.Sq); ++i) {
+        float dq[OWNED_COLS] = {};
+        const Range keys = head.keys(i, i + 1);
+        for (int j = keys.begin; j < keys.end; ++j) {
+            if (!head.visible(i, j)) continue;
+            const dtype* k = head.key(K, h / group, j);
+            const Pair pair(head.query(Q, h, i), k, head.key(V, h / group, j), head.query(dO, h, i), LSE[first + i],
+                            delta[first + i], head, i, j);
+            for (int d = lane; d < HEAD_DIM; d += 32) dq[d / 32] += pair.ds * to_float(k[d]);
+        }
+        for (int d = lane; d < HEAD_DIM; d += 32)
+            if (d0 <= d && d < d0 + COLS) head.query(dQ, h, i)[d] = dtype(dq[d / 32] * score.scale);
+    }
+}
+
+// The same of the block's query tile, of head blockIdx.y.
+template <int ROWS, int COLS>
+__device__ FALLBACK_INLINE void query_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
+                                                        const View<const dtype>& V, const View<const dtype>& dO,
+                                                        const float* LSE, const float* delta, const View<dtype>& dQ, int group,
+                                                        const Score& score, int m0, int d0) {
+    const int h = blockIdx.y, b = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z).b;
+    query_gradients_of<ROWS, COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, gridDim.y, m0, d0);
+}

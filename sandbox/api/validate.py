@@ -1,0 +1,216 @@
+"""What a caller's arrays and options pose: the problem, or one sentence that says what does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.batches import PAGE_ROWS
+from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
+from ..core.errors import UnsupportedProblem
+from ..core.normalise import normalise_causal
+from ..core.problem import Problem
+from ..core.score import BLOCK_MAP
+from ..launch.array_view import boxes
+from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
+from .options import CU_SEQLENS, DESCALE, PAGES, ScoreOptions
+
+
+def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None, asked: ScoreOptions) -> Problem:
+    """The problem that the arrays pose, by the caller's words. Raises UnsupportedProblem naming the value that does not
+    fit, SpecError for an option that makes no sense."""
+    q, k, v = views["q"], views["k"], views["v"]
+    for name in ("q", "k", "v"):
+        _check_tensor(name, views[name])
+    for name, view in views.items():
+        if view.device != q.device:
+            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move one")
+    for name, view in (("k", k), ("v", v)):
+        if view.dtype != q.dtype and not (name == "v" and {q.dtype, view.dtype} <= FLOAT8.keys()):
+            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
+        if view.shape[0] != q.shape[0] and PAGES not in views:
+            raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
+    if k.shape[3] != q.shape[3]:
+        raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: D must be the same")
+    if v.shape[:3] != k.shape[:3]:
+        raise UnsupportedProblem(f"k has shape {k.shape} and v {v.shape}: they must be the same, but for v's width")
+    B, H, Sq, D = q.shape
+    Hk, Sk = k.shape[1:3]
+    for name, width in (("q", D), ("v", v.shape[3])):
+        if width == 0:
+            raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its width must be at least 1")
+    if H % Hk if Hk else H:
+        raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
+    options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score, "dropout": asked.dropout}
+    if asked.longest:
+        options["ragged"] = Sq, Sk
+        B, Sq, Sk = _batch(views, asked.longest)
+    if PAGES in views:
+        options["page_size"], options["pages"] = k.shape[2], k.shape[0]
+        Sk = _most_keys(views)
+    options |= _float8(views, asked)
+    options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results, out_dtype=options.get("out_dtype", ""))
+    mask = normalise_causal(causal)
+    lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
+    if "bias" in views:
+        lies["bias_boxes"] = boxes(views["bias"])
+    problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, Dv=v.shape[3], **lies, **options)  # type: ignore[arg-type]
+    if BLOCK_MAP in views:
+        _check_map(views[BLOCK_MAP], problem)
+    return problem
+
+
+def _check_map(view: ArrayView, p: Problem) -> None:
+    if p.mask:
+        raise UnsupportedProblem("score has a block map, of its own mask alone: leave out mask=, or with_blocks")
+    if (
+        view.shape != p.block_map
+        or view.dtype != "int32"
+        or view.strides != dense_strides(view.shape)
+        or view.alignment < 16
+    ):
+        raise UnsupportedProblem(
+            f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of "
+            f"the score and {p}, contiguous, {p.block_map}, int32"
+        )
+    assert p.score is not None
+    named = p.score.named_by_mask
+    if p.key_lengths and "Sk" in named:
+        raise UnsupportedProblem(
+            "score has a block map, and its mask names Sk, which key_lengths makes another number for each batch "
+            "entry: leave out with_blocks"
+        )
+    if p.score.made_for is None:
+        return
+    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # keys beyond the map's Sk are hidden
+    for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
+        if made != own and names & named:
+            raise UnsupportedProblem(
+                f"score has a block map that was made for {size}={made}, and this problem has {size}={own}: make one "
+                "for each with sandbox.block_map"
+            )
+
+
+def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None]) -> tuple[int, int, int]:
+    """How many sequences there are, and how many queries and keys one has at most."""
+    queries, keys = (views[name] for name in CU_SEQLENS)
+    for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
+        if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
+            raise UnsupportedProblem(
+                f"{name} has shape {view.shape}: it must be (B + 1,), the same for queries and keys"
+            )
+    most = (
+        rows if asked is None else min(rows, asked)
+        for rows, asked in zip((views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
+    )
+    return queries.shape[0] - 1, *most  # type: ignore[return-value]
+
+
+def _most_keys(views: Mapping[str, ArrayView]) -> int:
+    """How many keys a batch entry has at most, of pages and their table."""
+    table, (pages, _, page_size, _), B = views[PAGES], views["k"].shape, views["q"].shape[0]
+    if table.dtype != "int32":
+        raise UnsupportedProblem(f"{PAGES} is {table.dtype}: it must be int32")
+    if len(table.shape) != 2 or table.shape[0] != B:
+        raise UnsupportedProblem(f"{PAGES} has shape {table.shape}: it must be (B, most pages), B={B}")
+    if not page_size or page_size % PAGE_ROWS:
+        raise UnsupportedProblem(f"k_pages has pages of {page_size} rows: they must be a multiple of {PAGE_ROWS}")
+    return table.shape[1] * page_size if pages else 0
+
+
+def _float8(views: Mapping[str, ArrayView], asked: ScoreOptions) -> dict[str, Any]:
+    """The fields of a Problem that tell of 8 bits, and out's dtype. Raises UnsupportedProblem where what q, k and v are
+    to be multiplied by is missing, and where a gradient is asked for."""
+    dtype = views["q"].dtype
+    if dtype in FLOAT8 and not asked.descale:
+        raise UnsupportedProblem(
+            f"q is {dtype}: it needs descale=(q, k, v), what each is to be multiplied by, a number or (B, heads) "
+            "float32 (1.0 where it was not scaled)"
+        )
+    if dtype in FLOAT8 and "dout" in views:
+        raise UnsupportedProblem(f"q is {dtype}, which has no gradient: convert q, k and v to bfloat16")
+    for name in DESCALE:
+        if name in views and views[name].dtype != "float32":
+            raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be float32")
+    shapes = (views[name].shape if name in views else () for name in DESCALE)
+    descale = tuple(s if n is None else n for n, s in zip(asked.descale, shapes, strict=False))
+    return {"v_dtype": views["v"].dtype, "out_dtype": asked.out_dtype or default_out_dtype(dtype), "descale": descale}
+
+
+def _check_tensor(name: str, view: ArrayView) -> None:
+    if view.dtype not in ITEMSIZE:
+        raise UnsupportedProblem(f"{name} is {view.dtype}: convert to one of {', '.join(ITEMSIZE)}")
+    if len(view.shape) != 4:
+        raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be (B, heads, S, D), four dimensions")
+    if view.strides[3] != 1 and view.shape[3] > 1 and 0 not in view.shape:
+        raise UnsupportedProblem(
+            f"{name} has stride {view.strides[3]} in D: it must be 1 (pass a contiguous copy of {name})"
+        )
+
+
+DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool", "seed": "int64"}
+
+
+def _shapes(
+    views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool, out_dtype: str
+) -> dict[str, Any]:
+    """The fields of a Problem that say which arrays a score reads, of the views by the caller's words.
+
+    A dimension of stride 0 counts as 1, but for a bias that is asked for its gradient as a `whole`.
+    """
+    found: dict[str, Any] = {}
+    for name, dtype in DTYPES.items():
+        if name in views and views[name].dtype != dtype:
+            raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be {dtype}")
+    for name in ("bias", "mask"):
+        if name in views:
+            shape = (*(1,) * (4 - len(views[name].shape)), *views[name].shape)
+            if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, every, strict=False)):
+                raise UnsupportedProblem(
+                    f"{name} has shape {views[name].shape}: it must broadcast to (B, H, Sq, Sk) = {every}"
+                )
+            strides = (*(0,) * (4 - len(views[name].shape)), *views[name].strides)
+            found[name] = (
+                shape if whole and name == "bias" else tuple(n if s else 1 for n, s in zip(shape, strides, strict=True))
+            )
+    if bias := views.get("bias"):
+        if bias.dtype not in (out_dtype, "float32"):
+            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as out, {out_dtype}")
+        found["bias_dtype"] = bias.dtype
+    B, H = every[:2]
+    for name, shapes in (("alibi", ((H,), (B, H))), ("sink", ((H,),)), ("key_lengths", ((B,),))):
+        if name in views:
+            if views[name].shape not in shapes:
+                raise UnsupportedProblem(
+                    f"{name} has shape {views[name].shape}: it must be {' or '.join(map(str, shapes))}"
+                )
+            found[name] = views[name].shape if name == "alibi" else True
+    if (seed := views.get("seed")) and math.prod(seed.shape) != 1:
+        raise UnsupportedProblem(f"seed has shape {seed.shape}: it must be one element")
+    return found
+
+
+def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
+    """Which of the arrays lie as no kernel reads them, once dout, out, lse and dlse are found to go with q and v."""
+    rows = p.batches, p.H, p.rows[0]
+    wide = *rows, p.Dv
+    keys = {"bias": p.bias[3:], "mask": p.mask[3:]}
+    found = [name for name, n in keys.items() if n and n[0] > 1 and views[name].strides[-1] != 1]
+    for name, shape, dtype in (("dout", wide, p.dtype), ("out", wide, p.dtype), ("lse", rows, "float32"),
+                               ("dlse", rows, "float32")):  # fmt: skip
+        if name not in views:
+            continue
+        view = views[name]
+        if view.shape != shape:
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be {shape} to go with q and v")
+        if view.dtype != dtype:
+            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype} to go with q, which is {p.dtype}")
+        wanted = dense_strides(shape) if shape == rows else (*view.strides[:3], 1)
+        if 0 not in shape and any(s != w for n, s, w in zip(shape, view.strides, wanted, strict=True) if n > 1):
+            found.append(name)
+    return found
+
+
+def _name(device: Device) -> str:
+    return "cpu" if device == HOST else f"{device[0]}:{device[1]}"

@@ -1,0 +1,310 @@
+"""How fast, beside whom: kernels and peers on the same inputs in one interleaved run, each right before it is timed.
+
+Rows come one problem at a time, so that an interrupted run keeps what it has measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
+from ..core.kernel import COMPUTATIONS, Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..engine import pipeline
+from ..launch import driver
+from ..launch.arguments import scratch_of
+from ..launch.dlpack import library_of, view
+from ..verify.sampled import Expected, Verdict, expect
+from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
+from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
+from ..verify.scores import seen_pairs
+from . import decode, environment, reading
+from .grids import GRIDS as GRIDS  # for those who name a problem
+from .inputs import BenchInputs, forward_of, make_bench_inputs, torch_dtype
+from .peers import Contender, Ready, backward
+from .rows import Row, by_problem, problem_of
+from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
+
+Right = Expected | ExpectedGradients | ExpectedSequences
+MODES = {"events": Events, "graph": Graphs}
+_READING = -1  # among the numbers of contenders
+
+
+def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
+    """Kernels as contenders: one for each tile, or one with the spec's best tile for each problem."""
+    return [_contender(kernel, tile) for kernel in kernels for tile in tiles or (None,)]
+
+
+def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None, given: BenchInputs | None = None) -> Ready:
+        import torch
+
+        tensors = {"Q": q, "K": k, "V": v, **(given or {}), **_outputs(kernel, q, k, v, dout, problem, given or {})}
+        views = {name: view(x) for name, x in tensors.items()}
+        device = views["Q"].device
+        chosen = pipeline.tile_on(device, kernel, problem, tile)
+        for name, shape in scratch_of(kernel, problem, chosen).items():
+            tensors[name] = q.new_empty(shape, dtype=torch.float32)
+            views[name] = view(tensors[name])
+        prepared = pipeline.prepare(kernel, chosen, problem, views, device)
+        pointers, stream = prepared.pointers(views), library_of(q).stream(device[1])
+        results = tuple(tensors[name] for name in COMPUTATIONS[kernel.computes].writes)
+
+        def launch() -> tuple[Any, ...]:
+            prepared.launch(pointers, stream())
+            return results
+
+        def poison() -> None:
+            for x in results:
+                x.fill_(math.nan)
+
+        arch = prepared.compiled[0].arch if prepared.compiled else ""
+        return Ready(launch, poison, str(chosen), arch, held=tuple(tensors.values()))
+
+    return Contender(f"{kernel.name} {tile}" if tile else kernel.name, prepare, kernel.name)
+
+
+def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem, given: BenchInputs) -> dict[str, Any]:
+    """What a kernel writes, and what a backward is given besides q, k and v: dO, and O and LSE of our own forward."""
+    import torch
+
+    if kernel.computes == "forward":
+        out = q.new_empty((*q.shape[:3], problem.Dv), dtype=torch_dtype(problem.dtype_of("O")))
+        return {"O": out, "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
+    out, lse = forward_of(problem, q, k, v, given)
+    gradients = (x.new_empty(x.shape) for x in (q, k, v))
+    return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
+
+
+def run(
+    kernels: Iterable[Kernel],
+    problems: Iterable[Problem],
+    peers: Iterable[Contender] = (),
+    *,
+    tiles: Sequence[Tile] = (),
+    computes: str = "forward",
+    mode: str = "events",
+    limits: Limits | None = None,
+    seed: int = 0,
+) -> Iterator[Row]:
+    """Times every kernel (with every one of `tiles`, else with its best) and every peer on every problem, on GPU 0.
+
+    computes: "forward" or "backward", as every one of `kernels` does; peers do either.
+    mode "events" times single launches after an L2 flush, "graph" many in a CUDA graph, without host time or flush.
+    The rows of a problem come together. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError when a
+    contender's fault has ended the GPU's context, so that nothing after it could run.
+    """
+    gpu = driver.device()
+    try:
+        import torch
+    except ImportError as error:
+        raise ToolchainMissing(f"bench needs PyTorch, for its tensors and as a peer ({error}): make setup") from error
+    if not torch.cuda.is_available():
+        raise GpuUnavailable(f"this PyTorch ({torch.__version__}) cannot use {gpu.name}: install a build with CUDA")
+    kernels = list(kernels)
+    if odd := [kernel for kernel in kernels if kernel.computes != computes]:
+        raise UnsupportedProblem(f"{odd[0].name} computes the {odd[0].computes}: it cannot be timed as a {computes}")
+    others = map(backward, peers) if computes == "backward" else peers
+    contenders = {contender.name: contender for contender in (*ours(kernels, tiles), *others)}
+    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
+
+
+def stored(
+    rows: Iterable[Mapping[str, Any]],
+    problems: Collection[Problem],
+    mode: str,
+    seed: int = 0,
+    computes: str = "forward",
+) -> list[dict[str, Any]]:
+    """Of a file's rows, those on these problems that a run would make again: same commit, GPU 0, mode and seed."""
+    like = {"commit": environment.commit(), "device": driver.device().name, "mode": mode, "seed": seed}
+    like["computes"] = computes
+    same = (row for row in rows if all(row.get(name) == value for name, value in like.items()))
+    return [dict(row) for row in same if problem_of(row) in problems]
+
+
+def unmeasured(
+    rows: Iterable[Mapping[str, Any]], problems: Iterable[Problem], contenders: Collection[Contender]
+) -> list[Problem]:
+    """The problems for which `rows` lack a contender: times to compare come from one run."""
+    there = by_problem(rows)
+    return [p for p in problems if not {c.name for c in contenders} <= set(there.get(p, ()))]
+
+
+def _measured(
+    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int
+) -> Iterator[Row]:
+    import torch
+
+    stopwatch: Stopwatch = MODES[mode](0)
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    setting = {"mode": mode, "seed": seed, **environment.describe(), **versions}
+    ceilings: dict[str, dict[str, float]] = {}
+    for problem in problems:
+        if problem.dtype not in ceilings:
+            ceilings[problem.dtype] = measure_ceilings(problem.dtype, stopwatch)
+        setting |= ceilings[problem.dtype]
+        try:
+            inputs = make_inputs(problem, seed, computes=computes)
+            rows = compete(problem, contenders, inputs, stopwatch, limits, setting, computes)
+        except RuntimeError as error:  # PyTorch's, of a fault that showed up only now
+            raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
+        yield from rows
+        torch.cuda.empty_cache()  # the next problem's tensors have other sizes
+
+
+def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", computes: str = "forward") -> tuple[Any, ...]:
+    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), for a backward dout, as out; standard normal."""
+    import torch
+
+    p, generator = problem, torch.Generator(device).manual_seed(seed)
+    queries, keys = (p.batches, p.H, p.rows[0], p.D), (p.batches, p.Hk, p.rows[1], p.D)
+    values, results = (*keys[:3], p.Dv), (*queries[:3], p.Dv)
+    shapes = (queries, keys, values, *([results] if computes == "backward" else []))
+    dtypes = (torch_dtype(p.dtype_of(name)) for name in ("Q", "K", "V", "dO"))
+    made = zip(shapes, dtypes, strict=False)
+    return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s, dtype in made)
+
+
+def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str, given: BenchInputs | None = None) -> Right:
+    """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
+    if problem.ragged:
+        return expect_sequences(problem, inputs, computes, given or {})
+    if computes == "backward":
+        q, k, v, dout = inputs
+        return expect_gradients(problem, q, k, v, dout, given=given)
+    q, k, v = inputs
+    return expect(problem, q, k, v, given=given)
+
+
+def compete(
+    problem: Problem,
+    contenders: Sequence[Contender],
+    inputs: tuple[Any, ...],
+    stopwatch: Stopwatch,
+    limits: Limits,
+    setting: Mapping[str, Any],
+    computes: str = "forward",
+) -> list[Row]:
+    """Everybody on one problem: checked, those that are right timed in turns, checked again. Of a problem that is a
+    matter of reading keys, reading as many bytes has its turns too.
+
+    A peer's dropout drops elements of its own choice: what is checked of it is the same call without.
+    """
+    if not problem.flops:
+        return [
+            Row(c.name, c.kernel, problem, None, f"{problem} asks for no work to time", computes=computes,
+                setting=dict(setting))
+            for c in contenders
+        ]  # fmt: skip
+    given = make_bench_inputs(problem, inputs[0])
+    if problem.page_size:
+        given |= decode.in_pages(problem, *inputs[1:3])
+    pairs = seen_pairs(problem, given)
+    expected, of_peers = _expectations(problem, contenders, inputs, computes, given)
+    entries = [_enter(c, problem, inputs, given, expected if c.kernel else of_peers, stopwatch) for c in contenders]
+    right = {i: entry for i, entry in enumerate(entries) if entry.timed}
+    calls = {i: entry.timed for i, entry in right.items() if entry.timed}
+    nbytes = decode.bytes_of_keys(problem, pairs) if decode.is_reading(problem, computes) else 0
+    if calls and nbytes:
+        data = reading.bytes_to_read(nbytes)
+        calls[_READING] = stopwatch.ready(reading.reader(data))
+    timings = {i: Timing.of(values) for i, values in measure(calls, stopwatch, limits).items()}
+    if alone := timings.pop(_READING, None):
+        setting = {**setting, "ceiling_keys_gbps": data.nbytes / alone.median * 1e-9}
+    fastest = min(timings, key=lambda i: timings[i].median, default=None)
+    clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
+    shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    rows = []
+    for i, (contender, entry) in enumerate(zip(contenders, entries, strict=True)):
+        ok, message, verdict, timing = entry.ok, entry.message, entry.verdict, timings.get(i)
+        if timing and entry.ready:
+            again = _check(expected if contender.kernel else of_peers, entry.ready)
+            if again.message:
+                ok, message, verdict, timing = False, f"right at first, after timing: {again.message}", again, None
+        row = Row(
+            contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, pairs=pairs,
+            setting=shared,
+        )  # fmt: skip
+        if verdict:
+            row = replace(row, error=verdict.error, bound=verdict.bound)
+        if entry.ready:
+            row = replace(row, tile=entry.ready.tile, arch=entry.ready.arch)
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Entry:
+    ok: bool | None
+    message: str
+    ready: Ready | None = None
+    verdict: Verdict | None = None
+    timed: Timed | None = None
+
+
+def _prepared(contender: Contender, problem: Problem, inputs: tuple[Any, ...], given: BenchInputs) -> Ready:
+    return contender.prepare(problem, *inputs, **({} if problem.plain else {"given": given}))
+
+
+def _expectations(
+    problem: Problem, contenders: Sequence[Contender], inputs: tuple[Any, ...], computes: str, given: BenchInputs
+) -> tuple[Right, Right]:
+    """Of our kernels, and of peers: these drop other elements than ours, and are checked where they drop none."""
+    expected = expectation(problem, inputs, computes, given)
+    if not problem.dropout or all(contender.kernel for contender in contenders):
+        return expected, expected
+    return expected, expectation(replace(problem, dropout=0.0), inputs, computes, given)
+
+
+def _check(expected: Right, ready: Ready) -> Verdict:
+    return expected.check(ready.poison, ready.checked or ready.launch)
+
+
+def _enter(
+    contender: Contender,
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    given: BenchInputs,
+    expected: Right,
+    stopwatch: Stopwatch,
+) -> _Entry:
+    try:
+        if problem.ragged and not (contender.kernel or contender.ragged):
+            raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
+        if problem.page_size and not contender.kernel:
+            raise UnsupportedProblem(f"{contender.name}: it is not asked for keys in pages")
+        ready = _prepared(contender, problem, inputs, given)
+        if problem.dropout and not contender.kernel:
+            without = _prepared(contender, replace(problem, dropout=0.0), inputs, given)
+            ready = replace(ready, checked=without.launch)
+        verdict = _check(expected, ready)
+        if verdict.message:
+            return _Entry(False, verdict.message, ready, verdict)
+        return _Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))
+    except UnsupportedProblem as refusal:
+        return _Entry(None, str(refusal))
+    except Exception as error:
+        if contender.kernel and not isinstance(error, (SandboxError, RuntimeError)):
+            raise  # a mistake of this package
+        try:
+            stopwatch.synchronize()
+        except Exception:
+            raise SandboxError(f"{contender.name} on {problem} ended the GPU's context: {error}") from error
+        # A peer may lack memory, or not be made for this GPU; a kernel of ours has to work.
+        return _Entry(False if contender.kernel else None, f"{contender.name}: {error}")
+
+
+def _clocks_under_load(ready: Ready | None, stopwatch: Stopwatch) -> dict[str, str] | None:
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(environment.clocks)
+        while ready and not reading.done():
+            ready.launch()
+            stopwatch.synchronize()
+        return reading.result()

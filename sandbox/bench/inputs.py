@@ -1,0 +1,67 @@
+"""What a problem's score reads in a run, and the same as each contender is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..api.attention import attention_varlen
+from ..api.dispatch import attention_forward
+from ..core.problem import Problem
+from ..verify.scores import score_inputs
+from ..verify.sequences import offsets_of
+
+BenchInputs = Mapping[str, Any]  # PyTorch tensors, by the names that kernels know them by
+
+
+def make_bench_inputs(problem: Problem, like: Any) -> dict[str, Any]:
+    """The tensors that the problem's score reads, on the device of `like`, a PyTorch tensor."""
+    import torch
+
+    found = {}
+    offsets = offsets_of(problem) if problem.ragged else {}
+    for name, x in {**score_inputs(problem), **offsets}.items():
+        narrow = x.dtype.name == "bfloat16"  # which torch.from_numpy does not know
+        tensor = torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if narrow else x)).to(like.device)
+        found[name] = tensor.view(torch.bfloat16) if narrow else tensor
+    return found
+
+
+def torch_dtype(name: str) -> Any:
+    """PyTorch's word for a dtype."""
+    import torch
+
+    return getattr(torch, "float8_e4m3fn" if name == "float8_e4m3" else name)
+
+
+def forward_of(problem: Problem, q: Any, k: Any, v: Any, given: BenchInputs) -> tuple[Any, Any]:
+    """O and LSE of our own forward."""
+    options = asked_of(problem, given)
+    if not problem.ragged:
+        return attention_forward(q, k, v, **options)
+    options |= {"max_seqlen_q": problem.Sq, "max_seqlen_k": problem.Sk, "return_lse": True}
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, lse = attention_varlen(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], **options)
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def asked_of(problem: Problem, given: BenchInputs) -> dict[str, Any]:
+    """The options of `sandbox.attention` that pose the problem."""
+    p = problem
+    options: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
+    names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
+    options |= {option: given[name] for option, name in names.items() if name in given}
+    if p.dropout:
+        options |= {"dropout": p.dropout, "seed": given["seed"]}
+    if p.float8:
+        numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
+        options |= {"descale": tuple(given.get(f"descale_{x}", n) for x, n in numbers)}
+        options |= {"out_dtype": p.dtype_of("O")}
+    if p.window == (None, None):
+        del options["window"]
+    if p.score is not None:
+        tensors = {name: given[f"score.{name}"] for name in p.score.tensors}
+        options["score"] = type(p.score)(p.score.score, p.score.mask, tensors, p.score.file)
+    return options

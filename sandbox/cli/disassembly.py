@@ -1,0 +1,106 @@
+"""`sass` and `ptx`: what the compiler made of a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import click
+
+from ..core import registry
+from ..core.normalise import normalise_causal
+from ..core.tile import Tile
+from ..disassembly import listing
+from ..disassembly import report as code_report
+from ..pages import disassembly as pages
+from ..pages.tables import of_terminal
+from ..verify.check import pick_device
+from ..watch.job import quick_cases
+from .group import cli
+from .options import (
+    Scored,
+    causal_option,
+    dtype_option,
+    entry_argument,
+    html_option,
+    json_option,
+    parsed_tile,
+    problem_of,
+    score_options,
+    shape_option,
+    tile_option,
+)
+from .output import print_json, save_page, say, screen
+
+
+def _command(language: str, doc: str) -> None:
+    @cli.command(language, help=doc)
+    @entry_argument
+    @shape_option("By default what watch looks at first.")
+    @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
+    @dtype_option
+    @causal_option
+    @score_options
+    @tile_option
+    @click.option("--arch", help="Compile for this architecture; by default this machine's, or sm_90a.")
+    @click.option("--diff", "reference", metavar="REF",
+                  help="Show what changed from a git revision, a tile, a .cu file, or history:N of watch.")  # fmt: skip
+    @click.option("--summary", is_flag=True, help="Leave the instructions out.")
+    @html_option
+    @json_option
+    def show(
+        kernel: str, shape: str | None, D: int | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+        arch: str | None, reference: str | None, summary: bool, html: Path | None, as_json: bool,
+    ) -> None:  # fmt: skip
+        wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
+        first = quick_cases(spec, pick_device(None))[0].problem
+        if shape or D:
+            problem = problem_of(shape or f"1,1,1,{D}", dtype, causal, scored)
+        else:
+            problem = dataclasses.replace(first, dtype=dtype, causal=normalise_causal(causal or False))
+        read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)
+        if reference is None:
+            _show_code(read(spec, tile=wanted, entry=kernel), summary, html, as_json)
+        elif "=" in reference:
+            before = read(spec, tile=Tile.parse(reference), entry=kernel)
+            _show_changes(before, read(spec, tile=wanted, entry=kernel), html, as_json)
+        else:
+            old = listing.version(spec, reference)
+            entry = old.name + kernel.removeprefix(spec.name)
+            before = read(old, tile=wanted, label=reference, entry=entry)
+            now = spec.source.name if reference.endswith(".cu") else "now"  # in the other's terms
+            _show_changes(before, read(spec, tile=wanted, label=now, entry=kernel), html, as_json)
+
+
+def _show_code(shown: listing.Code, summary: bool, html: Path | None, as_json: bool) -> None:
+    counted = code_report.summary_table(shown)
+    if html:
+        save_page(html, pages.page([shown], tables=[of_terminal(counted, "Instructions by kind")]))
+    if as_json:
+        print_json(listing.as_json(shown))
+        return
+    if not summary and not html:
+        say(code_report.listing(shown))
+    say(code_report.headline(shown))
+    screen().print(counted)
+    for text in code_report.live_lines(shown):
+        say(text)
+
+
+def _show_changes(before: listing.Code, after: listing.Code, html: Path | None, as_json: bool) -> None:
+    changed = code_report.changes_table(before, after)
+    if html:
+        save_page(html, pages.page([before, after], tables=[of_terminal(changed, "What changed, in numbers")]))
+    if as_json:
+        print_json(listing.changes_as_json(before, after))
+        return
+    for text in code_report.changed_line_texts(before, after):
+        say(text)
+    say(code_report.headline(after))
+    screen().print(changed)
+
+
+_ENTRIES = "\n\nKERNEL may also be an entry that a kernel launches later, such as bwd_mma_postprocess."
+_command("sass", f"Machine code below its source lines, counted by class; no GPU.{_ENTRIES}")
+_command("ptx", f"PTX below its source lines, counted by class; no GPU.{_ENTRIES}")

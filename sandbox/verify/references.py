@@ -1,0 +1,104 @@
+"""What a kernel is given on a case, what it ought to compute of it, and how far off it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..core.problem import Problem
+from ..reference import (
+    GRADIENT_FACTOR,
+    Gradients,
+    attention_backward,
+    backward_magnitudes,
+    gradient_bound,
+    lse_bound,
+    naive,
+    naive_backward,
+    output_bound,
+)
+from .cases import Array, Case, inputs_of
+from .scores import block_map
+from .sequences import by_sequence, forward
+
+
+@dataclass(frozen=True)
+class ReferenceOutput:
+    """One output, in float64, and the error that it may have: one for all of it, or one for each element."""
+
+    values: Array
+    bound: float | Array
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Inputs and right answers, by the names in a spec's `args`."""
+
+    given: Mapping[str, Array]
+    answers: Mapping[str, ReferenceOutput]
+
+
+@lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
+def reference_of(computes: str, case: Case) -> Reference:
+    """What kernels that compute the "forward", "delta", "backward" or "block_map" are given on a case, and the right
+    answers.
+
+    Nobody may write to its arrays.
+    """
+    with np.errstate(all="ignore"):  # NaN and inf are among the inputs
+        given = inputs_of(computes, case)
+        return Reference(given, _ANSWERS[computes](case.problem, given))
+
+
+def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+    def plainly(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
+        how: dict[str, Any] = {"dtype": p.dtype, "v_dtype": p.dtype_of("V"), "out_dtype": p.dtype_of("O")}
+        return {"O": naive(own["Q"], own["K"], own["V"], **options, **how)}
+
+    exact, plain = (by_sequence(p, given, compute) for compute in (forward, plainly))
+    out, lse = exact["O"], exact["LSE"]
+    bound = output_bound(out, plain["O"], p.dtype_of("O"))
+    return {"O": ReferenceOutput(out, bound), "LSE": ReferenceOutput(lse, lse_bound(lse, p.dtype))}
+
+
+def _block_map(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+    return {"block_map": ReferenceOutput(block_map(p, given).astype(np.float64), 0.5)}
+
+
+def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+    exact, plain = (np.einsum("bhsd,bhsd->bhs", *(given[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
+    if "dLSE" in given:
+        exact, plain = exact - given["dLSE"], plain - given["dLSE"]
+    return {"delta": ReferenceOutput(exact, output_bound(exact, plain, "float32", GRADIENT_FACTOR))}
+
+
+def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+    """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
+
+    def gradients_by(function: Callable[..., Gradients], *names: str, **how: Any) -> dict[str, Array]:
+        def compute(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
+            return function(*(own[name] for name in names), **options, dlse=own.get("dLSE"), **how).named()
+
+        return by_sequence(p, given, compute)
+
+    inputs = ("dO", "Q", "K", "V")
+    exact = gradients_by(attention_backward, *inputs)
+    plain = gradients_by(naive_backward, *inputs, dtype=p.dtype)
+    sizes = gradients_by(backward_magnitudes, *inputs, "O", "LSE")
+    dtypes = {"dbias": p.bias_dtype or p.dtype}
+    answers = {
+        name: ReferenceOutput(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))
+        for name, x in exact.items()
+    }
+    if p.sink:
+        as_given = gradients_by(attention_backward, *inputs, "O", "LSE")
+        bound = gradient_bound(exact["dsink"], as_given["dsink"], sizes["dsink"], "float32", 1.0)
+        answers["dsink"] = ReferenceOutput(exact["dsink"], bound)
+    return answers
+
+
+_ANSWERS = {"block_map": _block_map, "forward": _forward, "delta": _delta, "backward": _backward}

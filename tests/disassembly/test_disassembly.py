@@ -1,0 +1,305 @@
+"""Machine code and PTX: instructions, their lines, their classes, and what changed between two versions."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from project import in_project, new_kernel
+
+import sandbox
+from sandbox.cli import cli
+from sandbox.core import registry
+from sandbox.core.errors import HistoryError, SpecError, ToolchainMissing, UnknownKernel, UnsupportedProblem
+from sandbox.core.source_line import SourceLine
+from sandbox.disassembly import listing
+from sandbox.spec import Problem, Tile
+from sandbox.toolchain import disassembly, tools
+from sandbox.watch.history import History, read_texts
+
+needs_nvdisasm = pytest.mark.skipif(not disassembly.available(), reason="nvdisasm is not installed")
+SMALL = ("fwd_minimal", "--shape", "1,1,1,16")
+TILE = Tile(BLOCK_M=32, BLOCK_N=16)
+PROBLEM = Problem(1, 1, 1, 1, 16, dtype="float16")
+
+LISTING = """
+\t.headerflags\t@"EF_CUDA_SM90"
+//--------------------- .text.fwd_x             --------------------------
+\t.section\t.text.fwd_x,"ax",@progbits
+fwd_x:
+.text.fwd_x:
+\t//## File "/k/fwd_x.cu", line 7
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+\t//## File "/k/include/ptx.cuh", line 66 inlined at "/k/fwd_x.cu", line 9
+\t//## File "/k/fwd_x.cu", line 9
+        /*0010*/              @!PT LDS RZ, [RZ] ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R19+0x800], desc[UR8][R4.64], !P3 ;
+        /*0030*/               @P0 LDG.E.U16.CONSTANT R2, desc[UR4][R2.64] ;
+\t//## File "/k/fwd_x.cu", line 9
+        /*0040*/                   HMMA.16816.F32 R4, R8, R12, R4 ;  // |  196  |   2    |    5   |         |
+        /*0050*/                   STG.E desc[UR4][R2.64], R5 ;
+.L_x_1:
+        /*0060*/             @!UP0 BRA `(.L_x_1) ;
+"""
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments, env={"COLUMNS": None}, prog_name="sandbox")
+
+
+# ---- reading
+
+
+def test_a_listing() -> None:
+    found = list(disassembly.parse_sass(LISTING))
+    assert [i.address for i in found] == [0, 16, 32, 48, 64, 80, 96]
+    assert {i.function for i in found} == {"fwd_x"}
+    assert found[2].text == "LDGSTS.E.BYPASS.128 [R19+0x800], desc[UR8][R4.64], !P3"
+    assert found[2].where == (SourceLine("/k/include/ptx.cuh", 66), SourceLine("/k/fwd_x.cu", 9))
+    assert found[2].line == SourceLine("/k/fwd_x.cu", 9)  # the line that calls the header's verb
+    assert found[4].where == (SourceLine("/k/fwd_x.cu", 9),)
+    assert [i.live for i in found] == [None, None, None, None, 196, None, None]
+    assert disassembly.counts(found) == {
+        "LDC": 1, "NOP": 1, "LDGSTS.128": 1, "LDG.16": 1, "HMMA": 1, "STG.32": 1, "BRA": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("HGMMA", "tensor cores"), ("mma.f", "tensor cores"), ("LDSM", "shared memory"), ("STL", "local memory"),
+     ("ld.shared.v4", "shared memory"), ("st.local", "local memory"), ("LDG.128", "global memory"),
+     ("BAR", "synchronisation"), ("cp.async.cg", "global memory"), ("MUFU", "special functions"),
+     ("ex2.f", "special functions"), ("add.f", "floating point"), ("add", "integers and moves"),
+     ("IMAD", "integers and moves"), ("ld.param", "integers and moves")],
+)  # fmt: skip
+def test_kinds(name: str, kind: str) -> None:
+    assert disassembly.kind(name) == kind
+    assert list(disassembly.by_kind({name: 3})) == [kind]
+
+
+@needs_nvdisasm
+def test_machine_code_of_a_kernel() -> None:
+    compiled = sandbox.compile("fwd_mma", D=64, arch="sm_90a")
+    found = disassembly.sass(compiled.cubin)
+    counted = disassembly.opcode_counts(compiled.cubin)
+    assert counted == disassembly.counts(found)
+    assert counted["HMMA"] > 0
+    assert counted["LDSM"] > 0
+    assert counted["LDGSTS.128"] > 0
+    source = registry.get("fwd_mma").source
+    lines = source.read_text().splitlines()
+    assert {Path(i.line.file) for i in found if i.line} == {source}
+    for i in found:
+        if i.opcode.startswith("HMMA"):
+            assert i.line
+            assert "mma_m16n8k16" in lines[i.line.line - 1]
+    peaks = {i.live for i in found} - {None}
+    assert not peaks or max(peaks) <= compiled.resources.registers
+
+
+def test_ptx_of_a_kernel() -> None:
+    found = disassembly.ptx(sandbox.compile("fwd_mma", D=64, arch="sm_90a").ptx)
+    lines = registry.get("fwd_mma").source.read_text().splitlines()
+    calls = [i for i in found if i.opcode.startswith("mma.sync")]
+    assert len(calls) > 100
+    for i in calls:
+        assert i.function == "fwd_mma"
+        assert i.line
+        assert "mma_m16n8k16" in lines[i.line.line - 1]
+
+
+def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "find", lambda name: None)
+    assert disassembly.opcode_counts(b"") == {}
+    with pytest.raises(ToolchainMissing, match=r"nvdisasm is not on the PATH .*: pip install "):
+        disassembly.sass(b"")
+
+
+@needs_nvdisasm
+def test_a_cubin_that_cannot_be_read() -> None:
+    with pytest.raises(ToolchainMissing, match=r"nvdisasm cannot read the cubin: "):
+        disassembly.sass(b"not a cubin")
+
+
+# ---- two versions
+
+
+def test_a_version_of_watch(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """The kernel, its headers and its spec are those of the save, whatever has been edited since."""
+    of_project = registry.get("fwd_minimal")  # before the folder is another, which the registry would remember
+    monkeypatch.setattr(registry, "FOLDER", project_copy / "kernels_cu")
+    kernel = sandbox.Kernel(**{**vars(of_project), "source": registry.FOLDER / "fwd_minimal.cu"})
+    header, seen = registry.FOLDER / "include/tensor.cuh", History(kernel)
+    seen.append(read_texts(kernel) or {}, ok=True, stage="ok")
+    after = listing.translate(kernel, "ptx", PROBLEM, tile=TILE)
+    header.write_text("#error edited since\n")
+    before = listing.translate(listing.version(kernel, "history:1"), "ptx", PROBLEM, tile=TILE)
+    assert before.instructions[0].where[0].file.startswith(str(own_cache))
+    assert before.counts == after.counts
+    with pytest.raises(HistoryError, match="fwd_minimal has no version 2: there are 1 to 1"):
+        listing.version(kernel, "history:2")
+
+
+def test_an_old_spec_that_exits_is_an_error(own_cache: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "kernels_cu").mkdir(parents=True)
+        (folder / "kernels_cu/fwd_minimal.py").write_text("raise SystemExit(1)\n")
+
+    with pytest.raises(SpecError, match=r"fwd_minimal\.py, line 1: SystemExit: 1: exit would end the program"):
+        listing._unpacked(registry.get("fwd_minimal"), "0" * 40, write, "revision HEAD")
+
+
+def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """The kernel, its headers and its spec are those of the revision, whatever has been edited since."""
+    git = lambda *arguments: subprocess.run(  # noqa: E731
+        ("git", "-c", "user.name=n", "-c", "user.email=e", *arguments),
+        cwd=project_copy,
+        check=True,
+        capture_output=True,
+    )
+    folder = project_copy / "kernels_cu"
+    source, header = folder / "fwd_minimal.cu", folder / "include/tensor.cuh"
+    header.write_text("#define OF_THE_REVISION\n" + header.read_text())
+    source.write_text(source.read_text() + "#ifndef OF_THE_REVISION\n#error another header\n#endif\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "before")
+    source.write_text("#include <nowhere.h>\n" + source.read_text())
+    header.write_text("#error edited since\n")
+    kernel = registry.get("fwd_minimal")
+    monkeypatch.setattr(registry, "FOLDER", folder)
+    old = listing.version(kernel, "HEAD")
+    assert old.source.is_relative_to(own_cache)
+    before = listing.translate(old, "ptx", PROBLEM, tile=TILE, label="HEAD")
+    after = listing.translate(kernel, "ptx", PROBLEM, tile=TILE)
+    assert before.counts == after.counts
+    assert listing.changed_lines(before, after) == []
+    assert listing.changed_classes(before, after) == {}
+    with pytest.raises(UnknownKernel, match="fwd_x is not in revision HEAD"):
+        listing.version(sandbox.Kernel(**{**vars(old), "name": "fwd_x"}), "HEAD")
+    with pytest.raises(
+        UnsupportedProblem,
+        match=r"'v9' is no tile \(.*\), no \.cu file, no history:N and no git revision of ",
+    ):
+        listing.version(old, "v9")
+    done = in_project(project_copy, "sandbox", "cache", "clear", "--json")
+    assert json.loads(done.stdout)["directory"] == str(own_cache)
+    assert list(own_cache.iterdir()) == []
+
+
+def test_what_an_edit_changed(project_copy: Path) -> None:
+    source = project_copy / "kernels_cu/fwd_minimal.cu"
+    edited = project_copy / "kernels_cu/edited.cu"
+    text = source.read_text()
+    assert text.count("__syncthreads();") >= 2
+    edited.write_text("// one line more\n" + text.replace("__syncthreads();", "__syncthreads(), __syncthreads();", 1))
+    kernel = registry.get("fwd_minimal")
+    before, after = (
+        listing.translate(sandbox.Kernel(**{**vars(kernel), "source": file}), "ptx", PROBLEM, tile=TILE)
+        for file in (source, edited)
+    )
+    assert listing.changed_classes(before, after)["bar"] == (2, 3)
+
+
+def test_a_copy_under_another_name(project_copy: Path) -> None:
+    """As `new kernel` makes it, and with one line edited: that line differs, and no other."""
+    new_kernel(project_copy, "mine")
+    source = project_copy / "kernels_cu/mine.cu"
+    text = source.read_text()
+    assert "const float alpha = expf(m - shift);" in text
+    source.write_text(text.replace("const float alpha = expf(m - shift);", "const float alpha = expf(m * shift);"))
+    command = ("sandbox", "ptx", "fwd_minimal", "-D", "16", "--diff", str(source))
+    done = in_project(project_copy, *command, "--json")
+    changed = json.loads(done.stdout)["lines"]
+    assert [(line["file"], line["text"]) for line in changed if "(m - shift)" in line["text"]]
+    assert {line["text"].replace("m * shift", "m - shift") for line in changed} == {
+        "const float alpha = expf(m - shift);"
+    }
+    head = in_project(project_copy, *command).stdout
+    assert re.search(rf"{source} +fwd_minimal.cu +change", head)
+    back = in_project(project_copy, "sandbox", "ptx", "bwd_minimal_dq", "-D", "16", "--diff",
+                      str(project_copy / "kernels_cu/bwd_minimal.cu"))  # fmt: skip
+    assert back.returncode == 0, back.stderr
+
+
+def test_lines_are_matched_by_their_text(tmp_path: Path) -> None:
+    def version(text: str, opcodes: dict[int, str]) -> listing.Code:
+        folder = tmp_path / str(len(text))
+        folder.mkdir()
+        (folder / "k.cu").write_text(text)
+        at = {line: SourceLine(str(folder / "k.cu"), line) for line in opcodes}
+        found = tuple(disassembly.Instruction("k", 0, o, o, (at[line],)) for line, o in opcodes.items())
+        return listing.Code("", "k", "sass", "sm_90a", "", "", None, found)  # type: ignore[arg-type]
+
+    before = version("a;\nb;\nb;\n", {1: "FFMA", 2: "LDS", 3: "LDS"})
+    after = version("// new\na;\nb;\nb;\nc;\n", {2: "FFMA", 3: "LDS", 4: "STS", 5: "BAR"})
+    assert listing.changed_lines(before, after) == [
+        listing.LineChange("k.cu", 4, "b;", {"LDS": 1}, {"STS": 1}),
+        listing.LineChange("k.cu", 5, "c;", {}, {"BAR": 1}),
+    ]
+
+
+# ---- the command line
+
+
+@needs_nvdisasm
+def test_sass_command() -> None:
+    shown = call("sass", *SMALL)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    store = next(n for n, line in enumerate(lines) if "STS" in line)
+    header = next(line for line in reversed(lines[:store]) if line.startswith("fwd_minimal.cu:"))
+    assert "_smem" in header
+    assert any(line.startswith("shared memory ") and "LDS " in line for line in lines)
+    (parsed,) = [json.loads(call("sass", *SMALL, "--json").stdout)]
+    assert parsed["counts"]["BAR"] == 2
+    assert sum(parsed["counts"].values()) == len(parsed["instructions"])
+    assert {"function", "address", "text", "file", "line", "live"} == set(parsed["instructions"][0])
+    assert len(call("sass", *SMALL, "--summary").stdout.splitlines()) < 30
+
+
+@needs_nvdisasm
+def test_an_entry_of_several() -> None:
+    """Each by its name: neither its code nor its registers are the other's."""
+    read = lambda name: json.loads(call("sass", name, "--shape", "1,1,1,64", "--json").stdout)  # noqa: E731
+    main, converting = read("bwd_mma"), read("bwd_mma_postprocess")
+    assert {i["function"] for i in main["instructions"]} == {"bwd_mma"}
+    assert {i["function"] for i in converting["instructions"]} == {"bwd_mma_postprocess"}
+    assert main["resources"]["registers"] > 4 * converting["resources"]["registers"]
+    assert not any(name.startswith("HMMA") for name in converting["counts"])
+    with pytest.raises(UnknownKernel, match="fwd_mma has no entry fwd_mma_dq: it has fwd_mma"):
+        registry.get("fwd_mma").entry("fwd_mma_dq")
+
+
+def test_ptx_command_and_a_diff_of_tiles() -> None:
+    options = ("ptx", *SMALL, "--tile", "BLOCK_M=32,BLOCK_N=32", "--diff", "BLOCK_M=32,BLOCK_N=16")
+    shown = call(*options)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert "BLOCK_N=16  BLOCK_N=32" in shown.stdout
+    assert "fma.f" in shown.stdout
+    parsed = json.loads(call(*options, "--json").stdout)
+    before, after = parsed["classes"]["fma.f"]
+    assert after > before > 0
+    assert parsed["before"]["tile"] == {"BLOCK_M": 32, "BLOCK_N": 16}
+    assert any("fmaf" in line["text"] or "*" in line["text"] for line in parsed["lines"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sass", "fwd_minimall"), "did you mean fwd_minimal?"),
+        (
+            ("sass", *SMALL, "--diff", "no-such-revision"),
+            "'no-such-revision' is no tile (BLOCK_M=64,…), no .cu file, no history:N and no git",
+        ),
+        (("ptx", *SMALL, "--arch", "sm_42"), 'arch "sm_42" is not known'),
+    ],
+)
+def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
