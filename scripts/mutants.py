@@ -5,7 +5,7 @@ tests that ought to notice, smallest first. Each is put into a scratch copy of t
 fails, and it is taken out again. A survivor is a missing test, or says in the data why it is equivalent.
 
     python scripts/mutants.py                  all of them
-    python scripts/mutants.py --sample 5 --seed 3 five, drawn sampled
+    python scripts/mutants.py --sample 5 --seed 3 five, sampled
     python scripts/mutants.py --match fwd_mma  those whose file, text or replacement contains it
 
 What has been found out about this very tree is kept in a file of JSON lines, and not found out again.
@@ -203,7 +203,7 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
         mutations = [m for m in mutations if any(options.match in text for text in (m.file, m.text, m.becomes))]
     if options.sample is not None:
         seed = random.randrange(10**6) if options.seed is None else options.seed
-        print(f"{options.lot} of {len(mutations)} mutations sampled: --sample {options.lot} --seed {seed}", flush=True)
+        print(f"{options.sample} of {len(mutations)} mutations sampled: --sample {options.sample} --seed {seed}", flush=True)
         mutations = random.Random(seed).sample(mutations, min(options.sample, len(mutations)))
     return mutations
 
@@ -211,7 +211,7 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
 def main() -> int:
     """0 when every mutation was noticed."""
     parser = argparse.ArgumentParser(description="Which small faults does no test notice?")
-    parser.add_argument("--sample", type=int, metavar="N", help="so many, drawn sampled")
+    parser.add_argument("--sample", type=int, metavar="N", help="draw N mutations at random")
     parser.add_argument("--seed", type=int, metavar="S", help="of the lot; by default another each time")
     parser.add_argument("--match", metavar="TEXT", help="those whose file, text or replacement contains it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")

@@ -14,7 +14,7 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
     of its row is spread over all of it, so that less of the row is lost when it is rounded to float8. Columns that are
     wide in all rows are better left alone (experiments/015_fp8).
 
-    The matrix has signs sampled, `seed`, on its diagonal, and behind them a Hadamard matrix over sqrt(D): of a D that is
+    The matrix is a diagonal of random signs, drawn with `seed`, times a Hadamard matrix over sqrt(D): of a D that is
     no power of two, blocks of one as large as divides it. Any arrays of a floating dtype that know reshape and
     assignment to slices; the results are new ones of the same kind. To be called before scales are taken and q and k
     become float8. Raises UnsupportedProblem for widths that differ.
