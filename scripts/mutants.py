@@ -203,7 +203,8 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
         mutations = [m for m in mutations if any(options.match in text for text in (m.file, m.text, m.becomes))]
     if options.sample is not None:
         seed = random.randrange(10**6) if options.seed is None else options.seed
-        print(f"{options.sample} of {len(mutations)} mutations sampled: --sample {options.sample} --seed {seed}", flush=True)
+        sampled = f"--sample {options.sample} --seed {seed}"
+        print(f"{options.sample} of {len(mutations)} mutations: {sampled}", flush=True)
         mutations = random.Random(seed).sample(mutations, min(options.sample, len(mutations)))
     return mutations
 
