@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import platform
 import re
 import tempfile
 import time
@@ -43,10 +44,14 @@ _SANITIZE = {
         "--param=asan-stack=0",
         "--param=asan-globals=0",
         "-DSANDBOX_SHADOW",
-        "-O0",  # an optimised load may have lost its line
+        "-O0",  # an optimised load may have lost its line, and a local its place on the stack
     ),
     "none": (),
 }
+# Of the kernel, not of the program around it: a call at the beginning of each function, so that the runtime can fill
+# its frame. (-ftrivial-auto-var-init=pattern fills locals of optimised code too, but GCC 12 then misaligns arrays on
+# the stack of functions that call none, and its pattern is not NaN.)
+_CALL_AT_ENTRY = ("-pg", "-mfentry") if platform.machine() == "x86_64" else ()
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = re.compile(r"\b__launch_bounds__\s*\(")
 # extern __shared__ __align__(16) float smem[];  in any order of the specifiers
@@ -100,6 +105,8 @@ def program(
     )
     runner.path.chmod(0o700)
     options = (*_kernel_options(compiler, source, defines, folders), "-O1", *instrumented)
+    if sanitizer == "uninitialised":
+        options += _CALL_AT_ENTRY
     return runner, _kernel(compiler, source, (entry,), options, folders=folders)
 
 

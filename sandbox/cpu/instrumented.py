@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ UNFINISHED = "did not finish within"  # what the text says of a launch that was 
 
 _REPORTED = re.compile(r"Sanitizer: |: runtime error: ")
 Pointer = tuple[int, int]  # the position of the argument that holds it, and its offset there in bytes
+
+
+class Fill(IntEnum):
+    """What local variables hold before they are written, as runtime.h has it. REPORTED_NANS: the first read of one is
+    reported where the compiler shows it to the runtime: of an array, by an index that is no constant."""
+
+    NANS = 0
+    ZEROS = 1
+    REPORTED_NANS = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ def run(
     *,
     team: int = 1,
     order: int = 0,
+    stack: Fill = Fill.NANS,
     timeout: float = 120.0,
     folders: Sequence[Path] = (),
 ) -> Report:
@@ -64,14 +75,15 @@ def run(
     `buffers` maps a pointer among the arguments to the contiguous array it leads to. Blocks run side by side on one OS
     thread each under ThreadSanitizer, so that races between blocks are seen too. `order` 0 runs blocks, warps and lanes
     in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed; of each
-    block one warp lags behind the others as far as it can. `folders`: where else its headers are looked for.
+    block one warp lags behind the others as far as it can. `stack`: under "uninitialised" alone. `folders`: where else
+    its headers are looked for.
     """
     with cache.in_use():  # programs are run by their paths
         program, kernel = build.program(source, entry, defines, sanitizer, folders)
         blocks = grid[0] * grid[1] * grid[2]
         workers = min(blocks, 64) if sanitizer == "thread" else 1
         with tempfile.NamedTemporaryFile(prefix="sandbox-launch-") as file:
-            file.write(_launch((*grid, *block, team, smem_bytes, workers, order), arguments, buffers))
+            file.write(_launch((*grid, *block, team, smem_bytes, workers, order, stack), arguments, buffers))
             file.flush()
             try:
                 done = process.run(

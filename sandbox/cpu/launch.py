@@ -36,6 +36,7 @@ class _Launch(ctypes.Structure):
         ("smem_bytes", ctypes.c_uint),
         ("workers", ctypes.c_uint),
         ("order", ctypes.c_uint),
+        ("stack", ctypes.c_uint),
         ("error", ctypes.c_char_p),
         ("error_size", ctypes.c_uint64),
     )
@@ -80,7 +81,7 @@ class CpuFunction:
                 raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel would
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
-                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, team, smem, workers(), 0,
+                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, team, smem, workers(), 0, 0,
                 ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
             )  # fmt: skip
             with lock:

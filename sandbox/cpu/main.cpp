@@ -1,7 +1,7 @@
 // A program that runs one launch, read from a file, so that a sanitizer sees the kernel and little else. Every buffer is
 // allocated with its exact size: one element too far is out of bounds. Linked with the runtime; loads the kernel.
 //
-// The entry's name is that in the .cu. The file, all numbers int64: grid[3], block[3], team, smem_bytes, workers, order, buffer count, argument count;
+// The entry's name is that in the .cu. The file, all numbers int64: grid[3], block[3], team, smem_bytes, workers, order, stack, buffer count, argument count;
 // for each argument: size, bytes; for each buffer: the argument that points to it, the pointer's offset there, size, bytes.
 // After the launch it holds the buffers' bytes, one after the other.
 #include <dlfcn.h>
@@ -89,6 +89,7 @@ int main(int argc, char** argv) {
     launch.smem_bytes = read_number(file);
     launch.workers = read_number(file);
     launch.order = read_number(file);
+    launch.stack = read_number(file);
     launch.error = error;
     launch.error_size = sizeof error;
     buffers = read_number(file);

@@ -54,7 +54,41 @@ namespace cpu {
 
 extern "C" {
 thread_local Thread* sandbox_self;
+#if defined(SANDBOX_SHADOW)
+uint64_t sandbox_stack_fill;
+#endif
 }
+
+#if defined(SANDBOX_SHADOW)
+constexpr uint64_t STACK_NAN = 0xfff5fff5fff5fff5;  // a NaN as fp64, fp32, fp16 and bf16, and no number that kernels use
+constexpr size_t FILLED_BYTES = 32 * 1024;          // of a stack, when a block begins
+#if defined(__x86_64__)
+// What -mfentry calls before a function makes its frame: fills 512 bytes below, which earlier calls have used. Every register
+// may hold an argument. What is pushed here lies in the new frame, too: it is filled again at the end.
+asm(R"(
+    .text
+    .globl __fentry__
+    .type __fentry__, @function
+__fentry__:
+    pushq %rax
+    pushq %rcx
+    pushq %rdi
+    movq sandbox_stack_fill(%rip), %rax
+    leaq -512(%rsp), %rdi
+    movl $64, %ecx
+    rep stosq
+    popq %rdi
+    popq %rcx
+    movq %rax, -16(%rsp)
+    movq %rax, -8(%rsp)
+    popq %rax
+    pushq sandbox_stack_fill(%rip)
+    leaq 8(%rsp), %rsp
+    ret
+    .size __fentry__, . - __fentry__
+)");
+#endif
+#endif
 
 namespace {
 
@@ -271,6 +305,7 @@ struct Block {
     ~Block();
     bool run(dim3 index, Teammate* its_team);
 
+    void fill_stack(Fiber& fiber);
     void shuffle(dim3 index);
     // The first warp of a shuffled order lags behind as long as others go on, also after it has told them that they may: what
     // they do too early for it shows. Not for ever: some ask again and again.
@@ -484,6 +519,7 @@ bool Block::run(dim3 index, Teammate* its_team) {
         fiber.wgmma_fenced = false;
         fiber.wgmma_turn = fiber.team_turn = 0;
         fiber.registers = REGISTERS / threads / 8 * 8;
+        fill_stack(fiber);
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
     }
     hopper.begin();
@@ -508,6 +544,17 @@ bool Block::run(dim3 index, Teammate* its_team) {
             return false;
         }
     }
+}
+
+// What the kernel's own frame holds, and on x86-64 each function's (see __fentry__), before anything is written there.
+void Block::fill_stack(Fiber& fiber) {
+#if defined(SANDBOX_SHADOW)
+    sandbox_stack_fill = launch.stack == ZEROS ? 0 : STACK_NAN;
+    char* const end = fiber.stack + GUARD_BYTES + STACK_BYTES;
+    for (char* at = end - FILLED_BYTES; at < end; at += sizeof(uint64_t)) memcpy(at, &sandbox_stack_fill, sizeof(uint64_t));
+#else
+    (void)fiber;
+#endif
 }
 
 void Block::become_stuck(bool now) {
@@ -801,8 +848,15 @@ SharedMemory& holder(const char* at) {
     }
     return current->smem;
 }
+// Whether a local array's number has not been written: it still holds what the stack was filled with.
+bool unwritten_local(const char* at, size_t bytes) {
+    const char* const stack = self().stack;
+    if (current->launch.stack != REPORTED_NANS || bytes != 4 || at < stack || at >= stack + GUARD_BYTES + STACK_BYTES) return false;
+    return !memcmp(at, &STACK_NAN, bytes);
+}
 void check_read(const char* at, size_t bytes, const void* where) {
-    if (holder(at).was_written(at, bytes)) return;
+    const bool local = unwritten_local(at, bytes);
+    if (!local && holder(at).was_written(at, bytes)) return;
     void* calls[16];
     char stack[1024] = "";
     size_t used = 0;
@@ -815,8 +869,8 @@ void check_read(const char* at, size_t bytes, const void* where) {
                          static_cast<char*>(calls[i]) - static_cast<char*>(module.dli_fbase));
     }
     const uint3 &t = self().thread_idx, &b = self().block_idx;
-    current->fail("shared memory read before anything was written there, in block (%u,%u,%u) thread (%u,%u,%u)%s", b.x, b.y,
-                  b.z, t.x, t.y, t.z, stack);
+    current->fail("%s read before anything was written there, in block (%u,%u,%u) thread (%u,%u,%u)%s",
+                  local ? "a local array" : "shared memory", b.x, b.y, b.z, t.x, t.y, t.z, stack);
     pause(true);
 }
 }  // namespace

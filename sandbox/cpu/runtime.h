@@ -101,6 +101,8 @@ void sandbox_wgmma_settled(const float* d, Site site);
 // Ends the launch with an error.
 [[noreturn]] void sandbox_trap(const char* reason, Site site);
 
+enum Fill : unsigned { NANS, ZEROS, REPORTED_NANS };  // the last: a read of one ends the launch
+
 struct Launch {
     void (*entry)(void** args);
     void** args;
@@ -110,6 +112,7 @@ struct Launch {
     unsigned smem_bytes;
     unsigned workers;  // OS threads to spread the blocks over
     unsigned order;    // 0: blocks, warps and lanes in ascending order; else blocks descending, and a shuffle's seed; one warp lags behind
+    unsigned stack;    // a Fill: what local variables hold before they are written; with SANDBOX_SHADOW alone
     char* error;       // of error_size bytes: what went wrong, "" when all is well
     uint64_t error_size;
 };

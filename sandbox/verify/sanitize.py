@@ -2,8 +2,9 @@
 
 On the CPU backend every tool runs the kernel in a process of its own, in buffers of exact size: AddressSanitizer
 (bounds, alignment, and shared memory that a cp.async is on its way to), UndefinedBehaviorSanitizer, ThreadSanitizer
-with every CUDA thread a thread, reads of shared memory that nobody wrote, and the same launch with its threads in
-other orders. On a GPU it is compute-sanitizer, whose initcheck knows global memory alone.
+with every CUDA thread a thread, reads of shared memory that nobody wrote, and the same launch with other
+contents of uninitialised local variables, and with its threads in other orders. On a GPU it is compute-sanitizer, whose
+initcheck knows global memory alone.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..cpu import instrumented as host
 from ..cpu.build import Sanitizer
-from ..cpu.instrumented import Pointer, Report
+from ..cpu.instrumented import Fill, Pointer, Report
 from ..engine import pipeline
 from ..engine.choose import choose_tile, unsupported_tile
 from ..launch import dlpack
@@ -42,7 +44,7 @@ HOST_TOOLS = {
     "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
     "undefined": "undefined behaviour of C++",
     "thread": "races on shared and global memory",
-    "uninitialised": "reads of shared memory that nobody wrote",
+    "uninitialised": "reads of shared memory that nobody wrote; results that depend on uninitialised local variables",
     "orders": "results that depend on the order of threads",
 }
 _SEEDS = (1, 2)  # of the shuffled orders
@@ -154,14 +156,24 @@ def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: fl
                 return Inspection(*head, None, message="it sums by atomics, in any order")
             findings = _compare_orders(kernel, problem, tile, timeout)
             return Inspection(*head, not findings, findings)
-        report, _ = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
+        report, left = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
+        if tool == "uninitialised" and report.clean:
+            findings = _unwritten_locals(kernel, problem, tile, timeout, left)
+            return Inspection(*head, not findings, findings)
     except ToolchainMissing as missing:
         return Inspection(*head, None, message=str(missing))
     return Inspection(*head, report.clean, _findings(report, problem), text=report.text)
 
 
 def launch_on_host(
-    sanitizer: Sanitizer, kernel: Kernel, problem: Problem, tile: Tile, *, order: int = 0, timeout: float = 120.0
+    sanitizer: Sanitizer,
+    kernel: Kernel,
+    problem: Problem,
+    tile: Tile,
+    *,
+    order: int = 0,
+    stack: Fill = Fill.NANS,
+    timeout: float = 120.0,
 ) -> tuple[Report, dict[str, Array]]:
     """Every entry once, in the order of its launches and in buffers of exact size -> the report of the first that is
     not clean, else of the last; and every tensor, by its name, as it was left."""
@@ -181,7 +193,7 @@ def launch_on_host(
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
             entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers,
-            team=entry.team(chosen), order=order, timeout=timeout, folders=snippets.folders(problem),
+            team=entry.team(chosen), order=order, stack=stack, timeout=timeout, folders=snippets.folders(problem),
         )  # fmt: skip
         if not report.clean:
             named = [f"{name} {arrays[name].shape} of {arrays[name].itemsize} bytes each" for name in follows.values()]
@@ -219,13 +231,36 @@ def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float
         return _findings(failed, problem)
     (_, ascending), *others = launches
     for seed, (_, shuffled) in zip(_SEEDS, others, strict=True):
-        for name in ascending:
-            bits = f"u{ascending[name].itemsize}"
-            if (differ := ascending[name].view(bits) != shuffled[name].view(bits)).any():
-                first = tuple(map(int, np.argwhere(differ)[0]))
-                what = f"{name} depends on the order of threads: {differ.sum()} of {differ.size} elements differ"
-                return (Finding(f"{what} between ascending order and shuffle {seed}, first at {first}"),)
+        between = f"ascending order and shuffle {seed}"
+        if differ := _difference("the order of threads", between, ascending, shuffled):
+            return (Finding(differ),)
     return ()
+
+
+def _unwritten_locals(
+    kernel: Kernel, problem: Problem, tile: Tile, timeout: float, left: Mapping[str, Array]
+) -> tuple[Finding, ...]:
+    """Results must be the same bits whatever uninitialised local variables hold: NaN, of which `left` are the tensors,
+    or zeros."""
+    again = partial(launch_on_host, "uninitialised", kernel, problem, tile, timeout=timeout)
+    _, others = again(stack=Fill.ZEROS)
+    differ = _difference("uninitialised local variables", "NaN and 0 in them", left, others)
+    if not differ:
+        return ()
+    read, _ = again(stack=Fill.REPORTED_NANS)  # by line, where it can be seen
+    where = [place for finding in _findings(read, problem) for place in finding.places]
+    return (Finding(differ, tuple(where)),)
+
+
+def _difference(cause: str, between: str, some: Mapping[str, Array], others: Mapping[str, Array]) -> str:
+    """The first tensor whose bits differ between two launches, as a sentence; "" where all are the same."""
+    for name, array in some.items():
+        bits = f"u{array.itemsize}"
+        if (differ := array.view(bits) != others[name].view(bits)).any():
+            first = tuple(map(int, np.argwhere(differ)[0]))
+            what = f"{name} depends on {cause}: {differ.sum()} of {differ.size} elements differ"
+            return f"{what} between {between}, first at {first}"
+    return ""
 
 
 # ---- on a GPU: the launch in a process of its own, under compute-sanitizer

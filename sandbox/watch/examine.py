@@ -50,6 +50,7 @@ REPEATS = 20  # launches that are timed on a GPU
 _PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
 _QUICK_TOOLS = ("address", "thread")
 _SLOW = ("stack", "spill_stores", "spill_loads")  # of Resources: what is in local memory
+_SMALL_TOOLS = (*_QUICK_TOOLS, "uninitialised")  # unoptimised code, too slow for large tiles
 
 
 def prepare(job: Job) -> None:
@@ -116,7 +117,7 @@ def _examine(job: Job, at: At) -> Examination:
             tile = job.tile or sanitize.small_tile(kernel)
             small = [(t, problem) for t in (tile, *new) for problem in sanitize.small_problems(kernel, t)[:1]]
             at("running it under sanitizers", COMPILE_SECONDS)
-            findings, more = _found(_sanitizing(kernel, small, job, pool))
+            findings, more = _found(_sanitizing(kernel, small, job, pool, _SMALL_TOOLS))
             notes += more
             if not findings and not job.tile:  # what is shipped, while results are compared
                 patient = replace(job, seconds=max(job.seconds, _PATIENCE))
@@ -234,10 +235,13 @@ def _slow_memory(
 _Looking = list[list[Future[Inspection]]]  # by the tools, at each problem
 
 
-def _sanitizing(kernel: Kernel, pairs: Iterable[tuple[Tile, Problem]], job: Job, pool: ThreadPoolExecutor) -> _Looking:
+def _sanitizing(
+    kernel: Kernel, pairs: Iterable[tuple[Tile, Problem]], job: Job, pool: ThreadPoolExecutor,
+    tools: Sequence[str] = _QUICK_TOOLS,
+) -> _Looking:  # fmt: skip
     """Ragged problems in processes of their own: what would end this one is found there, and by its line."""
     return [
-        [pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds) for tool in _QUICK_TOOLS]
+        [pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds) for tool in tools]
         for tile, problem in pairs
     ]
 

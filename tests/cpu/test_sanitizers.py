@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import platform
 import random
 import re
 from collections.abc import Callable
@@ -18,13 +19,17 @@ from sandbox.core import registry
 from sandbox.cpu import compiler
 from sandbox.cpu import instrumented as sanitize
 from sandbox.cpu.build import Sanitizer
-from sandbox.cpu.instrumented import Report
+from sandbox.cpu.instrumented import Fill, Report
 from sandbox.spec import Kernel, Problem, Tile
 from sandbox.verify.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
 
 KERNELS = list(registry.kernels().values())
 pytestmark = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has no sanitizers")
 both = pytest.mark.parametrize("sanitizer", ["address", "thread"])
+needs_fentry = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not compiler.find().is_gcc, reason="-mfentry is GCC's, on x86-64"
+)
+HALF = "#include <cuda_fp16.h>\n"
 
 SOURCE = registry.get("fwd_minimal").source
 LINES = SOURCE.read_text().splitlines()
@@ -460,6 +465,56 @@ CLEAN = {
             if (blockIdx.x == 0 && t < 32) out[t] = a[t];
         }""",
 }
+
+
+LOCALS = {  # how a kernel gets at a local variable that holds what `first` left on the stack
+    "of the kernel": """extern "C" __global__ void k(float* out) {
+            float x[4];
+            out[threadIdx.x] = x[threadIdx.x % 4];  // HERE
+        }""",
+    "of a function that another preceded": """
+        __device__ __noinline__ float first(int i) { float x[4] = {1.0f, 1.0f, 1.0f, 1.0f}; return x[i]; }
+        __device__ __noinline__ float second(int i) {
+            float x[4];
+            return x[i];  // HERE
+        }
+        extern "C" __global__ void k(float* out) {
+            out[threadIdx.x] = first(threadIdx.x % 4);
+            out[threadIdx.x] = second(threadIdx.x % 4);
+        }""",
+    "in a structure": """
+        struct Pair { __half a; __half b; float x[2]; };
+        extern "C" __global__ void k(float* out) {
+            Pair pair;
+            pair.a = __half(1.0f);
+            out[threadIdx.x] = pair.x[threadIdx.x % 2];  // HERE
+        }""",
+}
+
+
+@needs_fentry
+@pytest.mark.parametrize("name", LOCALS)
+def test_uninitialised_locals_are_filled(name: str, tmp_path: Path) -> None:
+    """With NaN or zeros; of the third, a read is reported."""
+    out = np.ones(32, np.float32)
+    run = lambda stack: run_text(tmp_path, "uninitialised", HALF + LOCALS[name], out, stack=stack)  # noqa: E731
+    assert np.isnan(run(Fill.NANS).contents[0]).all()
+    assert (run(Fill.ZEROS).contents[0] == 0).all()
+    report = run(Fill.REPORTED_NANS)
+    assert "a local array read before anything was written there" in report.text
+    assert line_of(HALF + LOCALS[name]) in report.lines
+
+
+def test_an_initialised_local_is_no_finding(tmp_path: Path) -> None:
+    text = """extern "C" __global__ void k(float* out) {
+            float x[4];
+            for (int i = 0; i < 4; ++i) x[i] = i;
+            out[threadIdx.x] = x[threadIdx.x % 4];
+        }"""
+    for stack in Fill:
+        report = run_text(tmp_path, "uninitialised", text, np.zeros(32, np.float32), stack=stack)
+        assert report.clean, report.text
+        assert np.array_equal(report.contents[0], np.arange(32) % 4)
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread", "uninitialised"])

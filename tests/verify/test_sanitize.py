@@ -56,6 +56,18 @@ FAULTS = {
         "fwd_minimal", "O_smem[d * BLOCK_M + t] = 0.0f;", ";", "uninitialised",
         "shared memory read before anything was written there", "float o = alpha * O_smem",
     ),
+    "uninitialised local variable": (
+        "fwd_minimal", "float m = -INF, l = 0.0f;", "float m = -INF, l;", "uninitialised",
+        "O depends on uninitialised local variables", "",
+    ),
+    "uninitialised local array": (
+        "fwd_block2d", "l[ROWS] = {}", "l[ROWS]", "uninitialised",
+        "O depends on uninitialised local variables", "l[i] *= alpha;",
+    ),
+    "uninitialised member of a local structure": (
+        "fwd_wgmma", "m[2] = {-INF, -INF}, l[2] = {};", "m[2], l[2] = {};", "uninitialised",
+        "LSE depends on uninitialised local variables", "m[half] = fmaxf(m[half], row_max<4>(top[half]));",
+    ),
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
         "shared memory used while a cp.async to it by thread 0 has not been waited for", "rows.load_queries(Q_smem",

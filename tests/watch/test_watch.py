@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from project import INTERRUPTIBLE, in_project, new_kernel
 
+from sandbox.cpu import compiler
+
 pytest.importorskip("watchfiles")
+needs_gcc = pytest.mark.skipif(not compiler.find().is_gcc, reason="uninitialised variables are found with GCC alone")
 
 
 class Person:
@@ -176,6 +179,15 @@ def test_a_file_that_cannot_be_read(person: Callable[..., Person]) -> None:
         path.unlink()
         path.write_text(text)
         assert me.sees()["found"]["stage"] == "ok"
+
+
+@needs_gcc
+def test_an_uninitialised_variable_is_reported(person: Callable[..., Person]) -> None:
+    me = person("cpu")
+    me.sees()
+    said = me.edits("float m = -INF, l = 0.0f;", "float m = -INF, l;")["found"]
+    assert (said["stage"], len(said["findings"])) == ("sanitize", 1)
+    assert said["findings"][0]["what"].startswith("O depends on uninitialised local variables: ")
 
 
 def test_what_a_kernel_prints_is_shown(person: Callable[..., Person]) -> None:
