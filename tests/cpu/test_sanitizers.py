@@ -20,7 +20,10 @@ from sandbox.cpu import compiler
 from sandbox.cpu import instrumented as sanitize
 from sandbox.cpu.build import Sanitizer
 from sandbox.cpu.instrumented import Fill, Report
+from sandbox.engine.choose import choose_tile
 from sandbox.spec import Kernel, Problem, Tile
+from sandbox.verify import sanitize as verifying
+from sandbox.verify.cases import Case, inputs_of
 from sandbox.verify.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
 
 KERNELS = list(registry.kernels().values())
@@ -191,6 +194,42 @@ def test_many_boxes_on_their_way() -> None:
     kernel, problem = registry.get("fwd_wgmma"), Problem(1, 1, 131, 85, 256, dtype="float16")
     tile = Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=1)
     report = launch_on_host("thread", kernel, problem, tile)[0]
+    assert report.clean, report.text
+
+
+PAGED = Problem(2, 4, 3, 160, 64, Hk=2, dtype="float16", causal="bottom-right", page_size=16, pages=25)
+RAGGED = Problem(0, 2, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
+SHORTENED = Problem(2, 2, 20, 40, 32, dtype="float16", key_lengths=True)
+NONSENSE: list[tuple[str, Problem, dict[str, Any]]] = [
+    ("fwd_decode", PAGED, {"block_table": {(0, 0): 10**6, (1, 1): -(10**6)}, "key_lengths": {...: 160}}),
+    ("fwd_decode", PAGED, {"block_table": {(1, 1): -(10**6)}, "key_lengths": {...: 160}}),
+    *((name, RAGGED, {"cu_seqlens_q": {...: offsets}}) for name in ("fwd_mma", "bwd_wgmma")
+      for offsets in ((0, 50, 70), (-20, 40, 60))),
+    *((name, RAGGED, {"cu_seqlens_k": {...: offsets}}) for name in ("fwd_minimal", "bwd_mma")
+      for offsets in ((0, 50, 70), (-20, 40, 60))),
+    ("fwd_minimal", SHORTENED, {"key_lengths": {...: (10**6, -(10**6))}}),
+    ("fwd_mma", SHORTENED, {"key_lengths": {...: (10**6, -(10**6))}}),
+    ("fwd_decode", PAGED, {"key_lengths": {...: (10**6, -(10**6))}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "problem", "nonsense"), NONSENSE)
+def test_what_points_outside_of_the_tensors_is_cut(
+    name: str, problem: Problem, nonsense: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page numbers, offsets and lengths, in kernels that do not check them first, as on a GPU."""
+
+    def bad_inputs(computes: str, case: Case) -> dict[str, np.ndarray]:
+        given = {array: numbers.copy() for array, numbers in inputs_of(computes, case).items()}
+        for array, places in nonsense.items():
+            for place, number in places.items():
+                given[array][place] = number
+        return given
+
+    monkeypatch.setattr(verifying, "inputs_of", bad_inputs)
+    kernel = registry.get(name)
+    unchecked = dataclasses.replace(kernel, macros={**kernel.macros, "CHECKED_KERNELS": 0})
+    report, _ = launch_on_host("address", unchecked, problem, choose_tile(kernel, problem, None))
     assert report.clean, report.text
 
 

@@ -76,6 +76,17 @@ def test_kernels_walk_by_it(name: str, score: Score, device: Device) -> None:
         assert result.ok, result
 
 
+@pytest.mark.parametrize("sees_more", [0, 1])
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_each_head_of_a_group_has_bits_of_its_own(name: str, sees_more: int, device: Device) -> None:
+    """One head of a group sees all that the other does not: whole tiles, and the rest of tiles seen in part."""
+    kernel = registry.get(name)
+    score = Score(mask=f"h == {sees_more} || doc(i) == doc(j)", tensors={"doc": (np.arange(S) // 100).astype(np.int32)})
+    problem = Problem(1, 2, S, S, 32, Hk=1, dtype="float16", score=score)
+    result = check.verify(kernel, Case("heads of a group", problem), device)
+    assert result.ok or (result.ok is None and device != HOST), result
+
+
 @pytest.mark.parametrize("name", ["fwd_wgmma", "bwd_wgmma"])
 def test_kernels_read_the_pairs_of_a_mask(name: str, device: Device) -> None:
     """A bit each, of heads that differ, beside what ranges hide."""
