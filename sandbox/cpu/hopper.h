@@ -3,7 +3,6 @@
 #pragma once
 
 constexpr unsigned REGISTERS = 65536;  // of an SM
-constexpr unsigned NAMED_BARRIERS = 16;
 
 // An mbarrier's 64-bit word. Bytes that are announced and have not come keep a phase open, as arrivals do.
 struct Mbarrier {
@@ -58,13 +57,13 @@ struct Hopper {
     unsigned free_registers;
     WarpMma mma[1024 / WARP];
     uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // operands as they are when a wgmma ends
-    uint16_t unfenced[MAX_DYNAMIC_SMEM / 16];  // 1 + the thread that wrote the chunk since its last proxy fence
+    Proxies proxies;
 
     void begin() {
         step = requested.count = free_registers = 0;
         drop_departed();
         memset(named, 0, sizeof named);
-        memset(unfenced, 0, sizeof unfenced);
+        proxies.begin();
         for (WarpMma& warp : mma) {
             drop(warp);
             warp.groups = warp.issued = warp.turn = 0;
@@ -74,6 +73,7 @@ struct Hopper {
         free(requested.items);
         drop_departed();
         free(departed.items);
+        free(proxies.mbarriers.items);
         for (WarpMma& warp : mma) {
             drop(warp);
             free(warp.under_way.items);

@@ -56,6 +56,18 @@ void end_phase(Block& block, char* at) {
     block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
 }
 
+void must_be_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
+    const Proxies& proxies = current->hopper.proxies;
+    if (!proxies.used) return;
+    for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) {
+        if (proxies.unfenced[chunk])
+            trap(site, "thread %u wrote a part of what %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1, what);
+        if (!proxies.known(chunk, thread_of(self())))
+            trap(site, "warp %u wrote a part of what %s and called fence_proxy_async only after the barrier that passes it on",
+                 proxies.fenced_by[chunk], what);
+    }
+}
+
 void block_until(State state, Site site) {
     self().state = state;
     self().site = site;
@@ -95,6 +107,7 @@ bool Block::deliver_boxes() {
         acquire(box.barrier);  // whoever requested it
         load_box(box.to, box.map, box.at);
         smem.mark(box.to, box_bytes(box.map), true);
+        hopper.proxies.arrived(box.to - smem.dynamic, box.to - smem.dynamic + box_bytes(box.map));
         release(box.barrier);
         reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box_bytes(box.map));
         end_phase(*this, box.barrier);
@@ -185,12 +198,15 @@ extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
     barrier.parity = 0;
     barrier.expected = barrier.missing = arrivals;
     barrier.bytes = 0;
+    current->hopper.proxies.write(at - current->smem.dynamic, at + 8 - current->smem.dynamic, thread_of(self()));
 }
 
 extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
     Mbarrier& barrier = mbarrier_at(at, site);
     if (!barrier.missing) trap(site, "one arrival too many: this phase of the mbarrier waits for bytes alone");
     release(at);
+    Proxies& proxies = current->hopper.proxies;
+    proxies.release(proxies.mbarrier(at), thread_of(self()));
     barrier.bytes += bytes;
     --barrier.missing;
     end_phase(*current, at);
@@ -204,6 +220,8 @@ extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {
     if (parity > 1) trap(site, "a parity is 0 or 1, not %u", parity);
     if (mbarrier_at(at, site).parity == parity) block_until(State::at_mbarrier, site);
     acquire(at);
+    Proxies& proxies = current->hopper.proxies;
+    proxies.acquire(proxies.mbarrier(at), thread_of(fiber));
 }
 
 extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predicate, Site site) {
@@ -216,6 +234,8 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
         trap(site, "named barrier %u for %u threads, but those who are there came for %u", id, threads, barrier.threads);
     const unsigned turn = barrier.generation % 2;
     release(&barrier.order[turn]);
+    Clock& clock = block.hopper.proxies.named_barriers[id][turn];
+    block.hopper.proxies.release(clock, thread_of(self()));
     barrier.threads = threads;
     barrier.any |= predicate;
     if (++barrier.arrived == threads) {
@@ -229,6 +249,7 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
         block_until(State::at_named_barrier, site);
     }
     if (waits) acquire(&barrier.order[turn]);
+    if (waits) block.hopper.proxies.acquire(clock, thread_of(self()));
     return barrier.result[turn];
 }
 
@@ -250,6 +271,7 @@ extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* a
     Hopper& hopper = current->hopper;
     if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     mbarrier_at(barrier, site);
+    must_be_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA arrives at", site);
     seen_writing(to, box_bytes(*map));
     memset(to, 0xff, box_bytes(*map));
     current->smem.mark(to, box_bytes(*map), false);
@@ -270,10 +292,7 @@ void must_be_written(const char* from, uint64_t bytes, const char* what, Site si
 // Where in shared memory what is sent lies; all of it has to be there for the async proxy.
 uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
     const uint64_t offset = smem_offset_of(from, bytes, site);
-    for (uint64_t chunk = offset / 16; chunk < (offset + bytes) / 16; ++chunk)
-        if (current->hopper.unfenced[chunk])
-            trap(site, "thread %u wrote a part of what is sent and did not call fence_proxy_async",
-                 current->hopper.unfenced[chunk] - 1);
+    must_be_fenced(offset, offset + bytes, "is sent", site);
     seen_reading(from, bytes);
     return offset;
 }
@@ -333,13 +352,11 @@ extern "C" void sandbox_yield() {
 extern "C" void sandbox_generic_write(const char* at, unsigned bytes) {
     const SharedMemory& smem = current->smem;
     if (at < smem.dynamic || at + bytes > smem.dynamic + smem.dynamic_bytes) return;
-    for (uint64_t chunk = (at - smem.dynamic) / 16; chunk * 16 < static_cast<uint64_t>(at + bytes - smem.dynamic); ++chunk)
-        current->hopper.unfenced[chunk] = static_cast<uint16_t>(1 + thread_of(self()));
+    current->hopper.proxies.write(at - smem.dynamic, at + bytes - smem.dynamic, thread_of(self()));
 }
 
 extern "C" void sandbox_fence_proxy_async() {
-    const uint16_t mine = static_cast<uint16_t>(1 + thread_of(self()));
-    for (uint16_t& writer : current->hopper.unfenced) writer = writer == mine ? 0 : writer;
+    current->hopper.proxies.fence(thread_of(self()));
 }
 
 // ---- wgmma
@@ -356,12 +373,14 @@ bool first_of_warp() {
     return true;
 }
 
-void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count, Site site) {
+void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count, bool issued,
+                  Site site) {
     const SharedMemory& smem = current->smem;
     const MatrixPlace place(bits);
     if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset");
     const Range read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
         must_be_written(smem.dynamic + offset, 16, "wgmma reads", site);
+        if (issued) must_be_fenced(offset, offset + 16, "wgmma reads", site);
     });
     if (read.end > smem.dynamic_bytes)
         trap(site, "wgmma reads up to shared memory + %llu, which has %u", static_cast<unsigned long long>(read.end),
@@ -370,10 +389,11 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
 }
 
 // Both operands as they are now. A fragment in registers: see include/ptx.cuh.
-void read_operands(const UnderWay& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], Site site) {
+void read_operands(const UnderWay& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], bool issued, Site site) {
     const unsigned warp = thread_of(self()) / WARP % 4;
-    read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, site);
-    if (!product.lane0.a) return read_operand(A, product.lane0.a_descriptor, product.lane0.a_k_major, 16 * warp, 16, site);
+    read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, issued, site);
+    if (!product.lane0.a)
+        return read_operand(A, product.lane0.a_descriptor, product.lane0.a_k_major, 16 * warp, 16, issued, site);
     for (unsigned lane = 0; lane < WARP; ++lane)
         for (unsigned i = 0; i < 8; ++i)
             A[i / 4 * 8 + lane % 4 * 2 + i % 2][i / 2 % 2 * 8 + lane / 4] =
@@ -410,7 +430,7 @@ Accumulators* accumulators_of(WarpMma& warp, const uint64_t* lanes, const Produc
 // The operands have to be what they were when the wgmma was issued.
 void finish(const UnderWay& product, Site waiting) {
     auto &A = current->hopper.A, &B = current->hopper.B;
-    read_operands(product, A, B, product.site);
+    read_operands(product, A, B, false, product.site);
     if (!same(A, product.A, 16) || !same(B, product.B, product.lane0.n))
         trap(product.site, "an operand of this wgmma changed before the wait for it at line %d", waiting.line);
     Accumulators& d = *product.accumulators;
@@ -432,7 +452,7 @@ extern "C" void sandbox_wgmma(const Product* mine, Site site) {
     product->accumulators = accumulators_of(warp, lanes, product->lane0);
     product->group = warp.groups;
     product->site = site;
-    read_operands(*product, product->A, product->B, site);
+    read_operands(*product, product->A, product->B, true, site);
     ++product->accumulators->products;
     ++warp.issued;
     warp.under_way.add() = product;

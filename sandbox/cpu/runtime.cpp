@@ -243,6 +243,7 @@ struct SharedMemory {
     }
 };
 
+#include "proxies.h"
 #include "hopper.h"
 
 // When numbers that are stored, not added, reach global memory: as late as can be, when no other block can go on without them.
@@ -687,11 +688,16 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
     bool& any = current->any[current->generation % 2];
     any |= predicate;
     char* order = &current->order[current->generation % 2];  // two: what follows a barrier must not count before it
+    Proxies& proxies = current->hopper.proxies;
+    Clock& clock = proxies.block_barrier[current->generation % 2];
+    const unsigned thread = static_cast<unsigned>(&fiber - current->fibers);
     release(order);
+    proxies.release(clock, thread);
     fiber.state = State::at_barrier;
     fiber.site = site;
     pause();
     acquire(order);
+    proxies.acquire(clock, thread);
     return any;
 }
 
@@ -789,6 +795,7 @@ extern "C" void sandbox_wait_for_copies(unsigned pending) {
 #endif
         memcpy(copy.to, copy.from, copy.valid);
         memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
+        if (current->hopper.proxies.used) sandbox_generic_write(copy.to, copy.bytes);
 #if defined(SANDBOX_TSAN)
         __tsan_func_exit();
 #endif
@@ -873,19 +880,23 @@ void check_read(const char* at, size_t bytes, const void* where) {
                   local ? "a local array" : "shared memory", b.x, b.y, b.z, t.x, t.y, t.z, stack);
     pause(true);
 }
+void seen_store(const char* at, size_t bytes) {
+    holder(at).mark(at, bytes, true);
+    if (current->hopper.proxies.used) sandbox_generic_write(at, static_cast<unsigned>(bytes));
+}
 }  // namespace
 
 // What -fsanitize=kernel-address makes of each load and store.
 #define SANDBOX_ACCESS(size) \
     extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
-    extern "C" void __asan_store##size##_noabort(const char* at) { holder(at).mark(at, size, true); }
+    extern "C" void __asan_store##size##_noabort(const char* at) { seen_store(at, size); }
 SANDBOX_ACCESS(1)
 SANDBOX_ACCESS(2)
 SANDBOX_ACCESS(4)
 SANDBOX_ACCESS(8)
 SANDBOX_ACCESS(16)
 extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) { check_read(at, bytes, __builtin_return_address(0)); }
-extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { holder(at).mark(at, bytes, true); }
+extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { seen_store(at, bytes); }
 extern "C" void __asan_handle_no_return() {}
 #endif
 

@@ -454,7 +454,10 @@ extern "C" __global__ void wrong(const unsigned short* A, float* out, const __gr
     using A_tile = Swizzled<64, 64>;
     const SmemAddr tile = smem_address(smem), barrier = tile + 8192;
     float d[32];
-    if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier, 1);
+        fence_proxy_async();  // for TMA
+    }
     __syncthreads();  // the mbarrier is there
     const auto request = [&] { if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); };
     const auto multiply = [&] { wgmma<Order::K_MAJOR>(d, A_tile::k_major(tile), A_tile::k_major(tile), false); };
@@ -466,10 +469,10 @@ GOOD = (
 )
 
 
-def run_wrong(run_hopper: Run, body: str) -> np.ndarray:
+def run_wrong(run_hopper: Run, body: str, frame: str = FRAME) -> np.ndarray:
     A = np.ones((1, 1, 64, 64), np.float16)
     out = np.zeros(128, np.float32)
-    text = FRAME.replace("BODY", body + " out[threadIdx.x] = d[0];")
+    text = frame.replace("BODY", body + " out[threadIdx.x] = d[0];")
     run_hopper(text, "wrong", A, out, boxes_of(0, A, 64), block=128, smem=8192 + 64)
     return out
 
@@ -528,6 +531,56 @@ NOBODY_ARRIVES = (
 def test_mistakes_are_named(run_hopper: Run, body: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         run_wrong(run_hopper, body)
+
+
+# Each thread writes 16 bytes; warp 3 passes a barrier and sends what warp 0 wrote, or a warpgroup multiplies it.
+WRITE = "store_floats(tile + threadIdx.x * 16, 2, 2, 2, 2);"
+COPY = "cp_async_16(tile + threadIdx.x * 16, A + threadIdx.x * 8, true); cp_async_commit(); cp_async_wait<0>();"
+FENCE = "fence_proxy_async();"
+BARRIERS = {
+    "__syncthreads": "__syncthreads();",
+    "a named barrier": "if (threadIdx.x < 96) named_barrier_arrive(1, 128); else named_barrier_sync(1, 128);",
+    "an mbarrier": "if (threadIdx.x < 32) mbarrier_arrive(barrier + 8); else mbarrier_wait(barrier + 8, 0);",
+}
+SEND = "if (threadIdx.x == 96) { send_sums(out, tile, 512); send_commit(); send_wait_read(); } __syncthreads();"
+PRODUCT = "__syncthreads(); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); wgmma_settled(d);"
+TWO_BARRIERS = FRAME.replace("mbarrier_init(barrier, 1);", "mbarrier_init(barrier, 1); mbarrier_init(barrier + 8, 32);")
+LATE = "and called fence_proxy_async only after the barrier that passes it on"
+
+
+@on_cpu
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_what_is_sent_is_fenced_before_the_barrier(barrier: str, run_hopper: Run) -> None:
+    between = BARRIERS[barrier]
+    run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + FENCE + between + SEND, TWO_BARRIERS)
+    with pytest.raises(LaunchError, match="thread 0 wrote a part of what is sent and did not call fence_proxy_async"):
+        run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + between + SEND + FENCE, TWO_BARRIERS)
+    with pytest.raises(LaunchError, match=f"warp 0 wrote a part of what is sent {LATE}"):
+        run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + between + FENCE + SEND, TWO_BARRIERS)
+
+
+@on_cpu
+@pytest.mark.parametrize("write", [WRITE, COPY])
+def test_what_wgmma_reads_is_fenced_before_the_barrier(write: str, run_hopper: Run) -> None:
+    between = "wgmma_fence();" + PRODUCT
+    run_wrong(run_hopper, GOOD + "__syncthreads();" + write + FENCE + between)
+    with pytest.raises(LaunchError, match=r"wrote a part of what wgmma reads and did not .* at .*wrong.cu:\d+"):
+        run_wrong(run_hopper, GOOD + "__syncthreads();" + write + between)
+    with pytest.raises(LaunchError, match="wrote a part of what wgmma reads and "):
+        run_wrong(run_hopper, GOOD + "__syncthreads();" + write + "__syncthreads();" + FENCE + PRODUCT[16:])
+
+
+@on_cpu
+def test_an_mbarrier_is_fenced_before_tma_arrives_at_it(run_hopper: Run) -> None:
+    with pytest.raises(LaunchError, match="thread 0 wrote a part of what TMA arrives at and did not call"):
+        run_wrong(run_hopper, GOOD, FRAME.replace(FENCE, ""))
+
+
+@on_cpu
+def test_a_box_needs_no_fence(run_hopper: Run) -> None:
+    """It comes in the place of what was written, and what came before is not looked at again."""
+    again = "if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); mbarrier_wait(barrier, 1);"
+    assert (run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + "__syncthreads();" + again + PRODUCT) == 16).all()
 
 
 @on_cpu

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from project import SEED
+from project import SEED, dtype_of
 
 from sandbox.core import registry
 from sandbox.cpu import compiler
@@ -187,6 +187,41 @@ def test_what_a_team_sends_has_been_written(sent: bool, tmp_path: Path) -> None:
     report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
     assert report.clean is sent, report.text
     assert sent or "shared memory read before anything was written there" in report.text
+
+
+def fences(name: str) -> list[int]:
+    """The lines of a kernel that call fence_proxy_async."""
+    text = registry.get(name).source.read_text()
+    return [number for number, line in enumerate(text.splitlines(), 1) if "fence_proxy_async();" in line]
+
+
+FENCES = [("bwd_wgmma", number) for number in fences("bwd_wgmma")] + [
+    (name, random.Random(f"{SEED} {name}").choice(fences(name)))
+    for name in ("fwd_wgmma", "fwd_wgmma_fp8", "fwd_decode_wgmma", "bwd_heads", "bwd_stays")
+]
+
+
+@pytest.mark.parametrize(("name", "number"), FENCES)
+def test_each_proxy_fence_is_needed(name: str, number: int, tmp_path: Path) -> None:
+    """Without it something that TMA or wgmma reads is reported: of a head width of 64, or of 256."""
+
+    def without(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        lines[number - 1] = lines[number - 1].replace("fence_proxy_async();", "")
+        return "".join(lines)
+
+    kernel = registry.get(name)
+    unfenced = dataclasses.replace(kernel, source=changed(tmp_path, without, kernel.source))
+    dtype = dtype_of(kernel)
+    for D in (64, 256):
+        problem = Problem(1, 2, 257, 131, D, Hk=1, dtype=dtype, causal="bottom-right")
+        if kernel.refuses(problem):
+            continue
+        report, _ = launch_on_host("uninitialised", unfenced, problem, choose_tile(kernel, problem, None))
+        if not report.clean:
+            assert "fence_proxy_async" in report.text
+            return
+    raise AssertionError("the missing fence is not reported")
 
 
 def test_many_boxes_on_their_way() -> None:
