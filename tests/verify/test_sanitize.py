@@ -391,7 +391,9 @@ def test_a_mistake_in_a_score_is_found_in_its_file(mistake: str, tmp_path: Path)
     found = {row["tool"]: row["findings"] for row in rows if row["clean"] is not True}
     assert [*found] == ([tool] if tool else [])
     for (finding,) in found.values():
-        assert finding["what"] == sentence
+        said, _, expression = sentence.partition(", in the Score's ")  # between them may stand which tensor, and where
+        assert finding["what"].startswith(said)
+        assert finding["what"].endswith(f", in the Score's {expression}")
         assert {"file": str(file), "line": line} in finding["places"]
 
 
