@@ -542,7 +542,10 @@ BARRIERS = {
     "a named barrier": "if (threadIdx.x < 96) named_barrier_arrive(1, 128); else named_barrier_sync(1, 128);",
     "an mbarrier": "if (threadIdx.x < 32) mbarrier_arrive(barrier + 8); else mbarrier_wait(barrier + 8, 0);",
 }
-SEND = "if (threadIdx.x == 96) { send_sums(out, tile, 512); send_commit(); send_wait_read(); } __syncthreads();"
+SEND = (
+    "if (threadIdx.x == 96) { tma_reduce_add(out, tile, 512); tma_store_commit(); tma_store_wait_read(); } "
+    "__syncthreads();"
+)
 PRODUCT = "__syncthreads(); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); wgmma_settled(d);"
 TWO_BARRIERS = FRAME.replace("mbarrier_init(barrier, 1);", "mbarrier_init(barrier, 1); mbarrier_init(barrier + 8, 32);")
 LATE = "and called fence_proxy_async only after the barrier that passes it on"

@@ -197,7 +197,7 @@ def fences(name: str) -> list[int]:
 
 FENCES = [("bwd_wgmma", number) for number in fences("bwd_wgmma")] + [
     (name, random.Random(f"{SEED} {name}").choice(fences(name)))
-    for name in ("fwd_wgmma", "fwd_wgmma_fp8", "fwd_decode_wgmma", "bwd_heads", "bwd_stays")
+    for name in ("fwd_wgmma", "fwd_wgmma_fp8", "fwd_decode_wgmma", "bwd_wgmma_head", "bwd_wgmma_persistent")
 ]
 
 
