@@ -357,6 +357,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     for (; left > 0; --left) {
         TIMELINE(wait_load);
         cp_async_wait<0>();
+        if (threadIdx.x < BLOCK_M) {  // of the LSE that it has copied
+            float& lse = reinterpret_cast<float*>(smem + stage + Q_BYTES + dO_BYTES)[threadIdx.x];
+            if (Head::is_large(lse)) lse = NOT_A_NUMBER;
+        }
         __syncthreads();  // the stage is there for everybody; everybody has used the other one, dS^T and P^T
         TIMELINE(load);
         int next_h = h, next_m0 = m0 + BLOCK_M;  // by the block map
@@ -386,8 +390,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         else if (m0 >= row_end()) ++h, m0 = first_row();
     }
     TIMELINE(store);
-    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time:
-    if (Head::HIDES && __syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
+    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see; of a large LSE P is NaN. Both are rare.
+    if (__syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
         return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
                                                         n0(), threadIdx.x / 32);
 

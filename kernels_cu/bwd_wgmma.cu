@@ -258,6 +258,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16)
                     to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
+                bool large = false;
+#pragma unroll
+                for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
+                if (large && of_LSE) {  // or there is -INF
+#pragma unroll
+                    for (int t = 0; t < BLOCK_M; t += 16)
+                        if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
+                }
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });
@@ -372,7 +380,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // dK or dV of the consumer leaves: 64 keys, all columns or half of them, by way of `tile`, which nobody reads any more.
     bool non_finite = false;
     const auto leave = [&](auto layout, SmemAddr tile, const TensorMap& map, const float (&sums)[COLS / 2], float factor) {
-        non_finite |= Head::HIDES && !finite(sums);
+        non_finite |= !finite(sums);
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 8) {
             unsigned pair[4];
@@ -674,13 +682,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         leave_dK(i);
     }
 
-    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-    if (Head::HIDES && named_barrier_or(both, 256, non_finite)) {
+    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see; of a large LSE P is NaN. Both are rare.
+    if (named_barrier_or(both, 256, non_finite)) {
         if (threadIdx.x % 128 == 0) tma_store_wait();  // what has been sent is in its place, to be written once more
         named_barrier_sync(both, 256);
         const WorkTileRange done = claimed();
         return key_gradients_non_finite<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, done.b, done.kv_head, H, walk.n0(),
-                                                    warp - 4);
+                                                    thread_index_x() / 32 - 4);  // asked again: else the main loop has more instructions
     }
     if (threadIdx.x % 128 == 0) tma_store_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);

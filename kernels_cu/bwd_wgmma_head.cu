@@ -211,6 +211,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16)
                     to[t] = !of_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // sees no key: P is 0
+                bool large = false;
+#pragma unroll
+                for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
+                if (large && of_LSE) {  // or there is -INF
+#pragma unroll
+                    for (int t = 0; t < BLOCK_M; t += 16)
+                        if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
+                }
                 __syncwarp();  // written before the arrival says so
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             }, [](int) {});
@@ -400,10 +408,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
             finish_tiles();
         }
         TIMELINE(store);
-        // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-        const bool non_finite = named_barrier_or(both, 256, Head::HIDES && !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
+        // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see; of a large LSE P is NaN. Both are rare.
+        const bool non_finite = named_barrier_or(both, 256, !(finite(dK_rmem) && finite(dV_rmem)));  // all have used K and V
         if (threadIdx.x % 128 == 0) mbarrier_arrive(base + EMPTY_KEYS);
-        if (Head::HIDES && non_finite) {
+        if (non_finite) {
             key_gradients_non_finite<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H, progress.n0(), warp - 4);
         } else {
             store_rows(false, dV_rmem, 1.0f);
@@ -436,7 +444,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
             const int h = kv_head * group + (first + t) / tiles, m0 = (first + t) % tiles * BLOCK_M;
             const Range keys = head0.keys(m0, m0 + BLOCK_M);
             const bool fine = rows[t].put(dQ, Sequence(score, b), h, m0 + row0, score.scale, keys.begin >= keys.end);
-            if (Head::HIDES && !__all_sync(0xffffffffu, fine))  // NaN or inf of keys that some of these rows do not see
+            if (!__all_sync(0xffffffffu, fine))  // NaN or inf of keys that some of these rows do not see, or a large LSE
                 query_gradients(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, H, m0 + row0);
         }
     }

@@ -267,6 +267,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                         float& x = reinterpret_cast<float*>(smem + to)[t];
                         const float lse = x;
                         x = t < rows && lse != -INF ? -lse * Head::LOG2E : -INF;  // sees no key: P is 0
+                        if (Head::is_large(lse)) x = NOT_A_NUMBER;
                     }
                     const volatile Range& whole = piece.whole[lane % 2];  // of consumer `lane`
                     const int flags = (m0 < whole.begin) | (m0 + BLOCK_M > whole.end) ? IN_PART : 0;  // also rows from Sq on: 0 * inf is NaN
@@ -302,7 +303,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                 const volatile StagedStore& told = staged(n);
                 const int what = told.m0;
                 if (what == StagedStore::dV || what == StagedStore::dK) {
-                    if (!Head::HIDES || !non_finite_flags(consumer))
+                    if (!non_finite_flags(consumer))
                         tma_store(what == StagedStore::dV ? dV_map : dK_map, 0, told.n0 + 64 * consumer, told.h, told.b, from);
                 } else {
                     if (held >= 0) tma_reduce_add(dQ_accum + SUMS_AT + static_cast<unsigned long long>(held) * DQ_TILE + consumer * DQ_SHARE, from,
@@ -477,16 +478,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         wgmma_wait<0>();
         wgmma_settled(dK_rmem);
         wgmma_settled(dV_rmem);
-        // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see. Seldom, and then worth the time.
-        bool non_finite = false;
-        if (Head::HIDES) non_finite = named_barrier_or(own_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
+        // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see; of a large LSE P is NaN. Both are rare.
+        const bool non_finite = named_barrier_or(own_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
         announce_staged();
         stage_dKV(dV_rmem, 1.0f);
         // Not before: until dV's place is free the dK of the piece before, which nobody's tile may have told yet, is not sent.
-        if (Head::HIDES && threadIdx.x % 128 == 0) non_finite_flags(consumer) = non_finite;
+        if (threadIdx.x % 128 == 0) non_finite_flags(consumer) = non_finite;
         announce_staged();
         stage_dKV(dK_rmem, score.scale);  // told by the next tile, or after the last one
-        if (Head::HIDES && non_finite)
+        if (non_finite)
             key_gradients_non_finite<64, 4>(Q, K, V, dO, LSE, delta, dK, dV, group, score, slot(round).b, slot(round).kv_head, Hk * group,
                                             slot(round).key_tile * BLOCK_N + own_keys, warp % 4);
         __syncwarp();  // all lanes have read the piece

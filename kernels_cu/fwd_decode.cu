@@ -54,7 +54,6 @@ constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * B
 constexpr int OWN_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;  // four columns each, of O, that a member of a team finishes
 constexpr unsigned DSMEM_BYTES = CLUSTER == 1 ? 0 : CLUSTER * BLOCK_M * (16 * OWN_QUADS + 8);
 constexpr float RESCALE_THRESHOLD = 8.0f;
-constexpr float SCORE_LIMIT = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile of whole MMA steps");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a tile of keys lies in one page");
 static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on shared memory");
@@ -69,6 +68,7 @@ struct PackedRow {
 struct Rows {  // what a warp keeps of all rows; a lane holds rows g and g + 8 of each 16-row tile
     float O[M_TILES][DV_PAD / 8][4] = {};
     float m[M_TILES][2], l[M_TILES][2] = {};  // m: a raw score; l: this lane's part of the sum
+    bool large = false;                       // whether some m of the warp is large: then m is raised at every step
     __device__ __forceinline__ Rows() {
 #pragma unroll
         for (int i = 0; i < 2 * M_TILES; ++i) m[i / 2][i % 2] = -INF;
@@ -107,20 +107,31 @@ __device__ __forceinline__ void add_values(float (*O)[4], const unsigned (&P)[4]
 }
 #endif
 
-// Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], const float (&exponents)[M_TILES][2]) {
+// Moves m up to the row maxima `top` and rescales what was accumulated under the old one. Where m is large, S becomes S - m.
+__device__ __forceinline__ void rescale(Rows& rows, float (&S)[M_TILES][BLOCK_N / 8][4], float (&top)[M_TILES][2],
+                                              const float (&exponents)[M_TILES][2]) {
+    bool large = false;
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) {
         const int mt = i / 2, half = i % 2;
         const float m_new = fmaxf(rows.m[mt][half], row_max<4>(top[mt][half]));
         const float alpha = share(rows.m[mt][half], m_new, exponents[mt][half]);
         rows.m[mt][half] = m_new;
+        large |= Head::is_large(m_new, exponents[mt][half]);
         rows.l[mt][half] *= alpha;
 #pragma unroll
         for (int nt = 0; nt < DV_PAD / 8; ++nt) {
             rows.O[mt][nt][2 * half] *= alpha;
             rows.O[mt][nt][2 * half + 1] *= alpha;
         }
+    }
+    rows.large = __any_sync(0xffffffffu, large);
+    if (!rows.large) return;
+#pragma unroll
+    for (int i = 0; i < M_TILES * BLOCK_N / 2; ++i) {
+        const int mt = i / (BLOCK_N / 2), half = i / 2 % 2;
+        const float m = rows.m[mt][half];
+        if (Head::is_large(m, exponents[mt][half])) S[mt][i / 4 % (BLOCK_N / 8)][i % 4] -= m;
     }
 }
 
@@ -165,7 +176,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
     }
 
     float top[M_TILES][2];
-    bool exceeds = false;
+    bool exceeds = rows.large;
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -185,7 +196,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
             exceeds |= top[mt][half] > rows.m[mt][half] + (DESCALE % 4 ? RESCALE_THRESHOLD / exponents[mt][half] : margin);
         }
     }
-    if (__any_sync(0xffffffffu, exceeds)) rescale(rows, top, exponents);
+    if (__any_sync(0xffffffffu, exceeds)) rescale(rows, S, top, exponents);
 
     unsigned P[M_TILES][BLOCK_N / 16][4];
 #pragma unroll
@@ -194,9 +205,8 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(sequence, row.h);
-            const float m = rows.m[mt][half], exponent = exponents[mt][half];
-            const float negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, SCORE_LIMIT);
-            const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
+            const float exponent = exponents[mt][half], negative = -rows.m[mt][half] * exponent;
+            const float shift = fabsf(negative) > Head::LARGE ? 0.0f : negative;  // no key seen: P = 0; large: S is S - m
 #pragma unroll
             for (int nt = 0; nt < BLOCK_N / 8; ++nt) {
                 float p[2];

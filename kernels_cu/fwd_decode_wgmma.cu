@@ -65,6 +65,11 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 __device__ constexpr int own_row(int k) { return k / 4 * 2 + k % 2; }
 __device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
 
+template <bool DIFFERENCES>
+struct Differences {
+    static constexpr bool YES = DIFFERENCES;
+};
+
 // A piece of work: packed rows row0 .. rows_end of key/value head h, and the key tiles that some of them sees.
 struct WorkTileRange {
     int row0, rows_end, h, b, begin, tiles;
@@ -168,6 +173,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         float S[N], O_own[Values::SLABS][N];
 #pragma unroll
         for (int r = 0; r < OWN_ROWS; ++r) m[r] = -INF, l[r] = 0.0f;
+        bool large = false;  // whether some m is: then m is raised at each tile, and P is of S - m. The same in all warps
 #pragma unroll
         for (int i = 0; i < Values::SLABS * N; ++i) O_own[i / N][i % N] = 0.0f;
         const auto tell = [&](float* to, const float (&own)[OWN_ROWS]) {
@@ -197,6 +203,10 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 const float alpha = m[r] == top ? 1.0f : ex2((m[r] - top) * exponent);  // equal infinities: not NaN
                 m[r] = top, l[r] *= alpha, multiply_O(r, alpha);
             }
+            large = false;
+#pragma unroll
+            for (int r = 0; r < OWN_ROWS; ++r) large |= Head::is_large(m[r], exponent);
+            large = __any_sync(0xffffffffu, large);
         };
 
         const auto finish_scores = [&](int key) {  // raw scores of dot products, -INF where a row does not see
@@ -262,12 +272,14 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         for (int j = 0; j < piece.tiles; ++j, ++used) {
             const unsigned now = uniform(used);
             const int n0 = piece.first_key(j), key = n0 + static_cast<int>(warp) * 16 + g;
-            const auto exponentiate = [&] {  // to shared memory; whether some P is too large
+            const auto exponentiate = [&](auto of_differences) {  // to shared memory; whether some P is too large
                 float most = 0.0f;
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
                     // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
-                    S[k] = ex2(fmaf(S[k], exponent, fminf(-m[own_row(k)] * exponent, SCORE_LIMIT)));
+                    const float top = m[own_row(k)];
+                    if constexpr (of_differences.YES) S[k] = ex2((S[k] - (top == -INF ? 0.0f : top)) * exponent);
+                    else S[k] = ex2(fmaf(S[k], exponent, fminf(-top * exponent, SCORE_LIMIT)));
                     most = fmaxf(most, S[k]);
                 }
                 unsigned pairs[BLOCK_M / 16][4];
@@ -283,7 +295,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             }
             const bool edge = !Head::LINEAR || (Head::FIRST && n0 < whole.begin) || n0 + BLOCK_N > whole.end;
             if (edge) finish_scores(key);
-            const bool exceeds = exponentiate();
+            const bool exceeds = exponentiate(Differences<false>()) || large;
             if (AHEAD) {
                 multiplied_V();  // of the tile before
                 if (j > 0) release(EMPTY_V, now - 1);
@@ -293,7 +305,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 multiplied_K();
                 if (edge) finish_scores(key);
                 rescale();
-                exponentiate();  // now P is 1 at most
+                exponentiate(Differences<true>());  // now P is 1 at most
                 barrier();
             }
             release(EMPTY_K, now);

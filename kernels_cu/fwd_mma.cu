@@ -52,7 +52,6 @@ using VPlace = FragmentOffsets<DV_PAD, ONE_REGISTER>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
 constexpr unsigned Q_ROW = ROW > V_ROW ? ROW : V_ROW;  // of the place that O takes over
 constexpr float RESCALE_THRESHOLD = 8.0f;
-constexpr float SCORE_LIMIT = 3e38f;  // below any score: a bias of the lowest number there is must not make NaN
 // Q stays in registers where ptxas finds room for it beside O and S without spilling, by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int ROOM = 180;
@@ -69,8 +68,10 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
     float O[M_TILES][DV_PAD / 8][4];
     float m[M_TILES][2], l[M_TILES][2];  // m: a raw score; l: this lane's part of the sum
+    bool large;                          // whether some m of the warp is large: then m is raised at every step
 
     __device__ __forceinline__ void reset() {
+        large = false;
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
             m[mt][0] = m[mt][1] = -INF;
@@ -121,8 +122,10 @@ __device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], c
     }
 }
 
-// Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+// Moves m up to the row maxima `top` and rescales what was accumulated under the old one. Where m is large, S becomes S - m.
+template <int COUNT>
+__device__ __forceinline__ void rescale(Rows& rows, float (&S)[M_TILES][COUNT][4], float (&top)[M_TILES][2], float exponent) {
+    bool large = false;
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -132,6 +135,7 @@ __device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], fl
             const float m_new = fmaxf(m, fmaxf(top[mt][half], __shfl_xor_sync(0xffffffffu, top[mt][half], 2)));
             const float alpha = m == m_new ? 1.0f : ex2((m - m_new) * exponent);  // equal infinities: not NaN
             m = m_new;
+            large |= Head::is_large(m, exponent);
             rows.l[mt][half] *= alpha;
 #pragma unroll
             for (int nt = 0; nt < DV_PAD / 8; ++nt) {
@@ -139,6 +143,13 @@ __device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], fl
                 rows.O[mt][nt][2 * half + 1] *= alpha;
             }
         }
+    }
+    rows.large = __any_sync(0xffffffffu, large);
+    if (!rows.large) return;
+#pragma unroll
+    for (int i = 0; i < M_TILES * COUNT * 4; ++i) {
+        const int mt = i / (COUNT * 4), half = i / 2 % 2;
+        if (Head::is_large(rows.m[mt][half], exponent)) S[mt][i / 4 % COUNT][i % 4] -= rows.m[mt][half];
     }
 }
 
@@ -171,7 +182,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
 
         TIMELINE(softmax);
         float top[M_TILES][2];
-        bool exceeds = false;
+        bool exceeds = rows.large;
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -188,15 +199,15 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                 exceeds |= top[mt][half] > rows.m[mt][half] + margin;
             }
         }
-        if (__any_sync(0xffffffffu, exceeds)) rescale(rows, top, exponent);
+        if (__any_sync(0xffffffffu, exceeds)) rescale(rows, S, top, exponent);
 
         unsigned P[M_TILES][KEYS / 16][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m = rows.m[mt][half], negative = Head::LINEAR ? -m * exponent : fminf(-m * exponent, SCORE_LIMIT);
-                const float shift = m == -INF ? 0.0f : negative;  // no key seen: P = 0, not NaN
+                const float negative = -rows.m[mt][half] * exponent;
+                const float shift = fabsf(negative) > Head::LARGE ? 0.0f : negative;  // no key seen: P = 0; large: S is S - m
 #pragma unroll
                 for (int nt = 0; nt < KEYS / 8; ++nt) {
                     const float p0 = ex2(fmaf(S[mt][nt][2 * half], exponent, shift));

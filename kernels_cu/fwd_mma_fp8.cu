@@ -105,7 +105,12 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                 float& m = rows.m[mt][half];
                 alpha[mt][half] = m == top ? 1.0f : ex2((m - top) * exponent);  // equal infinities: not NaN
                 m = top;
-                const float shift = fminf(fmaf(-m, exponent, LOG2_P_MAX), SCORE_LIMIT);  // no key seen: P = 0, not NaN
+                float shift = fminf(fmaf(-m, exponent, LOG2_P_MAX), SCORE_LIMIT);  // no key seen: P = 0, not NaN
+                if (Head::is_large(m, exponent)) {  // of S - m
+                    shift = LOG2_P_MAX;
+#pragma unroll
+                    for (int i = 0; i < KEYS / 4; ++i) S[mt][i / 2][2 * half + i % 2] -= m;
+                }
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];

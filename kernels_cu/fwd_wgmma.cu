@@ -288,6 +288,22 @@ struct Rows {
         sum[1] = sums[1][0] + sums[1][1];
         return fmaxf(sum[0], sum[1]) > P_SUM_LIMIT;
     }
+    // Likewise, of S - m: exact at any magnitude, and never too much once m is the maximum.
+    __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
+                                                             float exponent, float (&sum)[2]) const {
+        const float from[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};  // no key seen: P = 0, not NaN
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) {
+            const float p0 = ex2((S[2 * i] - from[i % 2]) * exponent), p1 = ex2((S[2 * i + 1] - from[i % 2]) * exponent);
+            sum[i % 2] += p0 + p1;
+            P[i / 4][i % 4] = pack(p0, p1);
+        }
+    }
+    // Whether some row of the warp is large: then each tile is exponentiated by differences.
+    __device__ __forceinline__ bool large(float exponent) const {
+        return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
+    }
     __device__ __forceinline__ bool finite() const {
         float zero[4] = {};  // four short chains
 #pragma unroll
@@ -577,6 +593,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             finish_scores(lead, first, seen);
             rows.update_max(S);
             rows.exponentiate(P, S, exponent, rows.l);
+            bool large = rows.large(exponent);
+            if (large) rows.exponentiate_differences(P, S, exponent, rows.l);
             drop(first);
             if (last > lead) await_K(lead + 1);
 #pragma unroll 1
@@ -599,8 +617,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 if (!K_FIRST && !BIAS_TILES) release_K(j);
                 if (!K_FIRST && j == last) release_Q();
                 finish_scores(j, tile, seen);
-#pragma unroll 1
-                while (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum))) rows.rescale(S, exponent);
+                if (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum) || large)) {
+                    rows.rescale(S, exponent);
+                    rows.exponentiate_differences(P, S, exponent, sum);
+                    large = rows.large(exponent);
+                }
                 rows.l[0] += sum[0];
                 rows.l[1] += sum[1];
                 drop(tile);

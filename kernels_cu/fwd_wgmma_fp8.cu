@@ -283,8 +283,8 @@ struct Rows {
         for (int half = 0; half < 2; ++half) any |= fmaxf(sums[half][0], sums[half][1]) > max_P(half);
         return __any_sync(0xffffffffu, any);
     }
-    // Moves m of rows of which a lane asks for it, and of no other, after the exponentials: the largest P becomes LOW. One that is
-    // infinite becomes NaN, and its rows are done row by row.
+    // Moves m of rows of which a lane asks for it, and of no other, after the exponentials: the largest P becomes LOW. Where it is
+    // infinite m becomes infinite, hence `large`, and the rows are computed one by one.
     __device__ __forceinline__ void lower(float (&P)[BLOCK_N / 2], float (&sums)[2][2], float exponent) {
         float top[2][2] = {};
 #pragma unroll
@@ -338,8 +338,13 @@ struct Rows {
         }
         shrink(alpha);
     }
+    // Whether a row's scores are too large for one FFMA: by 2^-5 P may be off at the limit, half of what it is rounded by.
+    __device__ __forceinline__ bool large(float exponent) const {
+        constexpr float P_SUM_LIMIT = 128.0f;  // times LARGE: 2^20
+        return Head::is_large(m[0], exponent / P_SUM_LIMIT) || Head::is_large(m[1], exponent / P_SUM_LIMIT);
+    }
     __device__ __forceinline__ bool finite() const {
-        float zero = BY_SUMS ? (l[0] + l[1]) * 0.0f : 0.0f;
+        float zero = 0.0f;
 #pragma unroll
         for (int i = 0; i < (Head::HIDES ? HEAD_DIM_V / 2 : 0); ++i) zero = fmaf(O[i], 0.0f, zero);
         return zero == 0.0f;
@@ -635,12 +640,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             for (unsigned block = own_piece.first; block < blockIdx.x; ++block) rows.load_partial_O(place_of(gridDim.x + block), exponent);
         }
 
-        // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
-        if ((Head::HIDES || BY_SUMS) && named_barrier_or(own_barrier, 128, !rows.finite())) {
+        const Head scaled(score, own_piece.b, own_piece.h);
+        // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time. So are large scores.
+        if (named_barrier_or(own_barrier, 128, !rows.finite() || rows.large(scaled.unit * Head::LOG2E))) {
             attend_non_finite<64, 4>(Q, K, V, O, LSE, group, score, own_piece.b, own_piece.h, H, m0, warp % 4);
             continue;
         }
-        const Head scaled(score, own_piece.b, own_piece.h);
         const int thread = thread_index_x() - 128, row = own_piece.m0 + thread / 32 * 16 + thread % 32 / 4;  // likewise
         const float sum[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};
         float* const lse = LSE + scaled.first_row(H, own_piece.h) + row;

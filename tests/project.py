@@ -15,6 +15,8 @@ from sandbox.spec import Kernel
 SEED = int(os.environ.get("SANDBOX_SEED", "20261121"))
 # SANDBOX_WIDTHS=all: tests/engine/test_widths.py tries every pair of head widths on the CPU backend too.
 ALL_WIDTHS = os.environ.get("SANDBOX_WIDTHS") == "all"
+# SANDBOX_MAGNITUDES=all: tests/engine/test_magnitudes.py tries as much on the CPU backend as on a GPU.
+ALL_MAGNITUDES = os.environ.get("SANDBOX_MAGNITUDES") == "all"
 # Kernels that are asked for few problems, or are another one's source compiled another way: the CPU backend runs one in
 # so many of their tests, sampled, unless `-k` asks for them; a GPU runs all.
 SELDOM = {"bwd_wgmma_head": 10, "bwd_wgmma_deterministic": 3, "bwd_wgmma_persistent": 10, "fwd_decode_wgmma": 3}

@@ -21,8 +21,8 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seque
 }
 
 // Of dQ columns col0 .. col0 + COLUMNS of query rows row0 .. row0 + ROWS, by a warp, scaled: from fragments that add_fragment has left at `from`, APART
-// floats from one to that of the next eight columns, 16 rows after 16 rows; zeros where `untouched`. Returns whether one is NaN or inf that may
-// come of a key which its row does not see.
+// floats from one to that of the next eight columns, 16 rows after 16 rows; zeros where `untouched`. Returns whether one is NaN or inf: it may
+// come of a key which its row does not see, or of a large LSE.
 template <int ROWS, int COLUMNS, int APART>
 __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const Sequence& sequence, int h, int row0, int col0, int lane,
                                               const float* from, float scale, bool untouched = false) {
@@ -36,5 +36,5 @@ __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const 
         for (int k = 0; k < (untouched ? 16 : 0); ++k) sums[k / 8][k % 8] = 0.0f;
         write_dQ_rows(dQ, sequence, h, row0 + 16 * below + g, col, sums, scale, zero);
     }
-    return Head::HIDES && !__all_sync(0xffffffffu, zero == 0.0f);
+    return !__all_sync(0xffffffffu, zero == 0.0f);
 }

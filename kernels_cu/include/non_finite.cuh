@@ -1,5 +1,6 @@
 // Attention one warp a row, key after key, only those that the row sees: slow, and right whatever the inputs hold. Tensor-core
-// kernels fall back on it for blocks that meet NaN or inf behind a mask, where 0 * NaN would reach rows that do not see it.
+// kernels fall back on it for blocks that meet NaN or inf behind a mask, where 0 * NaN would reach rows that do not see it. In the
+// backward, P of rows with a large LSE is set to NaN, so that their gradients are computed here.
 #pragma once
 #include "tensor.cuh"
 #include "score_mod.cuh"

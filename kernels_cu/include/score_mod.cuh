@@ -210,6 +210,12 @@ struct Head : Mask {
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;  // in memory: more registers
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
+    // Limit of |m| * exponent for exponentials by one FFMA, fma(S, exponent, -m * exponent): -m * exponent is off by half an ulp, 2^-12 at
+    // this limit. Beyond it the error would grow to where P overflows; there the exponent is (S - m) * exponent.
+    static constexpr float LARGE = 8192.0f;
+    // The same limit for LSE in a backward: LSE itself is rounded, here by up to 2^-9, which changes P as much as the FFMA does, so that
+    // a lower limit would not make P more accurate. Above 65504, the additive mask of float16: rows whose keys are all masked so are common.
+    static constexpr float LARGE_LSE = 81920.0f;
     static constexpr float LEAST = 1e-20f;  // of |scale|: the descale of a head of zeros may be 0, and 0 * -inf is NaN
 
     float unit, per_unit;  // of raw scores: raw * unit = x
@@ -241,6 +247,9 @@ struct Head : Mask {
         return score.scale;
 #endif
     }
+
+    // Whether a row's maximum m, a raw score, is beyond LARGE. Not of a row that has seen no key.
+    static __device__ __forceinline__ bool is_large(float m, float exponent) { return fabsf(m * exponent) > LARGE && m != -INF; }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(Sequence(score, b), h) {}
     __device__ __forceinline__ Head(const Sequence& sequence, int h) : Mask(sequence, h), unit(unit_of(score)) {
@@ -324,8 +333,13 @@ struct Head : Mask {
         const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
         const bool steep = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
-        return {expf((visible(query_row, key_col) ? x.value : -INF) - shift), steep ? x.derivative : 1.0f};
+        const float exponent = (visible(query_row, key_col) ? x.value : -INF) - shift;
+        return {expf(exponent > 0.0f ? 0.0f : exponent), steep ? x.derivative : 1.0f};  // LSE is rounded, but P is 1 at most
     }
+
+    // In the backward, whether an LSE is too large for P by one FFMA: then NaN takes its place, so that all gradients that depend on the row
+    // are NaN and are computed once more by non_finite.cuh, with P of S - LSE. Not of a row without keys, whose P is 0.
+    static __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > LARGE_LSE && lse != -INF; }
 
     // Raw scores, for whoever applies the mask afterwards.
     __device__ __forceinline__ float raw(float dot, At at) const { return LINEAR ? dot : steps<float, !NATURAL>(dot, at); }

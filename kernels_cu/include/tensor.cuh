@@ -57,6 +57,7 @@ using dtype_o = __nv_bfloat16;
 #endif
 
 #define INF __int_as_float(0x7f800000)  // NVRTC has no INFINITY
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
 // A (B, H, S, D) tensor with unit stride in D; strides in elements, 64-bit: one tensor may hold more than 2^31.
 // Mirrored by View in sandbox/launch/arguments.py.

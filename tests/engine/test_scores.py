@@ -194,6 +194,26 @@ def test_nan_in_hidden_keys_reaches_nobody(kernel: Kernel, name: str, device: De
     assert result.ok, result
 
 
+# Options in sets that a kernel takes together, for the fallback that computes single rows when an input is NaN or inf.
+FALLBACK = [("dropout", "sink"), ("softcap", "window"), ("bias", "alibi"), ("mask", "Dv"), ("score",), ("key_lengths",)]
+# Each fallback (non_finite.cuh, and fwd_decode has its own) with all of them, other kernels with one by lot.
+OF_FALLBACK = ("fwd_mma", "fwd_decode", "bwd_mma")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_options_in_the_fallback_for_non_finite_inputs(kernel: Kernel, device: Device) -> None:
+    """NaN in a query, a key and a value, or for a backward in a query and a row of dO: rows and keys of the same tiles
+    that do not see it are right."""
+    draw, dtype = random.Random(f"{SEED} {kernel.name}"), kernel.dtypes[-1]
+    plain = Problem(2, 4, 77, 97, 64, Hk=2, dtype=dtype, causal="bottom-right")
+    taken = [p for p in (asked(names, plain) for names in FALLBACK) if not kernel.refuses(p)]
+    every = device != HOST or kernel.name in OF_FALLBACK
+    for problem in taken if every else draw.sample(taken, min(len(taken), 1)):
+        inputs = "nan" if kernel.computes == "forward" else "nan_query"
+        result = check.verify(kernel, Case("fallback", problem, inputs), device)
+        assert result.ok, f"SANDBOX_SEED={SEED}: {problem}: {result}"
+
+
 def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
     """Its O is 0 and its LSE the sink."""
     kernel = registry.kernels()["fwd_minimal"]
