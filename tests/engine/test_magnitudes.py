@@ -169,8 +169,8 @@ def gradients(p: Problem, given: dict[str, Array]) -> dict[str, Array]:
 
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
 def test_gradients_beside_rows_with_a_large_lse(kernel: Kernel, device: Device) -> None:
-    """Scores of three rows are larger by 2^22 than those of the other rows of their tiles; some rows see no key. P of the
-    three rows is exact to the precision of the dtype: one FFMA would be off by up to 0.25 in the exponent."""
+    """Scores of three rows are larger by 2^22 than those of the other rows in their tiles; some rows see no key. P of
+    the three rows is exact to the precision of the dtype: one FFMA would be off by up to 0.25 in the exponent."""
     dtype, rng = "float16" if "float16" in kernel.dtypes else kernel.dtypes[-1], np.random.default_rng(0)
     for Sq, Sk, causal in ((70, 150, False), (150, 70, "bottom-right")):
         p = taken(kernel, dtype, Sq, Sk, scale=1.0, causal=causal)
