@@ -333,7 +333,8 @@ struct Head : Mask {
         const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
         const bool steep = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
-        const float exponent = (visible(query_row, key_col) ? x.value : -INF) - shift;
+        // __fadd_rn: contracted to fma(dot, scale, -shift), the difference would not cancel the rounding of LSE.
+        const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -shift);
         return {expf(exponent > 0.0f ? 0.0f : exponent), steep ? x.derivative : 1.0f};  // LSE is rounded, but P is 1 at most
     }
 
