@@ -4,7 +4,7 @@ python experiments/003_forward_paper/run.py measure     needs a GPU; some two mi
 python experiments/003_forward_paper/run.py table       rewrites the tables in README.md and docs/ from results.jsonl
 
 What follows `measure` goes to `bench`: --resume continues a run that was interrupted, --seconds 0.1 is quicker, --out
-keeps the rows elsewhere, --peers sdpa-flash,sdpa-cudnn,experiments/flash_attention_peers.py has FlashAttention's own
+keeps the rows elsewhere, --peers sdpa-flash,sdpa-cudnn,sandbox/bench/flash_attention_peers.py has FlashAttention's own
 packages beside it. Of the rows in results.jsonl the tables take those of the newest commit and device.
 """
 

@@ -17,7 +17,7 @@ from sandbox.bench.rows import problem_of, read_rows
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
-PEERS = f"sdpa-cudnn,sdpa-flash,{HERE.parent / 'flash_attention_peers.py'}"
+PEERS = f"sdpa-cudnn,sdpa-flash,{HERE.parents[1] / 'sandbox' / 'bench' / 'flash_attention_peers.py'}"
 KERNELS = ("fwd_decode", "fwd_decode_wgmma", "fwd_mma", "fwd_wgmma")
 QUERIES = (1, 2, 4, 8, 16, 32, 64, 128)  # times four heads a group: packed rows
 FEWER = (4, 8, 16, 32, 64)  # likewise, where the width is another

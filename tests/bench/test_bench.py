@@ -455,7 +455,7 @@ def test_peers_by_name_and_by_file(tmp_path: Path) -> None:
 
 def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    fa2, fa3, fa4 = peers.get(str(ROOT / "experiments" / "flash_attention_peers.py"))
+    fa2, fa3, fa4 = peers.get(str(ROOT / "sandbox" / "bench" / "flash_attention_peers.py"))
 
     def fake(q: Any, k: Any, v: Any, causal: bool, softmax_scale: float) -> Any:
         inputs = (x.transpose(1, 2) for x in (q, k, v))

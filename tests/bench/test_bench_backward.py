@@ -123,7 +123,7 @@ def test_flash_attention_packages_on_a_ragged_batch(computes: str, monkeypatch: 
         return torch.cat(of_each), "lse"
 
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=varlen))
-    *_, fa4 = peers.get(str(ROOT / "experiments" / "flash_attention_peers.py"))
+    *_, fa4 = peers.get(str(ROOT / "sandbox" / "bench" / "flash_attention_peers.py"))
     lengths = ((33, 33), (70, 70), (1, 1))
     problem = Problem(0, 4, 0, 0, 16, Hk=2, dtype="bfloat16", causal="bottom-right", lengths=lengths)
     given = benchmark.make_inputs(problem, device="cpu", computes=computes)

@@ -1,6 +1,6 @@
-"""The FlashAttention packages as peers of `bench`, each where it can be imported:
+"""The FlashAttention packages as peers of `bench`. A package that cannot be imported takes no problem.
 
-python -m sandbox bench --peers sdpa-flash,sdpa-cudnn,experiments/flash_attention_peers.py
+python -m sandbox bench --peers sdpa-flash,sdpa-cudnn,sandbox/bench/flash_attention_peers.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from sandbox import Problem, UnsupportedProblem
 from sandbox.bench.peers import Contender, Ready
+from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.problem import Problem
 
 
 def flash_attention(name: str, module: str, package: str) -> Contender:
