@@ -31,7 +31,7 @@ KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes i
 # Bounds of float32 are missed by a percent on unlucky inputs (docs/limits.md): the sweep tries it on lucky ones.
 SIXTEEN_BITS = ("float16", "bfloat16")
 by_name = lambda kernel: kernel.name  # noqa: E731
-spills = SimpleNamespace(**runpy.run_path(str(ROOT / "experiments" / "014_scores" / "spills.py")))
+spills = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "spills.py")))
 
 
 def asked(names: tuple[str, ...], problem: Problem) -> Problem:

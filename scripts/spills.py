@@ -1,10 +1,10 @@
-"""Which tiles spill registers with which option: every kernel, every tile in its spec, every option alone. No GPU.
+"""Which tiles spill registers with which option: every kernel, every tile of its spec, every option alone. No GPU.
 
-python experiments/014_scores/spills.py                    all; some hours of sixteen cores, once
-python experiments/014_scores/spills.py bwd_mma bwd_wgmma  these kernels
-python experiments/014_scores/spills.py --sample 500          so many of them, sampled
+python scripts/spills.py                    all; several hours on sixteen cores
+python scripts/spills.py bwd_mma bwd_wgmma  these kernels
+python scripts/spills.py --sample 500       a random sample of 500 compilations
 
-Compiled by the NVRTC that there is, two at a time (`--jobs`), and cached. Prints what spills, or is warned of.
+Uses the installed NVRTC, `--jobs` processes, and the compile cache. Prints the entries that spill or have warnings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sandbox.verify.scores import OPTIONS
 
 S = 8192
 WIDTHS = (64, 96, 128, 192, 256)
-TARGETS = ("sm_80", "sm_89", "sm_90a")  # of 8.9 what float8 adds
+TARGETS = ("sm_80", "sm_89", "sm_90a")  # sm_89: float8 only
 ALONE: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "plain": lambda p: {},
     **OPTIONS,
@@ -45,11 +45,11 @@ ALONE: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "v of the other float8": lambda p: {"v_dtype": next(iter({*FLOAT8} - {p.dtype}))},
 }
 OF_FLOAT8 = ("descale", "v of the other float8")
-MAY = {("bwd_wgmma", "score"), ("fwd_wgmma_fp8", "score")}  # docs/limits.md
+MAY = {("bwd_wgmma", "score"), ("fwd_wgmma_fp8", "score")}  # allowed to spill: docs/limits.md
 
 
 class Job(NamedTuple):
-    """What is compiled."""
+    """One compilation."""
 
     kernel: str
     option: str
@@ -59,11 +59,11 @@ class Job(NamedTuple):
 
 
 def problems(kernel: Kernel, target: str) -> Iterator[tuple[str, Problem]]:
-    """Every option alone, of those that the kernel takes: (option, problem)."""
+    """(option, problem) for every option that the kernel supports, each option alone."""
     for dtype, D, causal in itertools.product(kernel.dtypes, WIDTHS, (False, "bottom-right")):
         if target == "sm_89" and dtype not in FLOAT8:
             continue
-        plain = Problem(2, 4, S, S, D, dtype=dtype, causal=causal)
+        plain = Problem(2, 4, S, S, D, dtype=dtype, causal=causal)  # type: ignore[arg-type]
         for option, of in ALONE.items():
             if option in OF_FLOAT8 and dtype not in FLOAT8:
                 continue
@@ -73,12 +73,12 @@ def problems(kernel: Kernel, target: str) -> Iterator[tuple[str, Problem]]:
 
 
 def tiles(kernel: Kernel, problem: Problem, target: str) -> Iterator[Tile]:
-    """Those that it may have."""
+    """The tiles of the spec that are legal for the problem."""
     return (t for t in kernel.tiles if not choose.unsupported_tile(kernel, problem, t, arch.parse(target)))
 
 
 def jobs(kernel: Kernel, target: str) -> Iterator[Job]:
-    """One for each of what the compiler sees."""
+    """One job for each distinct set of macros."""
     seen = set()
     for option, problem in problems(kernel, target):
         for tile in tiles(kernel, problem, target):
@@ -89,10 +89,10 @@ def jobs(kernel: Kernel, target: str) -> Iterator[Job]:
 
 
 def spilled(job: Job) -> list[str]:
-    """What to say of it."""
+    """One line for each entry that spills registers or has warnings."""
     try:
         compiled = pipeline.compile_problem(registry.get(job.kernel), job.problem, job.tile, job.target)
-    except UnsupportedProblem:  # an architecture that this NVRTC does not know
+    except UnsupportedProblem:  # the installed NVRTC does not know this architecture
         return []
     return [
         f"{one.entry} {job.target} {job.problem.variant} {job.tile}: {one.resources}"
@@ -102,19 +102,19 @@ def spilled(job: Job) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kernels", nargs="*")
-    parser.add_argument("--sample", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", help="kernels to compile; all by default")
+    parser.add_argument("--sample", type=int, default=0, help="number of randomly chosen compilations; 0: all")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     options = parser.parse_args()
     names = options.kernels or [*registry.kernels()]
-    asked = [job for name in names for target in TARGETS for job in jobs(registry.get(name), target)]
+    todo = [job for name in names for target in TARGETS for job in jobs(registry.get(name), target)]
     if options.sample:
-        asked = random.sample(asked, min(options.sample, len(asked)))
-    print(len(asked), "to compile", flush=True)
+        todo = random.sample(todo, min(options.sample, len(todo)))
+    print(len(todo), "compilations", flush=True)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for said in pool.map(spilled, asked):
-            for line in said:
+        for lines in pool.map(spilled, todo):
+            for line in lines:
                 print(line, flush=True)
 
 
