@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from project import ROOT
 
-from sandbox.bench.ladder import newest_run
-from sandbox.bench.rows import read_rows
+from sandbox.bench.rows import Row
+from sandbox.bench.timing import Timing
 from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import ToolchainMissing
@@ -232,11 +231,17 @@ def test_commands_write_pages(tmp_path: Path) -> None:
 
 def test_a_bench_shows_every_problem_and_the_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = newest_run(read_rows(ROOT / "experiments/003_forward_paper/results.jsonl"))
-    few = [row for row in rows if row["D"] == 64 and row["causal"] is False]
-    page = reports.bench(few, None)
-    assert len({f"S{row['Sq']}" for row in few}) == page.count("<tr>") - 1
-    assert f"{max(row['tflops'] or 0.0 for row in few):.0f} " in page
+    setting = {"device": "a GPU", "cuda": "13.0", "mode": "events", "ceiling_tflops": 700.0}
+    rows = []
+    for S in (512, 1024, 2048):
+        problem = Problem(4, 2, S, S, 64, dtype="float16")
+        for name, kernel, tflops in (("fwd_mma", "fwd_mma", S / 4), ("sdpa-flash", "", 200)):
+            seconds = problem.flops / tflops * 1e-12
+            timing = Timing(seconds, seconds, seconds, 10, 0.0)
+            rows.append(Row(name, kernel, problem, True, timing=timing, setting=setting).as_json())
+    page = reports.bench(rows, None)
+    assert page.count("<tr>") - 1 == 3
+    assert "512 " in page
     assert page.count('src="data:image/svg+xml;base64,') == 1
 
 
