@@ -16,6 +16,11 @@ _PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # as PyTorch
 _PACKAGES = {"fa2": "FlashAttention-2, its package", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 
+def label(peer: str) -> str:
+    """A peer's name for people."""
+    return {**_PEERS, **_PACKAGES}.get(peer, peer)
+
+
 def newest_run(rows: Sequence[Row]) -> list[Row]:
     """Of a file's rows those that may be compared: of the commit, device and CUDA version of its last row."""
     of = {name: rows[-1].get(name) for name in ("commit", "device", "cuda")} if rows else {}
@@ -41,9 +46,9 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
         kernel, timed = kernels.get(name), sum(map(len, points.values()))
         whose = "its authors' own" if name in _PACKAGES else "PyTorch's own"
         rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", whose)
-        label = f"`{name}`" if kernel else {**_PEERS, **_PACKAGES}.get(name, name)
-        label += f" (the {timed} shortest)" if timed < problems else ""
-        lines.append(f"| {rung} | {label} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
+        shown = f"`{name}`" if kernel else label(name)
+        shown += f" (the {timed} shortest)" if timed < problems else ""
+        lines.append(f"| {rung} | {shown} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
     r = rows[-1]
     grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
     tops = sorted(row["ceiling_tflops"] for row in rows)

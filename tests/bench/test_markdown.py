@@ -1,0 +1,72 @@
+"""Tables of stored rows for pages of Markdown, and rows of kernels that have been renamed since."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sandbox.bench import markdown, rows
+from sandbox.bench.rows import Row
+from sandbox.bench.timing import Timing
+from sandbox.core import registry
+from sandbox.spec import Problem
+
+
+def row(contender: str, problem: Problem, tflops: float | None, ok: bool | None = True) -> dict[str, object]:
+    setting = {"device": "a GPU", "cuda": "13.0", "ceiling_tflops": 700.0}
+    seconds = problem.flops / tflops * 1e-12 if tflops else 0.0
+    timing = Timing(seconds, seconds, seconds, 10, 0.0) if tflops else None
+    kernel = contender if contender.startswith("fwd") else ""
+    return Row(contender, kernel, problem, ok, bound=1.0, timing=timing, setting=setting).as_json()
+
+
+def problem(S: int, D: int = 64, causal: bool = False) -> Problem:
+    return Problem(1, 2, S, S, D, dtype="float16", causal="bottom-right" if causal else False)
+
+
+def test_points_are_relative_to_the_fastest_peer() -> None:
+    found = [
+        *(row("fwd_x", problem(S, 64, causal), 300) for S in (512, 1024) for causal in (False, True)),
+        *(row("sdpa-cudnn", problem(S, 64, causal), 200) for S in (512, 1024) for causal in (False, True)),
+        row("fa4", problem(1024, 64, True), 250),
+        row("fwd_x", problem(512, 128), 300),  # no peer has a time
+    ]
+    lines = markdown.points_markdown(found, "fwd_x", ["sdpa-cudnn", "fa4"]).splitlines()
+    assert lines[0] == "| `fwd_x` | S = 512 | S = 1k | mean |"
+    assert lines[2:4] == ["| D = 64 | 1.50 | 1.50 | 1.500 |", "| D = 64, causal | 1.50 | 1.20 | 1.342 |"]
+    assert "fastest of cuDNN, FlashAttention-4 in the same run" in lines[-1]
+    assert "all 4 points 1.419; smallest 1.200." in lines[-1]
+
+
+def test_problems_have_a_line_each() -> None:
+    found = [
+        row("fwd_x", problem(512), 300),
+        row("sdpa-cudnn", problem(512), 200),
+        row("fwd_x", problem(1024), 300),
+        row("sdpa-cudnn", problem(1024), None, ok=False),
+        row("sdpa-cudnn", problem(2048), None, ok=None),
+    ]
+    lines = markdown.problems_markdown(found, ["fwd_x", "sdpa-cudnn"]).splitlines()
+    assert lines[0] == "| problem | `fwd_x` | cuDNN |"
+    assert [line.split("|")[2:4] for line in lines[2:5]] == [
+        [" **300** ", " 200 "],
+        [" **300** ", " wrong "],
+        [" – ", " – "],
+    ]
+    assert "a matrix product reaches 700 TFLOP/s in float16" in lines[-1]
+    assert "| **0.4** |" in markdown.problems_markdown([row("fwd_x", problem(512), 300)], ["fwd_x", "a"], True)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_rows_of_a_kernel_that_was_renamed(present: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read by its new name, where the registry has it."""
+    kernels = {"bwd_wgmma_persistent": object()} if present else {}
+    monkeypatch.setattr(registry, "kernels", lambda: kernels)
+    old, tile = "_".join(("bwd", "stays")), "BLOCK_M=64"
+    stored = [{"contender": f"{old} {tile}", "kernel": old}, {"contender": "sdpa-cudnn", "kernel": ""}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in stored))
+    expected = [{"contender": f"bwd_wgmma_persistent {tile}", "kernel": "bwd_wgmma_persistent"}, stored[1]]
+    assert rows.read_rows(file) == (expected if present else stored)
