@@ -1,11 +1,11 @@
-"""The forward ladder on the `paper` grid beside PyTorch's attention, and the tables of it from its rows.
+"""The forward kernels on the `paper` grid beside PyTorch's attention, and the tables and the figure of the rows.
 
 python experiments/003_forward_paper/run.py measure     needs a GPU; some two minutes on an H100
-python experiments/003_forward_paper/run.py table       rewrites the tables in README.md and docs/ from results.jsonl
+python experiments/003_forward_paper/run.py table       writes the tables in README.md and docs/, and paper.png
 
-What follows `measure` goes to `bench`: --resume continues a run that was interrupted, --seconds 0.1 is quicker, --out
-keeps the rows elsewhere, --peers sdpa-flash,sdpa-cudnn,sandbox/bench/flash_attention_peers.py has FlashAttention's own
-packages beside it. Of the rows in results.jsonl the tables take those of the newest commit and device.
+Options after `measure` are passed to `bench`: --resume continues an interrupted run, --seconds 0.1 is quicker, --out
+writes to another file, --peers sdpa-flash,sdpa-cudnn,sandbox/bench/flash_attention_peers.py adds FlashAttention's
+packages. The tables use the rows of the newest commit and device in results.jsonl.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sandbox.bench import ladder, plot
+from sandbox.bench import ladder, markdown, plot
 from sandbox.bench.rows import read_rows
-from sandbox.core import registry
+from sandbox.core import picture, registry
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
-
-
-NOT_RUNGS = ("fwd_decode",)  # for few queries: it takes these problems, and is not made for them
+NOT_RUNGS = ("fwd_decode", "fwd_decode_wgmma")  # made for few queries
 
 
 def measure(more: list[str]) -> None:
@@ -36,17 +34,23 @@ def measure(more: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
+def table() -> None:
+    rows = ladder.newest_run(read_rows(HERE / "results.jsonl"))
+    short = [row for row in rows if row["contender"] != "sdpa-flash"]  # README.md: the faster of PyTorch's two
+    for page, shown, against in (("README.md", short, "sdpa-cudnn"), ("docs/ladders.md", rows, "sdpa-flash")):
+        ladder.write_table(PROJECT / page, "ladder", Path(__file__), ladder.ladder_markdown(shown, against))
+    points = markdown.points_markdown(rows, "fwd_wgmma", ["sdpa-cudnn", "fa4"])
+    ladder.write_table(HERE / "README.md", "points", Path(__file__), points)
+    picture.compact(plot.draw(rows, HERE / "paper"))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "table"])
     arguments, more = parser.parse_known_args()
     if arguments.what == "measure":
         measure(more)
-    rows = ladder.newest_run(read_rows(HERE / "results.jsonl"))
-    short = [row for row in rows if row["contender"] != "sdpa-flash"]  # beside the faster of the two peers
-    for page, shown, against in (("README.md", short, "sdpa-cudnn"), ("docs/ladders.md", rows, "sdpa-flash")):
-        ladder.write_table(PROJECT / page, "ladder", Path(__file__), ladder.ladder_markdown(shown, against))
-    plot.draw(rows, HERE / "paper")
+    table()
 
 
 if __name__ == "__main__":
