@@ -1,9 +1,9 @@
-"""The backward ladder on the `paper` grid beside PyTorch's attention, and the table of it from its rows.
+"""The backward kernels on the `paper` grid beside PyTorch's attention, and the tables and the figure of the rows.
 
 python experiments/012_backward_paper/run.py measure     needs a GPU; some three minutes on an H100
-python experiments/012_backward_paper/run.py table       rewrites the table in docs/ladders.md from results.jsonl
+python experiments/012_backward_paper/run.py table       writes the tables in README.md and docs/ladders.md, and paper.png
 
-What follows `measure` goes to `bench`, and the table takes the newest run's rows, as in experiment 003.
+Options after `measure` are passed to `bench`; the tables use the newest run's rows, as in experiment 003.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sandbox.bench import ladder, plot
+from sandbox.bench import ladder, markdown, plot
 from sandbox.bench.rows import read_rows
-from sandbox.core import registry
+from sandbox.core import picture, registry
 
 HERE = Path(__file__).resolve().parent
 LADDERS = HERE.parent.parent / "docs" / "ladders.md"
+DETERMINISTIC = "bwd_wgmma_deterministic"
 
 
 def measure(more: list[str]) -> None:
-    """The rungs beside FlashAttention-2 and cuDNN as PyTorch has them, in one interleaved run; then the first, which
-    would need minutes for the long problems, on the short ones."""
+    """The kernels beside FlashAttention-2 and cuDNN as PyTorch has them, in one interleaved run. `bwd_minimal`, which
+    would take minutes for long sequences, is measured on the short ones."""
     whole = [name for name, k in registry.kernels().items() if k.computes == "backward" and k.rung > 1]
     bench(*whole, "--grid", "paper", "--peers", "sdpa-flash,sdpa-cudnn", "--seconds", "0.3", *more)
     for causal in ([], ["--causal"]):
@@ -37,15 +38,25 @@ def bench(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "sandbox", "bench", *options, *arguments], check=True)
 
 
+def table() -> None:
+    rows = ladder.newest_run(read_rows(HERE / "results.jsonl"))
+    ladder.write_table(LADDERS, "backward ladder", Path(__file__), ladder.ladder_markdown(rows, "sdpa-flash"))
+    points = {
+        "points": markdown.points_markdown(rows, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
+        "deterministic": markdown.points_markdown(rows, DETERMINISTIC, ["bwd_wgmma"]),
+    }
+    for name, text in points.items():
+        ladder.write_table(HERE / "README.md", name, Path(__file__), text)
+    picture.compact(plot.draw(rows, HERE / "paper"))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "table"])
     arguments, more = parser.parse_known_args()
     if arguments.what == "measure":
         measure(more)
-    rows = ladder.newest_run(read_rows(HERE / "results.jsonl"))
-    ladder.write_table(LADDERS, "backward ladder", Path(__file__), ladder.ladder_markdown(rows, "sdpa-flash"))
-    plot.draw(rows, HERE / "paper")
+    table()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def points_markdown(rows: Sequence[Row], kernel: str, against: Sequence[str]) ->
         for D in sorted({D for D, _ in ratios})
     }
     every = [x for points in ratios.values() for x in points.values()]
-    said, peers = ", ".join(f"D = {D} {mean:.3f}" for D, mean in means.items()), ", ".join(map(label, against))
+    said, peers = ", ".join(f"D = {D} {mean:.3f}" for D, mean in means.items()), ", ".join(map(_head, against))
     caption = (
         f"Speed of `{kernel}` relative to {'the fastest of ' * (len(against) > 1)}{peers} in the same run. Geometric"
         f" means: {said},"
@@ -50,8 +50,7 @@ def problems_markdown(rows: Sequence[Row], contenders: Sequence[str], microsecon
     Rows without a time are shown as "–", wrong results as "wrong". The caption names the device and what a matrix
     product reached beside the rows, for each dtype.
     """
-    heads = [f"`{name}`" if name == label(name) else label(name) for name in contenders]
-    lines = [f"| problem | {' | '.join(heads)} |", f"| --- |{' --- |' * len(contenders)}"]
+    lines = [f"| problem | {' | '.join(map(_head, contenders))} |", f"| --- |{' --- |' * len(contenders)}"]
     for p, there in by_problem(rows).items():
         speeds = [_speed(there.get(name)) for name in contenders]
         fastest = max((speed for speed in speeds if speed), default=None)
@@ -67,6 +66,11 @@ def problems_markdown(rows: Sequence[Row], contenders: Sequence[str], microsecon
     last, unit = rows[-1], "µs" if microseconds else "TFLOP/s"
     caption = f"{unit}, median of interleaved launches; {last['device']}, CUDA {last['cuda']}; a matrix product reaches"
     return "\n".join([*lines, "", f"{caption} {_products(rows)}."]) + "\n"
+
+
+def _head(name: str) -> str:
+    """A contender's name in a table: a kernel's as code."""
+    return label(name) if label(name) != name else f"`{name}`"
 
 
 def _products(rows: Iterable[Row]) -> str:
