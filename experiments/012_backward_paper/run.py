@@ -1,7 +1,7 @@
 """The backward kernels on the `paper` grid beside PyTorch's attention, and the tables and the figure of the rows.
 
 python experiments/012_backward_paper/run.py measure     needs a GPU; some three minutes on an H100
-python experiments/012_backward_paper/run.py table       writes the tables in README.md and docs/ladders.md, and paper.png
+python experiments/012_backward_paper/run.py table       writes the tables (README.md, docs/ladders.md) and paper.png
 
 Options after `measure` are passed to `bench`; the tables use the newest run's rows, as in experiment 003.
 """
