@@ -1,48 +1,47 @@
-// kernels_cu/fwd_mma.cu again, with its ideas as switches: numbers of the tile that are OFF or ON, and sizes. All OFF is a
-// plain tensor-core kernel; steps.py turns on one after another, and run.py measures what each is worth.
+// kernels_cu/fwd_mma.cu with its optimisations as switches. The switches are numbers of the tile, OFF or ON. With all of them
+// OFF it is a plain tensor-core kernel. steps.py turns them on one after another; run.py measures the gain of each.
 //
-// Always there: fp32 accumulators and statistics, 16-byte copies in and out, tiles above a causal mask's diagonal skipped,
-// long rows first. Never there: head widths other than 64 and 128, and keeping NaN and inf behind a mask from rows that do
-// not see them, which fwd_mma does.
+// In every variant: fp32 accumulators and softmax state, 16-byte copies, no work above the diagonal of a causal mask, long rows
+// first. Not supported: head widths other than 64 and 128. NaN and inf behind a mask reach the output, unlike in fwd_mma.
 //
 // clang-format off
-//   SPLIT_Q OFF   all warps have all rows: a warp computes S for its share of the keys and O for its share of the columns,
-//                 and maxima, P and sums go through shared memory
-//   SPLIT_Q ON    a warp owns whole rows, and P stays in its registers
+//   SPLIT_Q OFF   warps share all rows: each computes S for a part of the keys and O for a part of the columns; row maxima,
+//                 P and row sums go through shared memory
+//   SPLIT_Q ON    each warp has its own rows; P stays in registers
 //
-//   shared memory: Q [BLOCK_M][HEAD_DIM] | STAGES times: K, V [BLOCK_N][HEAD_DIM]                  (O leaves through Q's)
+//   shared memory: Q [BLOCK_M][HEAD_DIM] | STAGES times: K, V [BLOCK_N][HEAD_DIM]       (the epilogue stages O in Q's place)
 // clang-format on
 #include "ptx.cuh"
 #include "score_mod.cuh"
 
-constexpr int OFF = 1, ON = 2;  // numbers of a tile begin at 1
+constexpr int OFF = 1, ON = 2;  // the numbers of a tile are positive
 constexpr unsigned THREADS = 32 * WARPS, CHUNKS = HEAD_DIM / 8;  // 16-byte chunks of a row
 constexpr unsigned ROW = 2 * HEAD_DIM, STAGE = 2 * BLOCK_N * ROW;  // bytes
-constexpr int AHEAD = STAGES - 1;  // tiles on their way while one is computed; none: copied through registers, and waited for
-constexpr int M_TILES = BLOCK_M / 16 / (SPLIT_Q == ON ? WARPS : 1);     // of 16 rows, a warp
-constexpr int COLUMNS = SPLIT_Q == ON ? HEAD_DIM : HEAD_DIM / WARPS;  // of O, a warp
-constexpr int MIN_BLOCKS = MANY_REGISTERS == ON ? 8 / WARPS : 0;     // an SM; 0: ptxas weighs registers against occupancy
-constexpr float MARGIN = 8.0f;  // RESCALE_THRESHOLD: so far, in the exponent, may scores exceed m; 2^8 fits fp16
-static_assert(HEAD_DIM % 64 == 0 && THREADS % CHUNKS == 0, "a thread copies one chunk of every so many rows");
-static_assert(BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0 && M_TILES > 0, "a tile of whole MMA steps");
-static_assert(SPLIT_Q == ON || (BLOCK_M <= BLOCK_N && BLOCK_N <= HEAD_DIM && SUB_N == BLOCK_N), "P takes the place of K");
-static_assert(SWIZZLE == OFF || LDMATRIX == ON, "plain loads know no swizzle");
-static_assert(RESCALE_THRESHOLD == OFF || (FOLDED_SCALE == ON && SPLIT_Q == ON), "the margin is a power of 2; each warp votes for itself");
+constexpr int AHEAD = STAGES - 1;  // tiles in flight during the computation of one; 0: synchronous copies through registers
+constexpr int M_TILES = BLOCK_M / 16 / (SPLIT_Q == ON ? WARPS : 1);     // 16-row tiles of a warp
+constexpr int COLUMNS = SPLIT_Q == ON ? HEAD_DIM : HEAD_DIM / WARPS;  // of O, per warp
+constexpr int MIN_BLOCKS = MANY_REGISTERS == ON ? 8 / WARPS : 0;     // per SM; 0: ptxas chooses between registers and occupancy
+constexpr float MARGIN = 8.0f;  // LAZY: rescale threshold in the exponent; P up to 2^8 fits fp16
+static_assert(HEAD_DIM % 64 == 0 && THREADS % CHUNKS == 0, "each thread copies one chunk of every THREADS / CHUNKS rows");
+static_assert(BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0 && M_TILES > 0, "a tile must consist of whole MMA steps");
+static_assert(SPLIT_Q == ON || (BLOCK_M <= BLOCK_N && BLOCK_N <= HEAD_DIM && SUB_N == BLOCK_N), "P must fit into the place of K");
+static_assert(SWIZZLE == OFF || LDMATRIX == ON, "plain loads do not support the swizzle");
+static_assert(RESCALE_THRESHOLD == OFF || (FOLDED_SCALE == ON && SPLIT_Q == ON), "the threshold is a power of 2; each warp votes by itself");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + STAGES * STAGE, "spec and kernel disagree on shared memory");
 
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
-// Where chunk `chunk` of row `row` lies in its tile, in bytes. Swizzled, the same chunk of eight rows is in eight different
-// groups of banks.
+// Byte offset of chunk `chunk` of row `row` in its tile. With the swizzle, equal chunks of eight rows are in eight different
+// bank groups.
 __device__ __forceinline__ unsigned offset(unsigned row, unsigned chunk) {
     return row * ROW + (SWIZZLE == ON ? chunk ^ row % 8 : chunk) * 16;
 }
 
-// Rows n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix; rows from S on become zeros.
+// SoftmaxState n0 .. n0 + ROWS of a (S, HEAD_DIM) matrix; rows >= S are zero-filled.
 template <int ROWS>
 __device__ __forceinline__ void copy_tile(char* tile, const dtype* matrix, long long stride, int n0, int S) {
     constexpr unsigned STEP = THREADS / CHUNKS;
-    static_assert(ROWS % STEP == 0, "every thread copies as much");
+    static_assert(ROWS % STEP == 0, "all threads must copy the same number of chunks");
     const unsigned row0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     const dtype* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * 8;
     const auto copy = [&](unsigned i, bool inside) {
@@ -58,16 +57,16 @@ __device__ __forceinline__ void copy_tile(char* tile, const dtype* matrix, long 
         copy(i, n0 + static_cast<int>(row0 + i * STEP) < S);
 }
 
-// The four 8 x 8 matrices of a 16 x 16 block are an operand's registers: of Q, P and V (transposed) in the order of rows,
-// of K of columns, so that the two registers of a B operand are neighbours. A Place knows where in a block this lane points
-// ldmatrix, computed once.
+// The four 8 x 8 matrices of a 16 x 16 block are the four registers of an operand: for Q, P and V (transposed) ordered by rows,
+// for K by columns, so that the two registers of a B operand are adjacent. A FragmentOffsets holds the offsets of this lane's
+// ldmatrix address, computed once.
 template <bool BY_COLUMNS>
-struct Place {
+struct FragmentOffsets {
     unsigned first_chunk, at[4];
 
     static __device__ __forceinline__ unsigned down(unsigned matrix) { return BY_COLUMNS ? matrix / 2 : matrix % 2; }
     static __device__ __forceinline__ unsigned right(unsigned matrix) { return BY_COLUMNS ? matrix % 2 : matrix / 2; }
-    __device__ __forceinline__ explicit Place(unsigned first_chunk = 0) : first_chunk(first_chunk) {
+    __device__ __forceinline__ explicit FragmentOffsets(unsigned first_chunk = 0) : first_chunk(first_chunk) {
         const unsigned matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
 #pragma unroll
         for (unsigned i = 0; i < 4; ++i) at[i] = offset(8 * down(matrix) + row, first_chunk + 2 * i + right(matrix));
@@ -76,17 +75,17 @@ struct Place {
 
 // The block at row `row`, a multiple of 16, and 16-column step `step` of a tile.
 template <bool TRANSPOSED, bool BY_COLUMNS>
-__device__ __forceinline__ void load_block(unsigned (&r)[4], const char* tile, const Place<BY_COLUMNS>& place, int row,
-                                           int step) {
+__device__ __forceinline__ void load_block(unsigned (&r)[4], const char* tile, const FragmentOffsets<BY_COLUMNS>& fragment,
+                                           int row, int step) {
     if (LDMATRIX == ON) {
-        const SmemAddr address = smem_address(tile) + (row * ROW + place.at[step % 4] + step / 4 * 128);
+        const SmemAddr address = smem_address(tile) + (row * ROW + fragment.at[step % 4] + step / 4 * 128);
         TRANSPOSED ? ldmatrix_x4_trans(r, address) : ldmatrix_x4(r, address);
         return;
     }
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const char* matrix = tile + offset(row + 8 * place.down(i), place.first_chunk + 2 * step + place.right(i));
+        const char* matrix = tile + offset(row + 8 * fragment.down(i), fragment.first_chunk + 2 * step + fragment.right(i));
         const auto element = [&](int k, int d) -> unsigned {
             return *reinterpret_cast<const unsigned short*>(matrix + k * ROW + 2 * d);
         };
@@ -95,18 +94,18 @@ __device__ __forceinline__ void load_block(unsigned (&r)[4], const char* tile, c
     }
 }
 
-struct Places {
-    Place<false> rows, values;
-    Place<ONE_LANE_MAP == OFF> keys;
-    __device__ __forceinline__ Places() : values(SPLIT_Q == ON ? 0 : warp_index() * COLUMNS / 8) {}
+struct TileOffsets {
+    FragmentOffsets<false> rows, values;
+    FragmentOffsets<ONE_LANE_MAP == OFF> keys;
+    __device__ __forceinline__ TileOffsets() : values(SPLIT_Q == ON ? 0 : warp_index() * COLUMNS / 8) {}
 };
 
-struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g + 8 of each 16-row tile
+struct SoftmaxState {  // Q, O, m, l of a warp's query rows; a lane has rows g and g + 8 of each 16-row tile
     unsigned Q[Q_IN_REGISTERS == ON ? M_TILES : 1][HEAD_DIM / 16][4];
     float O[M_TILES][COLUMNS / 8][4];
-    float m[M_TILES][2], l[M_TILES][2];  // m: a dot product, or (scale not folded) a score; l: this lane's part of the sum
+    float m[M_TILES][2], l[M_TILES][2];  // m: of dot products, or (scale not folded) of scores; l: partial sum of this lane
 
-    __device__ __forceinline__ void reset() {
+    __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
             m[mt][0] = m[mt][1] = -INF;
@@ -115,24 +114,24 @@ struct Rows {  // what a warp keeps of its query rows; a lane holds rows g and g
             for (int i = 0; i < COLUMNS / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
         }
     }
-    __device__ __forceinline__ void load_queries(const char* Q_smem, const Places& places) {
+    __device__ __forceinline__ void load_queries(const char* Q_smem, const TileOffsets& offsets) {
 #pragma unroll
         for (int i = 0; i < M_TILES * HEAD_DIM / 16; ++i) {
             const int mt = i / (HEAD_DIM / 16), step = i % (HEAD_DIM / 16);
-            load_block<false>(Q[Q_IN_REGISTERS == ON ? mt : 0][step], Q_smem, places.rows, 16 * mt, step);
+            load_block<false>(Q[Q_IN_REGISTERS == ON ? mt : 0][step], Q_smem, offsets.rows, 16 * mt, step);
         }
     }
 };
 
-// Of a number for each row, what f makes of those that the warps have: only warps that share rows need it.
+// Reduces one value per row over all warps with f. Needed only where warps share rows.
 template <class F>
-__device__ __forceinline__ void over_warps(float (&x)[M_TILES][2], F f) {
+__device__ __forceinline__ void reduce_over_warps(float (&x)[M_TILES][2], F f) {
     __shared__ float x_smem[WARPS][BLOCK_M];
     const int warp = warp_index(), g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i)
         if (threadIdx.x % 4 == 0) x_smem[warp][8 * i + g] = x[i / 2][i % 2];
-    __syncthreads();  // every warp's numbers are there
+    __syncthreads();  // all warps have written their values
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) {
         x[i / 2][i % 2] = x_smem[0][8 * i + g];
@@ -143,21 +142,21 @@ __device__ __forceinline__ void over_warps(float (&x)[M_TILES][2], F f) {
 
 // S = Q K^T for KEYS keys from key row `n` of the tile on.
 template <int KEYS>
-__device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], const Rows& rows, const char* Q_smem,
-                                             const char* K_smem, int n, const Places& places) {
-    constexpr int SECOND = ONE_LANE_MAP == ON ? 2 : 1;  // the register beside the first one in a B operand
+__device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], const SoftmaxState& rows, const char* Q_smem,
+                                             const char* K_smem, int n, const TileOffsets& offsets) {
+    constexpr int SECOND = ONE_LANE_MAP == ON ? 2 : 1;  // index of a B operand's second register
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
         unsigned Q[M_TILES][4];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
-            if (Q_IN_REGISTERS == OFF) load_block<false>(Q[mt], Q_smem, places.rows, 16 * mt, step);
+            if (Q_IN_REGISTERS == OFF) load_block<false>(Q[mt], Q_smem, offsets.rows, 16 * mt, step);
             else for (int i = 0; i < 4; ++i) Q[mt][i] = rows.Q[Q_IN_REGISTERS == ON ? mt : 0][step][i];
         }
 #pragma unroll
         for (int nt = 0; nt < KEYS / 16; ++nt) {
             unsigned K[4];
-            load_block<false>(K, K_smem, places.keys, n + 16 * nt, step);
+            load_block<false>(K, K_smem, offsets.keys, n + 16 * nt, step);
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt) {
                 mma_m16n8k16(S[mt][2 * nt], Q[mt], K[0], K[SECOND]);
@@ -168,12 +167,12 @@ __device__ __forceinline__ void dot_products(float (&S)[M_TILES][KEYS / 8][4], c
 }
 
 // O += P V for the 16 keys from key row `n` of the tile on.
-__device__ __forceinline__ void add_values(Rows& rows, const unsigned (&P)[M_TILES][4], const char* V_smem, int n,
-                                           const Places& places) {
+__device__ __forceinline__ void add_PV(SoftmaxState& rows, const unsigned (&P)[M_TILES][4], const char* V_smem, int n,
+                                           const TileOffsets& offsets) {
 #pragma unroll
     for (int dt = 0; dt < COLUMNS / 16; ++dt) {
         unsigned V[4];
-        load_block<true>(V, V_smem, places.values, n, dt);
+        load_block<true>(V, V_smem, offsets.values, n, dt);
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
             mma_m16n8k16(rows.O[mt][2 * dt], P[mt], V[0], V[1]);
@@ -182,16 +181,16 @@ __device__ __forceinline__ void add_values(Rows& rows, const unsigned (&P)[M_TIL
     }
 }
 
-// e^(x - m) of scores; of dot products 2^((x - m) exponent), in one FFMA and one ex2.
+// e^(x - m) for scores; 2^((x - m) exponent) for dot products, one FFMA and one ex2.
 __device__ __forceinline__ float power(float x, float m, float exponent) {
     return FOLDED_SCALE == ON ? ex2(fmaf(x, exponent, -m * exponent)) : expf(x - m);
 }
 
-// Moves m up to the row maxima `top` and rescales what was accumulated under the old one.
-__device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], float exponent) {
+// Updates m with the row maxima `top` and rescales l and O.
+__device__ __forceinline__ void update_maximum(SoftmaxState& rows, float (&top)[M_TILES][2], float exponent) {
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) top[i / 2][i % 2] = row_max<4>(top[i / 2][i % 2]);
-    if (SPLIT_Q == OFF) over_warps(top, [](float x, float y) { return fmaxf(x, y); });
+    if (SPLIT_Q == OFF) reduce_over_warps(top, [](float x, float y) { return fmaxf(x, y); });
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
@@ -210,15 +209,15 @@ __device__ __forceinline__ void rescale(Rows& rows, float (&top)[M_TILES][2], fl
     }
 }
 
-// P of S, packed as A operands; top, raised first, is S's part of the row maxima.
+// Computes P from S, packed as A operands, and adds it to l.
 template <int KEYS>
 __device__ __forceinline__ void probabilities(unsigned (&P)[KEYS / 16][M_TILES][4], const float (&S)[M_TILES][KEYS / 8][4],
-                                              Rows& rows, float exponent) {
+                                              SoftmaxState& rows, float exponent) {
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float m = rows.m[mt][half] == -INF ? 0.0f : rows.m[mt][half];  // no key seen: P = 0, not NaN
+            const float m = rows.m[mt][half] == -INF ? 0.0f : rows.m[mt][half];  // no visible key: P = 0, not NaN
 #pragma unroll
             for (int nt = 0; nt < KEYS / 8; ++nt) {
                 const float p0 = power(S[mt][nt][2 * half], m, exponent), p1 = power(S[mt][nt][2 * half + 1], m, exponent);
@@ -229,11 +228,11 @@ __device__ __forceinline__ void probabilities(unsigned (&P)[KEYS / 16][M_TILES][
     }
 }
 
-// O += P V where the warps share rows: P of KEYS keys from `n` on, and that of the other warps', goes through shared memory,
-// where K has been: every warp has used it before the maxima were shared.
+// O += P V where warps share rows. P of all warps goes through shared memory, in the place of K: all warps have read K before
+// the reduction of the row maxima.
 template <int KEYS>
-__device__ __forceinline__ void add_shared_values(Rows& rows, const unsigned (&P)[KEYS / 16][M_TILES][4], char* stage, int n,
-                                                  const Places& places) {
+__device__ __forceinline__ void add_shared_PV(SoftmaxState& rows, const unsigned (&P)[KEYS / 16][M_TILES][4], char* stage, int n,
+                                                  const TileOffsets& offsets) {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < KEYS / 16 * M_TILES * 4; ++i) {
@@ -241,21 +240,21 @@ __device__ __forceinline__ void add_shared_values(Rows& rows, const unsigned (&P
         const unsigned at = offset(16 * mt + 8 * (matrix % 2) + g, n / 8 + 2 * step + matrix / 2);
         *reinterpret_cast<unsigned*>(stage + at + 4 * q) = P[step][mt][matrix];
     }
-    __syncthreads();  // P is there for all keys
+    __syncthreads();  // P of all keys has been written
 #pragma unroll
     for (int step = 0; step < BLOCK_N / 16; ++step) {
         unsigned all[M_TILES][4];
 #pragma unroll
-        for (int mt = 0; mt < M_TILES; ++mt) load_block<false>(all[mt], stage, places.rows, 16 * mt, step);
-        add_values(rows, all, stage + BLOCK_N * ROW, 16 * step, places);
+        for (int mt = 0; mt < M_TILES; ++mt) load_block<false>(all[mt], stage, offsets.rows, 16 * mt, step);
+        add_PV(rows, all, stage + BLOCK_N * ROW, 16 * step, offsets);
     }
 }
 
-// One K/V tile. MASKED: some row of the block may not see all of it; where that is seldom (TWO_LOOPS), in small steps, as
-// soon as no row of the warp sees more it ends.
+// One K/V tile. MASKED: not every key is visible to every row of the block. With TWO_LOOPS such tiles are rare and go in steps
+// of 16 keys up to the last key visible to the warp.
 template <bool MASKED>
-__device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_row, int n0, const char* Q_smem,
-                                       char* stage, const Places& places) {
+__device__ __forceinline__ void attend(SoftmaxState& rows, const Head& head, int first_row, int n0, const char* Q_smem,
+                                       char* stage, const TileOffsets& offsets) {
     constexpr bool SMALL = MASKED && TWO_LOOPS == ON;
     constexpr int KEYS = SPLIT_Q == OFF ? BLOCK_N / WARPS : SMALL ? 16 : SUB_N;
     constexpr int STRIDE = SPLIT_Q == OFF ? BLOCK_N : KEYS;
@@ -266,7 +265,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
     for (int n = SPLIT_Q == OFF ? warp_index() * KEYS : 0; n < BLOCK_N; n += STRIDE) {
         if (SMALL && n0 + n >= head.keys(first_row, first_row + 16 * M_TILES).end) break;
         float S[M_TILES][KEYS / 8][4] = {};
-        dot_products<KEYS>(S, rows, Q_smem, stage, n, places);
+        dot_products<KEYS>(S, rows, Q_smem, stage, n, offsets);
 
         float top[M_TILES][2];
         bool exceeds = false;
@@ -286,14 +285,14 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                 exceeds |= top[mt][half] > rows.m[mt][half] + margin;
             }
         }
-        if (RESCALE_THRESHOLD == OFF || __any_sync(0xffffffffu, exceeds)) rescale(rows, top, exponent);
+        if (RESCALE_THRESHOLD == OFF || __any_sync(0xffffffffu, exceeds)) update_maximum(rows, top, exponent);
 
         unsigned P[KEYS / 16][M_TILES][4];
         probabilities<KEYS>(P, S, rows, exponent);
-        if (SPLIT_Q == OFF) add_shared_values<KEYS>(rows, P, stage, n, places);
+        if (SPLIT_Q == OFF) add_shared_PV<KEYS>(rows, P, stage, n, offsets);
 #pragma unroll
         for (int step = 0; SPLIT_Q == ON && step < KEYS / 16; ++step)
-            add_values(rows, P[step], stage + BLOCK_N * ROW, n + 16 * step, places);
+            add_PV(rows, P[step], stage + BLOCK_N * ROW, n + 16 * step, offsets);
     }
 }
 
@@ -314,54 +313,54 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_ladder(
     const dtype* const V_head = V.row(b, h / group, 0);
     const Head head(score, b, h);
     const int tiles = (max(head.keys(m0, m0 + BLOCK_M).end, 0) + BLOCK_N - 1) / BLOCK_N;
-    // The first of them, every row sees whole.
+    // The first `whole` tiles are fully visible.
     const int whole = TWO_LOOPS == ON ? max(head.fully_visible_keys(m0, m0 + BLOCK_M).end, 0) / BLOCK_N : 0;
-    const auto fill_stage = [&](int j) {
+    const auto load_stage = [&](int j) {
         char* const stage = stages + j % STAGES * STAGE;
         copy_tile<BLOCK_N>(stage, K_head, K.stride_s, j * BLOCK_N, score.Sk);
         copy_tile<BLOCK_N>(stage + BLOCK_N * ROW, V_head, V.stride_s, j * BLOCK_N, score.Sk);
     };
     char* const Q_smem = smem + own_row * ROW;
-    const Places places;
+    const TileOffsets offsets;
 
-    Rows rows;
-    rows.reset();
+    SoftmaxState rows;
+    rows.clear();
     if (tiles > 0) copy_tile<BLOCK_M>(smem, Q.row(b, h, 0), Q.stride_s, m0, score.Sq);
 #pragma unroll
     for (int j = 0; j < AHEAD; ++j) {
-        if (j < tiles) fill_stage(j);
+        if (j < tiles) load_stage(j);
         cp_async_commit();
     }
-    const auto arrive = [&](int j) {
+    const auto wait_for_tile = [&](int j) {
         if (AHEAD) cp_async_wait<AHEAD ? AHEAD - 1 : 0>();
-        __syncthreads();  // (copied ahead, tile j is there for everybody, and) everybody has used tile j - 1
-        if (j + AHEAD < tiles) fill_stage(j + AHEAD);
+        __syncthreads();  // tile j - 1 has been read by all threads, and tile j, if copied asynchronously, is complete
+        if (j + AHEAD < tiles) load_stage(j + AHEAD);
         if (AHEAD) cp_async_commit();
-        else __syncthreads();  // tile j is there for everybody
-        if (Q_IN_REGISTERS == ON && j == 0) rows.load_queries(Q_smem, places);
+        else __syncthreads();  // tile j is complete
+        if (Q_IN_REGISTERS == ON && j == 0) rows.load_queries(Q_smem, offsets);
     };
     int j = 0;
 #pragma unroll 1
     for (; j < whole; ++j) {
-        arrive(j);
-        attend<false>(rows, head, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, places);
+        wait_for_tile(j);
+        attend<false>(rows, head, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, offsets);
     }
 #pragma unroll 1
     for (; j < tiles; ++j) {
-        arrive(j);
-        attend<true>(rows, head, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, places);
+        wait_for_tile(j);
+        attend<true>(rows, head, m0 + own_row, j * BLOCK_N, Q_smem, stages + j % STAGES * STAGE, offsets);
     }
 
 #pragma unroll
     for (int i = 0; i < 2 * M_TILES; ++i) rows.l[i / 2][i % 2] = row_sum<4>(rows.l[i / 2][i % 2]);
-    if (SPLIT_Q == OFF) over_warps(rows.l, [](float x, float y) { return x + y; });
-    __syncthreads();  // everybody has read Q before O takes its place
+    if (SPLIT_Q == OFF) reduce_over_warps(rows.l, [](float x, float y) { return x + y; });
+    __syncthreads();  // all threads have read Q before O is written in its place
     const int g = lane / 4, q = lane % 4;
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float l = rows.l[mt][half], inverse = l == 0.0f ? 0.0f : 1.0f / l;  // a row that sees no key
+            const float l = rows.l[mt][half], inverse = l == 0.0f ? 0.0f : 1.0f / l;  // a row without visible keys
             const int row = own_row + 16 * mt + 8 * half + g;
 #pragma unroll
             for (int nt = 0; nt < COLUMNS / 8; ++nt) {
@@ -373,7 +372,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_ladder(
                     rows.m[mt][half] * (FOLDED_SCALE == ON ? score.scale : 1.0f) + logf(l);
         }
     }
-    __syncthreads();  // O is whole before it leaves, 16 bytes each thread, neighbours side by side
+    __syncthreads();  // O is complete; stored in coalesced 16-byte chunks
 #pragma unroll 4
     for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(CHUNKS); i += THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;

@@ -1,7 +1,8 @@
-"""What each idea in `fwd_mma` is worth: every step of steps.py, timed beside the others.
+"""The gain of each optimisation in `fwd_mma`: every step of steps.py in one interleaved run.
 
-python experiments/004_mma_ladder/run.py measure     needs a GPU, some two minutes; goes on where it was stopped
-python experiments/004_mma_ladder/run.py table       rewrites the tables in README.md here and docs/ladders.md
+python experiments/004_mma_ladder/run.py measure     needs a GPU, some two minutes; continues an interrupted run
+python experiments/004_mma_ladder/run.py table       writes the tables in README.md and docs/ladders.md
+python experiments/004_mma_ladder/run.py check       verifies the first and the last step on a small problem, no GPU
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.engine import pipeline
 from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST
 from sandbox.spec import Problem
+from sandbox.verify import check as checking
+from sandbox.verify.cases import Case
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
@@ -35,7 +39,7 @@ PROBLEMS = [
     Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)
     for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
 ]
-OTHERS = {"fwd_mma": "the kernel itself: the last step, and NaN and inf kept from rows that do not see them",
+OTHERS = {"fwd_mma": "the kernel itself: the last step, and NaN and inf behind a mask do not reach the output",
           "sdpa-flash": "FlashAttention-2, PyTorch's own"}  # fmt: skip
 Speeds = dict[Problem, float]  # TFLOP/s
 
@@ -44,7 +48,7 @@ Speeds = dict[Problem, float]  # TFLOP/s
 
 
 def contender(step: Step) -> Contender:
-    """A step as `bench` knows contenders: under its own name, with its tile for the problem's head width."""
+    """A step as a contender of `bench`, under its own name, with its tile for the problem's head width."""
 
     def prepare(problem: Problem, *inputs: Any) -> Ready:
         tile = tiles(problem.D).get(step.name)
@@ -57,7 +61,7 @@ def contender(step: Step) -> Contender:
 
 
 def compile_all() -> None:
-    """Fills the cache, several compilers at a time: one after another they would take most of the run."""
+    """Fills the compile cache in parallel: compiled one after another, the steps would take most of the run."""
     arch = pipeline.arch_name(KERNEL, driver.device().arch)
     jobs = {(tile, p.D, p.causal) for p in PROBLEMS for tile in tiles(p.D).values()}
     with ThreadPoolExecutor() as pool:
@@ -65,7 +69,7 @@ def compile_all() -> None:
 
 
 def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
-    """What the compiler reports, beside what was measured."""
+    """Adds the registers and spills that the compiler reports."""
     kernels = {KERNEL.name: KERNEL, **registry.kernels()}
     for row in rows:
         if not row.tile:
@@ -78,26 +82,36 @@ def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def measure() -> None:
-    """Every step, `fwd_mma` and FlashAttention-2 in one interleaved run, each checked before and after."""
-    everybody = [*map(contender, (*LADDER, *VARIANTS)), *benchmark.ours([registry.get("fwd_mma")])]
-    everybody.append(peers.PEERS["sdpa-flash"])
-    left = benchmark.unmeasured(benchmark.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, everybody)
+    """Every step, `fwd_mma` and FlashAttention-2 in one interleaved run, each verified before and after."""
+    contenders = [*map(contender, (*LADDER, *VARIANTS)), *benchmark.ours([registry.get("fwd_mma")])]
+    contenders.append(peers.PEERS["sdpa-flash"])
+    left = benchmark.unmeasured(benchmark.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, contenders)
     if left:
         compile_all()
     wrong = 0
-    for row in recorded(with_registers(benchmark.run((), left, everybody, limits=Limits(seconds=0.2))), ROWS):
-        said = f"{row['tflops']:.1f} TFLOP/s" if row["ms"] else row["message"]
-        print(f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:14} {said}", flush=True)
+    for row in recorded(with_registers(benchmark.run((), left, contenders, limits=Limits(seconds=0.2))), ROWS):
+        speed = f"{row['tflops']:.1f} TFLOP/s" if row["ms"] else row["message"]
+        print(f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:14} {speed}", flush=True)
         wrong += row["ok"] is False
     if wrong:
-        sys.exit(f"{wrong} results are wrong, or failed")
+        sys.exit(f"{wrong} results are wrong or failed")
+
+
+def check() -> None:
+    """The plain kernel and the last step on the CPU backend: grouped heads, causal, ragged tiles."""
+    problem = Problem(1, 2, 77, 150, 64, Hk=1, dtype="float16", causal="bottom-right")
+    for name in (LADDER[0].name, LADDER[-1].name):
+        result = checking.verify(KERNEL, Case(name, problem, layout="bshd"), HOST, tiles(problem.D)[name])
+        print(f"{name}: error {result.error} bound {result.bound} {result.message}", flush=True)
+        if not result.ok:
+            sys.exit(f"{name} is wrong")
 
 
 # ---- the tables
 
 
 def speeds(rows: list[dict[str, Any]], name: str, D: int, causal: bool | None = None) -> Speeds:
-    """What `name` reached at head width D, with or without mask or (None) both; {} where it was not timed."""
+    """TFLOP/s of `name` at head width D, with or without mask or (None) both; {} where it was not timed."""
     found = {p: there[name] for p, there in by_problem(rows).items() if p.D == D and name in there}
     return {p: r["tflops"] for p, r in found.items() if r["ok"] and causal in (None, bool(p.causal))}
 
@@ -109,7 +123,7 @@ def gain(fast: Speeds, slow: Speeds) -> str:
 
 
 def gains(rows: list[dict[str, Any]], D: int, causal: bool | None = None) -> dict[str, str]:
-    """{step: its gain over the last timed step before it; of variants and others, over the top of the ladder}."""
+    """{step: its gain over the last timed step before it; variants and others: over the last step}."""
     found, below = {}, Speeds()
     for step in LADDER:
         there = speeds(rows, step.name, D, causal)
@@ -118,17 +132,17 @@ def gains(rows: list[dict[str, Any]], D: int, causal: bool | None = None) -> dic
 
 
 def registers(rows: list[dict[str, Any]], name: str) -> str:
-    """The most over the masks, for each head width; marked where some are spilled."""
+    """The maximum over the masks, for each head width; * where registers are spilled."""
     cells = []
     for D in WIDTHS:
-        held = [there[name] for p, there in by_problem(rows).items() if p.D == D and "spills" in there.get(name, ())]
-        mark = "*" if any(r["spills"] for r in held) else ""
-        cells.append(f"{max(r['registers'] for r in held)}{mark}" if held else "–")
+        counts = [there[name] for p, there in by_problem(rows).items() if p.D == D and "spills" in there.get(name, ())]
+        mark = "*" if any(r["spills"] for r in counts) else ""
+        cells.append(f"{max(r['registers'] for r in counts)}{mark}" if counts else "–")
     return "" if cells == ["–"] * len(cells) else " / ".join(cells)
 
 
 def ladder_table(rows: list[dict[str, Any]]) -> str:
-    """For the page of the ladders: the speed of each step, its gain over the one before, and its registers."""
+    """For docs/ladders.md: the speed of each step, its gain over the step before, and its registers."""
     columns = ["", "step", "idea", "D = 64", "gain", "D = 128", "gain", "registers"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     all_gains = {D: gains(rows, D) for D in WIDTHS}
@@ -146,15 +160,15 @@ def ladder_table(rows: list[dict[str, Any]]) -> str:
     r, lengths = rows[-1], ", ".join(str(S) for S in sorted({p.Sq for p in by_problem(rows)}))
     caption = (
         f"TFLOP/s, {r['dtype']}, geometric means over S {lengths} with and without causal mask (16k tokens, hidden"
-        " size 2048); gains over the step before, from “not kept” on over the last step. –: changes nothing there."
-        f" Registers at D = 64 / 128; *: some are spilled. {r['device']}, CUDA {r['cuda']}; a matrix product reaches"
-        f" {r['ceiling_tflops']:.0f} in the same run."
+        " size 2048); gains over the step before, from “not kept” on over the last step. –: changes nothing at this"
+        f" width. Registers at D = 64 / 128; *: some are spilled. {r['device']}, CUDA {r['cuda']}; a matrix product"
+        f" reaches {r['ceiling_tflops']:.0f} in the same run."
     )
     return "\n".join([*lines, "", caption]) + "\n"
 
 
 def gain_table(rows: list[dict[str, Any]]) -> str:
-    """For the README of the experiment: what was predicted, and what came, by head width and mask."""
+    """For README.md: predicted and measured gains, by head width and mask."""
     lines = ["| step | D = 64: predicted | no mask | causal | D = 128: predicted | no mask | causal |",
              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     measured = {(D, causal): gains(rows, D, causal) for D in WIDTHS for causal in (False, True)}
@@ -168,9 +182,13 @@ def gain_table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["measure", "table"])
-    if parser.parse_args().what == "measure":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "table", "check"])
+    what = parser.parse_args().what
+    if what == "check":
+        check()
+        return
+    if what == "measure":
         measure()
     rows = read_rows(ROWS)
     write_table(HERE / "README.md", "mma ladder", Path(__file__), gain_table(rows))
