@@ -1,6 +1,7 @@
-"""How long a person, and a training loop, wait for this package itself. See README.md beside this file.
+"""The host time of this package: compiling, launching, importing, training steps. See README.md beside this file.
 
-python experiments/001_latency/run.py            prints a table and appends rows to results.jsonl
+python experiments/001_latency/run.py                     prints a table and appends rows to results.jsonl
+python experiments/001_latency/run.py --parts training    this part only
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _salt = count(time.time_ns() % 1_000_000)
 
 
 def timed(call: Callable[[], object], repeats: int, calls: int = 1, after: Callable[[], object] = lambda: None) -> list:
-    """Seconds a call, `repeats` times, each the mean of `calls` calls in a row; `after` runs untimed after each."""
+    """Seconds per call, `repeats` times, each the mean of `calls` calls; `after` runs untimed after each."""
     samples = []
     gc.disable()
     for _ in range(repeats):
@@ -54,7 +55,7 @@ def timed(call: Callable[[], object], repeats: int, calls: int = 1, after: Calla
 
 
 def source_to_loaded() -> Iterator[tuple[str, list]]:
-    """A toy kernel's source, never seen before, to a function ready to launch; process and libraries warm."""
+    """From new source of a toy kernel to a function that can be launched; process and libraries warm."""
     with tempfile.TemporaryDirectory() as folder:
         path, device = Path(folder) / "toy.cu", driver.device()
         arch = f"sm_{device.arch[0]}{device.arch[1]}"
@@ -83,7 +84,7 @@ def source_to_loaded() -> Iterator[tuple[str, list]]:
         samples: dict[str, list] = {name: [] for name in contenders}
         for call in contenders.values():
             call()
-        for _ in range(20):  # interleaved, so that nobody has the quiet minute alone
+        for _ in range(20):  # interleaved
             for name, call in contenders.items():
                 samples[name] += timed(call, 1)
         for name, values in samples.items():
@@ -91,13 +92,13 @@ def source_to_loaded() -> Iterator[tuple[str, list]]:
 
 
 def cached_compile() -> Iterator[tuple[str, list]]:
-    """The main kernel, found in the cache on disk."""
+    """A kernel found in the disk cache."""
     sandbox.compile("fwd_minimal", arch="sm_90a")
     yield "cached compile, fwd_minimal", timed(lambda: sandbox.compile("fwd_minimal", arch="sm_90a"), 50)
 
 
 def launches() -> Iterator[tuple[str, list]]:
-    """Host time only: the GPU is waited for between batches, outside of the clock."""
+    """Host time; the synchronisation between batches is not timed."""
     import torch
 
     q, k, v = (torch.randn(1, 1, 32, 64, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -139,7 +140,7 @@ def launches() -> Iterator[tuple[str, list]]:
 
 
 def training() -> Iterator[tuple[str, list]]:
-    """Host time of attention and of its gradients as a training loop asks for them: of other tensors at every step."""
+    """Host time of attention and its gradients with new tensors at every step, as in training."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -148,7 +149,7 @@ def training() -> Iterator[tuple[str, list]]:
 
     steps = cycle([tensors() for _ in range(64)])
     dout, kept = torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.float16), cycle(range(48))
-    held: list[object] = [None] * 48  # results that stay alive for a while, so that new ones lie elsewhere
+    alive: list[object] = [None] * 48  # keeps results alive, so that new ones have other addresses
     theirs = torch.nn.functional.scaled_dot_product_attention
     calls: dict[str, Callable[..., torch.Tensor]] = {
         "sandbox": sandbox.attention,
@@ -156,17 +157,17 @@ def training() -> Iterator[tuple[str, list]]:
         "sandbox, dropout": partial(sandbox.attention, dropout=0.1),
         "SDPA flash, dropout": partial(theirs, dropout_p=0.1),
         "sandbox, window": partial(sandbox.attention, window=(64, 0)),
-        "SDPA in our slot": theirs,
+        "SDPA by use_in_torch": theirs,
     }
     slot = sandbox.use_in_torch()
 
     def forward(call: Callable[..., torch.Tensor]) -> None:
-        held[next(kept)] = call(*next(steps))
+        alive[next(kept)] = call(*next(steps))
 
     def both(call: Callable[..., torch.Tensor]) -> None:
         inputs = next(steps)
         out = call(*inputs)
-        held[next(kept)] = out, torch.autograd.grad(out, inputs, dout)
+        alive[next(kept)] = out, torch.autograd.grad(out, inputs, dout)
 
     samples: dict[str, list] = {}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -174,7 +175,7 @@ def training() -> Iterator[tuple[str, list]]:
             for (name, call), (what, step) in product(
                 calls.items(), {"forward": forward, "forward and backward": both}.items()
             ):
-                if name == "SDPA in our slot":
+                if name == "SDPA by use_in_torch":
                     slot.activate()
                     step(call)
                 found = timed(partial(step, call), 1, 20, torch.cuda.synchronize)
@@ -184,7 +185,7 @@ def training() -> Iterator[tuple[str, list]]:
 
 
 def cpu_backend() -> Iterator[tuple[str, list]]:
-    """One OS thread, the kernel built beforehand."""
+    """One OS thread; the kernel is built before."""
     os.environ["SANDBOX_CPU_WORKERS"] = "1"
     q, k, v = (np.random.default_rng(i).standard_normal((1, 1, 512, 64)).astype(np.float16) for i in range(3))
     call = lambda: sandbox.attention_forward(q, k, v, kernel="fwd_minimal", backend="cpu")  # noqa: E731
@@ -193,7 +194,7 @@ def cpu_backend() -> Iterator[tuple[str, list]]:
 
 
 def imports() -> Iterator[tuple[str, list]]:
-    """`import sandbox` in a fresh process that has imported NumPy already."""
+    """`import sandbox` in a new process that has imported NumPy."""
     code = (
         "import numpy, sys, time; start = time.perf_counter(); import sandbox; print(time.perf_counter() - start);"
         "assert not {'torch', 'cupy'} & set(sys.modules)"
@@ -207,9 +208,11 @@ ON_A_GPU = ("source_to_loaded", "launches", "training")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "results.jsonl", help="append rows to this file")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, by default all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure; all by default"
+    )
     options = parser.parse_args()
     where = environment.describe()
     parts = [PARTS[name] for name in options.parts if where["device"] or name not in ON_A_GPU]
