@@ -33,13 +33,13 @@ REPEATS = 15
 
 
 def ours(launch: Callable[[], object], stopwatch: Events) -> float:
-    """Median in milliseconds, sampled for 20 ms, as `do_bench` below; never stopped for being quiet."""
+    """Median in milliseconds of samples over 20 ms, as `do_bench` below, without stopping early."""
     samples = measure({"": stopwatch.ready(launch)}, stopwatch, Limits(noise=-1, rounds=500, seconds=0.02))
     return Timing.of(samples[""]).median * 1e3
 
 
 def theirs(launch: Callable[[], object], stopwatch: Events) -> float:
-    """Likewise."""
+    """Median in milliseconds by Triton."""
     from triton.testing import do_bench
 
     return do_bench(launch, warmup=5, rep=20, return_mode="median")
@@ -58,7 +58,7 @@ def main() -> None:
             q, k, v = benchmark.make_inputs(problem)
             launch = contender.prepare(problem, q, k, v).launch
             times: dict[str, list[float]] = {name: [] for name in timers}
-            for repeat in range(REPEATS + 1):  # in turns; the first warms up
+            for repeat in range(REPEATS + 1):  # alternating; the first is the warm-up
                 for name, timer in timers.items():
                     ms = timer(launch, stopwatch)
                     times[name] += [ms] if repeat else []

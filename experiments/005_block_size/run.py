@@ -1,7 +1,7 @@
-"""Every tile of fwd_mma: shared memory, occupancy and speed, and where FlashAttention's rule would be. See README.md.
+"""Every tile of fwd_mma with 4 warps: shared memory, occupancy and speed, beside FlashAttention's rule. See README.md.
 
-python experiments/005_block_size/run.py [measure]     needs a GPU; writes results.jsonl and a picture for each width
-python experiments/005_block_size/run.py report        the figures of results.jsonl
+python experiments/005_block_size/run.py [measure]     needs a GPU; writes results.jsonl
+python experiments/005_block_size/run.py report        prints the figures of results.jsonl
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from sandbox.reference import paper_block_sizes
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import arch
 from sandbox.tune import executors
-from sandbox.tune import report as tune_report
 from sandbox.tune.search import Search
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +28,7 @@ WIDTHS = (64, 128)
 
 
 def measure() -> list[dict[str, Any]]:
-    """Search the whole space afresh, and keep nothing of it for `attention`."""
+    """Searches the whole space; the result is not kept for `attention`."""
     where, rows, kernel = environment.describe(), [], registry.get("fwd_mma")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SANDBOX_CACHE_DIR"] = folder
@@ -39,7 +38,6 @@ def measure() -> list[dict[str, Any]]:
                 search = Search(kernel, problem, lab, {"WARPS": 4})
                 for _ in search:
                     pass
-                tune_report.draw(search, HERE / f"space_d{D}")
                 rows += [_row(search, c) | where for c in search.candidates.values()]
     (HERE / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
@@ -57,21 +55,21 @@ def _row(search: Search, c: Any) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """The figures that the prediction names, for each head width."""
+    """The figures of the prediction, for each head width."""
     for D in WIDTHS:
         timed = [row for row in rows if row["D"] == D and row["tflops"]]
         best = max(timed, key=lambda row: row["tflops"])
         M, N = paper_block_sizes(arch.limits((9, 0)).smem_per_block, D, 2)
         rule = min(timed, key=lambda row: (_distance(row, M, N), -row["tflops"]))
-        print(f"D={D}: {len(timed)} tiles timed; best {best['tile']}: {_said(best)}")
+        print(f"D={D}: {len(timed)} tiles timed; best {best['tile']}: {_described(best)}")
         share = rule["tflops"] / best["tflops"]
-        print(f"  the rule asks for {M} x {N}; nearest {rule['tile']}: {_said(rule)}, {share:.2f} of it")
+        print(f"  the rule gives {M} x {N}; nearest {rule['tile']}: {_described(rule)}, {share:.2f} of it")
         speeds = [row["tflops"] for row in timed]
         for what in ("occupancy", "smem"):
             print(f"  rank correlation of {what} and speed: {_spearman([row[what] for row in timed], speeds):+.2f}")
 
 
-def _said(row: dict[str, Any]) -> str:
+def _described(row: dict[str, Any]) -> str:
     return f"{row['tflops']:.0f} TFLOP/s, {row['smem'] / 1024:.0f} KiB, occupancy {row['occupancy']:.0%}"
 
 
@@ -81,7 +79,7 @@ def _distance(row: dict[str, Any], M: int, N: int) -> float:
 
 
 def _spearman(x: list[float], y: list[float]) -> float:
-    """Correlation of ranks, equal values sharing theirs."""
+    """Rank correlation; equal values share their mean rank."""
 
     def ranks(values: list[float]) -> np.ndarray:
         _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -91,7 +89,7 @@ def _spearman(x: list[float], y: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
     report(measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl"))
 

@@ -1,7 +1,7 @@
 """Bytes between DRAM, L2 and the SMs, counted by the GPU and by the IO model. See README.md beside this file.
 
 python experiments/006_io_model/run.py [measure]     needs a GPU and ncu; writes results.jsonl
-python experiments/006_io_model/run.py report        the table of results.jsonl
+python experiments/006_io_model/run.py table         writes the table of results.jsonl to README.md
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sandbox.bench.ladder import write_table
 from sandbox.core import jsonl
 from sandbox.profile import profiler
 from sandbox.profile import report as profile_report
@@ -41,10 +42,12 @@ def measure() -> list[dict[str, Any]]:
     return rows
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    """Measured over modelled, as a table for the README."""
-    print("| problem | DRAM read | of the least | of the model | L2 | of the model | L2 hits | DRAM written |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+def table(rows: list[dict[str, Any]]) -> str:
+    """Measured bytes relative to the minimum and to the model."""
+    lines = [
+        "| problem | DRAM read | of the minimum | of the model | L2 | of the model | L2 hits | DRAM written |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         m, model = row["measures"], row["model_bytes"]
         read, written = sum(model["read"].values()), sum(model["written"].values())
@@ -54,13 +57,15 @@ def report(rows: list[dict[str, Any]]) -> None:
             row["problem"], f"{dram * 1e-6:.1f} MB", f"{dram / least:.2f}", f"{dram / read:.3f}", f"{l2 * 1e-6:.0f} MB",
             f"{l2 / (read + written):.2f}", f"{m['L2 hits']:.0%}", f"{m['DRAM written'] / written:.2f} of O and LSE",
         )  # fmt: skip
-        print(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
-    report(measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "table"], nargs="?", default="measure")
+    rows = measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl")
+    write_table(HERE / "README.md", "bytes", Path(__file__), table(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """fwd_mma with its rows swizzled, plain and padded: speed, and conflicts as the GPU counts them. See README.md.
 
-python experiments/007_bank_conflicts/run.py [measure]     needs a GPU; conflicts are counted where ncu may
-python experiments/007_bank_conflicts/run.py report        the figures of results.jsonl
+python experiments/007_bank_conflicts/run.py [measure]     needs a GPU; counts conflicts if ncu has permission
+python experiments/007_bank_conflicts/run.py report        prints the figures of results.jsonl
+python experiments/007_bank_conflicts/run.py check         tests that the lines to change are in the kernel; no GPU
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PADDED_ROW = "ROW = 2 * COLUMNS + 16;"
 
 
 def variants(folder: Path) -> dict[str, Kernel]:
-    """The kernel as it is, and beside a header of tiles with one line changed or two."""
+    """The kernel, and two copies with another `mma_smem.cuh` beside them, one or two lines changed."""
     kernel = registry.get("fwd_mma")
     tiles = (registry.FOLDER / "include" / "mma_smem.cuh").read_text()
     assert SWIZZLE in tiles, "the lines that this experiment changes are no longer there"
@@ -52,14 +53,14 @@ def _padded_smem(p: Problem, t: Tile) -> int:
 
 
 def measure() -> list[dict[str, Any]]:
-    """All three in turns, each right before it is timed; then the conflicts of the first two."""
+    """The three variants interleaved, each verified before it is timed; then the conflicts of the first two."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         kernels = variants(Path(folder))
         contenders = [_contender(name, kernel) for name, kernel in kernels.items()]
         rows += [row.as_json() for row in benchmark.run([], PROBLEMS, contenders)]
         for row in rows:
-            if row["contender"] != "padded":  # its spec is this script's own, which ncu's process would not know
+            if row["contender"] != "padded":  # its spec exists in this process only, not in that of ncu
                 problem = {p.D: p for p in PROBLEMS}[row["D"]]
                 row["profile"] = _profile(kernels[row["contender"]], problem, Path(folder) / "p")
     (HERE / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -84,7 +85,7 @@ def _profile(kernel: Kernel, problem: Problem, prefix: Path) -> dict[str, Any] |
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """The ratios and the conflicts that the prediction names."""
+    """The ratios and the conflicts of the prediction."""
     for problem in PROBLEMS:
         there = {row["contender"]: row for row in rows if row["D"] == problem.D}
         swizzled = there["swizzled"]["tflops"]
@@ -102,9 +103,14 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["measure", "report"], nargs="?", default="measure")
-    report(measure() if parser.parse_args().what == "measure" else jsonl.read(HERE / "results.jsonl"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "report", "check"], nargs="?", default="measure")
+    what = parser.parse_args().what
+    if what == "check":
+        with tempfile.TemporaryDirectory() as folder:
+            print(", ".join(variants(Path(folder))))
+    else:
+        report(measure() if what == "measure" else jsonl.read(HERE / "results.jsonl"))
 
 
 if __name__ == "__main__":
