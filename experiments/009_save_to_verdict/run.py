@@ -1,4 +1,4 @@
-"""How long `watch` takes from a save to its verdict, and to be back after a kernel that hangs. See README.md.
+"""The time of `watch` from a save to its result, also after a kernel that hangs. See README.md.
 
 python experiments/009_save_to_verdict/run.py [--backend cpu]    prints a table and appends rows to results.jsonl
 """
@@ -23,7 +23,7 @@ from sandbox.core import jsonl
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 KERNELS = ("fwd_minimal", "fwd_block2d", "fwd_mma")
-ENTRY = "extern __shared__"  # a line at the beginning of each kernel; a fault goes before it
+ENTRY = "extern __shared__"  # a line at the beginning of each kernel; the fault is inserted before it
 HANG = "while (score.Sq) __threadfence(); "
 
 
@@ -39,7 +39,7 @@ class Watched:
         return json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
 
     def save(self, text: str) -> dict[str, Any]:
-        """The verdict, with the seconds from this save to its arrival here."""
+        """The result, with the seconds from this save to its arrival here."""
         start = time.perf_counter()
         self.source.write_text(text)
         return {**self.verdict(), "waited": time.perf_counter() - start}
@@ -55,14 +55,14 @@ def measure(kernel: str, backend: str, saves: int) -> Iterator[dict[str, Any]]:
         watched.verdict()
         text = watched.source.read_text()
         seen = [watched.save(f"{text}// {time.time_ns()}\n") for _ in range(saves)]
-        yield row(kernel, "a good version", seen)
-        yield row(kernel, "one that does not compile", [watched.save(f"{text}x {n}") for n in range(saves)])
+        yield row(kernel, "a correct version", seen)
+        yield row(kernel, "a version that does not compile", [watched.save(f"{text}x {n}") for n in range(saves)])
         if backend == "cuda":
             after = []
             for n in range(saves):
                 assert watched.save(text.replace(ENTRY, HANG + ENTRY, 1))["found"]["stage"] == "hang"
                 after.append(watched.save(f"{text}// back {n} {time.time_ns()}\n"))
-            yield row(kernel, "a good version, saved as soon as a hang is reported", after)
+            yield row(kernel, "a correct version, saved when a hang is reported", after)
         watched.process.terminate()
 
 
@@ -73,8 +73,10 @@ def row(kernel: str, what: str, seen: list[dict[str, Any]]) -> dict[str, Any]:
         "kernel": kernel,
         "what": what,
         "stage": stages.pop() if len(stages) == 1 else sorted(stages),
-        "waited": statistics.median(verdict["waited"] for verdict in seen),  # for all of it, instructions counted too
-        "verdict": statistics.median(verdict["latency"] for verdict in seen),  # until a person sees it
+        "waited": statistics.median(
+            verdict["waited"] for verdict in seen
+        ),  # until the complete result, with instruction counts
+        "verdict": statistics.median(verdict["latency"] for verdict in seen),  # until it is shown
         "slowest": max(verdict["waited"] for verdict in seen),
         "compiling": statistics.median(verdict["found"]["compiling"] for verdict in seen),
         "saves": len(seen),

@@ -1,7 +1,8 @@
-"""Our gradients beside PyTorch's autograd, on arrays that both see without a copy. See README.md beside this file.
+"""Gradients of the backward kernels beside PyTorch's autograd, on shared memory. See README.md beside this file.
 
-python experiments/010_autograd_parity/run.py             prints a table, appends rows to results.jsonl, draws the worst
-python experiments/010_autograd_parity/run.py plot        draws the pictures again
+python experiments/010_autograd_parity/run.py             prints a table, appends rows to results.jsonl, draws the
+                                                          errors nearest to their bound
+python experiments/010_autograd_parity/run.py plot        draws the figure again
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ Gradients = tuple[torch.Tensor, ...]
 
 
 def make_cases(long: bool) -> list[Case]:
-    """Short sequences for the CPU backend; `long` ones, several tiles and a bit, for a GPU."""
+    """Short sequences for the CPU backend; `long` ones of several tiles for a GPU."""
     n = (lambda S: 4 * S + 1) if long else (lambda S: S)
     return [
         Case("no mask", Problem(1, 2, n(96), n(96), 64)),
         Case("causal", Problem(1, 2, n(96), n(96), 64, causal="bottom-right")),
         Case("more keys than rows", Problem(1, 2, n(33), n(96), 64, causal="bottom-right")),
-        Case("rows that see no key", Problem(1, 2, n(96), n(33), 64, causal="bottom-right")),
-        Case("keys that no row sees", Problem(1, 2, n(33), n(96), 64, causal="top-left")),
-        Case("rows that see all keys", Problem(1, 2, n(96), n(33), 64, causal="top-left")),
+        Case("rows without visible keys", Problem(1, 2, n(96), n(33), 64, causal="bottom-right")),
+        Case("keys without visible rows", Problem(1, 2, n(33), n(96), 64, causal="top-left")),
+        Case("rows with all keys visible", Problem(1, 2, n(96), n(33), 64, causal="top-left")),
         Case("grouped heads", Problem(2, 4, n(50), n(50), 64, Hk=2, causal="bottom-right")),
         Case("odd head width", Problem(1, 2, n(40), n(60), 37)),
         Case("wide heads", Problem(1, 2, n(40), n(60), 128, causal="bottom-right")),
@@ -57,12 +58,12 @@ def make_cases(long: bool) -> list[Case]:
     ]
 
 
-# ---- arrays: made by CuPy (or NumPy), seen by PyTorch
+# ---- arrays: made by CuPy (or NumPy), shared with PyTorch
 
 
 def make_arrays(case: Case, xp: ModuleType) -> list[Any]:
     """dO, q, k, v as arrays of `xp`, (B, H, S, D) views of (B, S, H, D) memory; the numbers do not depend on `xp`.
-    bfloat16 goes there as its bits, which every CuPy takes."""
+    bfloat16 is passed as uint16, which every CuPy supports."""
     q, k, v = make_inputs(case)
     dout = np.random.default_rng(1).standard_normal(q.shape, np.float32).astype(q.dtype)
     bits = (np.ascontiguousarray(x.swapaxes(1, 2)).view(f"u{x.itemsize}") for x in (dout, q, k, v))
@@ -70,7 +71,7 @@ def make_arrays(case: Case, xp: ModuleType) -> list[Any]:
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """The same memory as a PyTorch tensor, through DLPack; bfloat16, which NumPy does not export, as its bits."""
+    """The same memory as a PyTorch tensor, by DLPack; bfloat16, which NumPy does not export, as uint16."""
     half = array.dtype.name == "bfloat16"
     tensor = torch.from_dlpack(array.view(np.uint16) if half else array)
     assert tensor.data_ptr() == dlpack.view(array).pointer, "DLPack made a copy"
@@ -85,7 +86,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Attention as textbooks write it, in the dtype it is given; a row that sees no key has probabilities 0."""
+    """Textbook attention in the dtype of the inputs; a row without visible keys has probabilities 0."""
     k, v = (x.repeat_interleave(problem.H // problem.Hk, dim=1) for x in (k, v))
     scores = (q @ k.mT) * problem.scale
     hidden = torch.zeros(problem.Sq, problem.Sk, dtype=torch.bool, device=q.device)
@@ -102,19 +103,20 @@ def autograd(tensors: list[torch.Tensor], problem: Problem, dtype: torch.dtype) 
 
 
 def ours(kernel: Kernel, arrays: list[Any], problem: Problem, xp: ModuleType) -> Gradients:
-    """The gradients by one kernel of ours, from the same memory."""
+    """The gradients by one kernel, from the same memory."""
     dout, q, k, v = arrays
     options = {"causal": problem.causal, "scale": problem.scale}
     out, lse = sandbox.attention_forward(q, k, v, **options)
     for x in (q, k, v):
-        xp.full(x.nbytes, 255, np.uint8)  # NaN in every dtype: the allocator hands out again what has just been freed
+        xp.full(x.nbytes, 255, np.uint8)  # NaN in every dtype, in the memory that the allocator reuses for the results
     return tuple(map(as_tensor, sandbox.attention_backward(dout, q, k, v, out, lse, kernel=kernel, **options)))
 
 
 @dataclasses.dataclass
-class Reference:
-    """What gradients of one case are held to: PyTorch's in float64, and the project's bound with PyTorch's in the input
-    dtype for the yardstick. `reference_gap`: how far the NumPy reference is off, in units of the largest magnitude."""
+class Expected:
+    """The reference of one case: PyTorch's gradients in float64, and the project's bound, made of the errors of
+    PyTorch's gradients in the input dtype (`yardstick`). `reference_gap`: error of the NumPy reference, relative to the
+    largest magnitude."""
 
     refs: list[np.ndarray]
     yardstick: Gradients
@@ -122,7 +124,7 @@ class Reference:
     reference_gap: float
 
     @classmethod
-    def of(cls, arrays: list[Any], problem: Problem) -> Reference:
+    def of(cls, arrays: list[Any], problem: Problem) -> Expected:
         tensors = [as_tensor(x) for x in arrays]
         options = {"causal": problem.causal, "scale": problem.scale}
         given = [as_numpy(x) for x in tensors]
@@ -138,16 +140,16 @@ class Reference:
         return cls(refs, yardstick, bounds, gap)
 
     def errors(self, gradients: Gradients) -> list[np.ndarray]:
-        """|gradient - truth| of dQ, dK, dV, elementwise, in units of their bounds."""
+        """|gradient - reference| of dQ, dK, dV, elementwise, in units of their bounds."""
         found = zip(gradients, self.refs, self.bounds, strict=True)
         return [reference.errors(as_numpy(x), ref) / bound for x, ref, bound in found]
 
 
 def compare(case: Case, kernels: list[Kernel], xp: ModuleType) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
-    """A row for PyTorch's own gradients in the input dtype and for each kernel, each with its `Truth.errors`."""
+    """A row for PyTorch's gradients in the input dtype and for each kernel, with its `Expected.errors`."""
     problem = case.problem
     arrays = make_arrays(case, xp)
-    expected = Reference.of(arrays, problem)
+    expected = Expected.of(arrays, problem)
     head = {"case": case.name, "problem": str(problem), "dtype": problem.dtype, "reference_gap": expected.reference_gap}
     for kernel in (None, *kernels):
         row = {"contender": kernel.name if kernel else "autograd", **head}
@@ -162,11 +164,11 @@ def compare(case: Case, kernels: list[Kernel], xp: ModuleType) -> Iterator[tuple
         yield {**row, "ok": all(share <= 1 for share in shares), "worst": NAMES[int(np.argmax(shares))]}, errors
 
 
-# ---- the verb
+# ---- the command
 
 
 def measure(options: argparse.Namespace, xp: ModuleType) -> list[dict[str, Any]]:
-    """All rows, appended to results.jsonl; worst_BACKEND.npz takes the errors of the kernel nearest to a bound."""
+    """Appends all rows to results.jsonl; writes the errors of the kernel nearest to a bound to worst_BACKEND.npz."""
     where = {"backend": options.backend, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment.describe()}
     kernels = [k for k in registry.kernels().values() if k.computes == "backward" and k.name in options.kernels]
     cases = [case for case in make_cases(options.backend == "cuda") if case.name in options.cases]
@@ -190,7 +192,7 @@ def measure(options: argparse.Namespace, xp: ModuleType) -> list[dict[str, Any]]
 
 @contextlib.contextmanager
 def one_stream(backend: str) -> Iterator[ModuleType]:
-    """The library that makes the arrays; on a GPU with a stream on which it, PyTorch and we all work."""
+    """The array library; on a GPU with one stream for CuPy, PyTorch and the kernels."""
     if backend == "cpu":
         yield np
         return
@@ -206,16 +208,16 @@ def default_backend() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 when a gradient is outside of its bound, or the NumPy reference is not PyTorch's float64."""
+    """Exit status 1 if a gradient is outside of its bound, or the NumPy reference differs from PyTorch's float64."""
     names = [case.name for case in make_cases(False)]
     kernels = [kernel.name for kernel in registry.kernels().values() if kernel.computes == "backward"]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["measure", "plot"], default="measure")
     parser.add_argument("--backend", choices=["cuda", "cpu"], default=default_backend())
     parser.add_argument("--kernels", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--dtypes", nargs="+", choices=list(ITEMSIZE), default=list(ITEMSIZE))
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and figures")
     options = parser.parse_args(argv)
     if options.what == "plot":
         for stored in sorted(options.out.glob("worst_*.npz")):

@@ -1,4 +1,4 @@
-"""Whose attention trains: (B, H, S, D) each, causal; in documents, where their ends are given."""
+"""The attention functions that train the model: (B, H, S, D), causal; within documents if their ends are passed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
 
 def sdpa(backend: SDPBackend, dropout: float) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
-        mask = None if ends is None else seen(q, ends)
+        mask = None if ends is None else visible(q, ends)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
 
@@ -44,18 +44,18 @@ def sdpa(backend: SDPBackend, dropout: float) -> Attend:
 
 
 def plain(dropout: float) -> Attend:
-    """As textbooks write it: scores and probabilities are rounded to the dtype too."""
+    """Textbook attention: scores and probabilities are rounded to the dtype too."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
         scores = (q @ k.mT) * q.shape[3] ** -0.5
-        P = scores.masked_fill(~seen(q, ends), float("-inf")).softmax(dim=-1).to(v.dtype)
+        P = scores.masked_fill(~visible(q, ends), float("-inf")).softmax(dim=-1).to(v.dtype)
         return F.dropout(P, dropout) @ v
 
     return attend
 
 
 def emulated(how: Roundings) -> Attend:
-    return lambda q, k, v, ends: Attention.apply(q, k, v, seen(q, ends), how)
+    return lambda q, k, v, ends: Attention.apply(q, k, v, visible(q, ends), how)
 
 
 WRONG = {
@@ -69,8 +69,8 @@ WRONG = {
 }
 
 
-def seen(q: Tensor, ends: Tensor | None) -> Tensor:
-    """Which keys a query sees, (1, 1, S, S), or (B, 1, S, S) of documents."""
+def visible(q: Tensor, ends: Tensor | None) -> Tensor:
+    """Visible keys of each query, (1, 1, S, S), or (B, 1, S, S) with documents."""
     B, _, S, _ = q.shape
     causal = torch.ones(1, 1, S, S, dtype=torch.bool, device=q.device).tril()
     if ends is None:
@@ -80,7 +80,7 @@ def seen(q: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def contenders_for(task: str, device: str, compiled: bool, wrong: bool = False) -> dict[str, Attend]:
-    """Ours, or what is wrong on purpose, and those of PyTorch's that take the task there."""
+    """Our attention, or wrong variants of it, and PyTorch's implementations that support the task on the device."""
     dropout = DROPOUT * (task == "dropout")
     found = {f"ours, {name}": emulated(how) for name, how in WRONG.items()} if wrong else {"ours": ours(dropout)}
     if compiled:

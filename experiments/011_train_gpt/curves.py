@@ -1,4 +1,4 @@
-"""Curves of losses: do they coincide, and how do they look?"""
+"""Curves of losses: the distance between them, and their figure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-FACTOR = 2  # curves coincide when ours are at most so many times as far from PyTorch's as these are from one another
+from sandbox.core import picture
+
+FACTOR = 2  # limit of `standing` for our curves
 COLOURS = {
     "ours": "#d62728", "sdpa-flash": "#4d4d4d", "sdpa-math": "#c49c3f", "sdpa-efficient": "#7b8fb2",
     "sdpa-cudnn": "#a06aa0",
@@ -17,15 +19,15 @@ COLOURS = {
 
 
 def distance(a: list[float], b: list[float]) -> float:
-    """The mean over all steps of |difference of losses|; a float32 loss resolves no less than its last bit."""
+    """The mean over all steps of |difference of losses|, at least one unit in the last place of a float32 loss."""
     return float(np.maximum(np.abs(np.subtract(a, b)).mean(), np.spacing(np.float32(np.max(a)))))
 
 
 def standing(starts: list[dict[str, list[float]]], name: str, theirs: list[str]) -> dict[str, float | None]:
-    """How far the curves of `name` are from those of `theirs`, in units of how far these are from one another.
+    """The distance of the curves of `name` from those of `theirs`, in units of the distances among `theirs`.
 
-    Of each start the mean distance to them by the mean of their own; `ratio` is the geometric mean over the starts, and
-    `off` by what factor it may be off (one standard error; None of one start), and `noise` the mean of their distances.
+    For each start: the mean distance to them over the mean of their own. `ratio` is the geometric mean over the starts,
+    `off` its standard error as a factor (None for one start), `noise` the mean of their own distances.
     """
     pairs = list(itertools.combinations(theirs, 2))
     own = np.array([np.mean([distance(curves[a], curves[b]) for a, b in pairs]) for curves in starts])
@@ -36,8 +38,8 @@ def standing(starts: list[dict[str, list[float]]], name: str, theirs: list[str])
 
 
 def judge(starts: list[dict[str, list[float]]]) -> dict[str, Any]:
-    """The standing of each of ours among PyTorch's curves, and of each of PyTorch's among the others, where two are
-    left; the compiled one of theirs is there for our compiled one only. `ok` says that none of ours is over FACTOR."""
+    """The standing of each of our curves among PyTorch's, and of each of PyTorch's among the others if there are two.
+    PyTorch's compiled curve is compared with our compiled one only. `ok`: none of ours exceeds FACTOR."""
     names = list(starts[0])
     found = {}
     for name in names:
@@ -56,18 +58,14 @@ def judge(starts: list[dict[str, list[float]]]) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], prefix: Path) -> None:
-    """The rows of one start -> PREFIX.png and .svg: losses above, differences to the first of PyTorch's below,
-    in the same colours."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
+    """The rows of one start -> PREFIX.png: losses above, differences to the first of PyTorch's below, in the same
+    colours."""
     curves = {row["contender"]: np.array(row["losses"]) for row in rows}
     first = next(name for name in curves if not name.startswith("ours"))
     config, steps = rows[0]["config"], np.arange(rows[0]["config"]["steps"])
     window = max(1, len(steps) // 25)
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sandbox"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 6), dpi=100, layout="constrained")
+    style = {"axes.spines.top": False, "axes.spines.right": False}
+    with picture.figure(10, 6, style=style) as figure:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         for name, losses in curves.items():
             look = {"color": COLOURS[name.partition(",")[0]], "linestyle": ":" if "," in name else "-"}
@@ -85,5 +83,4 @@ def draw(rows: list[dict[str, Any]], prefix: Path) -> None:
         task = {"dropout": "dropout, ", "packed": "packed documents, "}.get(rows[0].get("task", ""), "")
         shape = "{layers} layers, width {width}, {heads} heads, S {length}, batch {batch}, {dtype}".format(**config)
         figure.suptitle(f"{task}{shape}  ·  {rows[0]['device'] or 'CPU backend'}", fontsize=10)
-        figure.savefig(f"{prefix}.png", metadata={"Software": None})
-        figure.savefig(f"{prefix}.svg", metadata={"Date": None})
+        picture.compact(picture.save(figure, prefix))

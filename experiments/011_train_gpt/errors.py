@@ -11,13 +11,13 @@ from gpt import Attend
 from torch import Tensor
 
 NAMES = ("O", "dQ", "dK", "dV")
-WITHIN = 1.1  # of the largest error that one of PyTorch's own has, root mean square
-BIASED = 0.3  # of an error at most may be along the value itself: too large or too small everywhere
+WITHIN = 1.1  # limit of the RMS error, relative to the largest of PyTorch's implementations
+BIASED = 0.3  # limit of the part of the error that is proportional to the value
 
 
 @dataclass
 class Call:
-    """Of attention, in a layer in a step of training: (B, H, S, D) each."""
+    """One attention call of a layer in a training step: (B, H, S, D) each."""
 
     step: int
     layer: int
@@ -25,14 +25,14 @@ class Call:
     k: Tensor
     v: Tensor
     ends: Tensor | None
-    dO: Tensor | None = None  # when the backward has come by
+    dO: Tensor | None = None  # set by the backward
 
 
-def watched(attend: Attend, layers: int, steps: Iterable[int]) -> tuple[Attend, list[Call]]:
-    """`attend`, and a list that its calls in these steps will come to lie in."""
+def recorded(attend: Attend, layers: int, steps: Iterable[int]) -> tuple[Attend, list[Call]]:
+    """`attend`, and a list that receives its calls in these steps."""
     calls, count, wanted = [], 0, set(steps)
 
-    def watching(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
+    def recording(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None) -> Tensor:
         nonlocal count
         (step, layer), count = divmod(count, layers), count + 1
         out = attend(q, k, v, ends)
@@ -42,29 +42,29 @@ def watched(attend: Attend, layers: int, steps: Iterable[int]) -> tuple[Attend, 
             calls.append(call)
         return out
 
-    return watching, calls
+    return recording, calls
 
 
-def expected(call: Call, seen: Tensor) -> list[Tensor]:
+def reference(call: Call, visible: Tensor) -> list[Tensor]:
     """O, dQ, dK, dV in float64."""
     q, k, v, dO = (x.double() for x in (call.q, call.k, call.v, call.dO))
     unit = q.shape[3] ** -0.5
-    P = (q @ k.mT * unit).masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    P = (q @ k.mT * unit).masked_fill(~visible, float("-inf")).softmax(dim=-1)
     O = P @ v
     dS = P * (dO @ v.mT - (dO * O).sum(-1, keepdim=True))
     return [O, dS @ k * unit, dS.mT @ q * unit, P.mT @ dO]
 
 
-def errors(contenders: Mapping[str, Attend], call: Call, seen: Callable[..., Tensor]) -> dict[str, dict[str, Any]]:
-    """Of each contender that takes the call and each of NAMES: the error's root mean square as a part of the value's,
-    and the error's part along the value, signed: -0.003 of a value that is 0.3% too small everywhere."""
-    right, found = expected(call, seen(call.q, call.ends)), {}
+def errors(contenders: Mapping[str, Attend], call: Call, visible: Callable[..., Tensor]) -> dict[str, dict[str, Any]]:
+    """For each contender that supports the call and each of NAMES: the RMS error relative to the RMS value, and the
+    bias, the signed part of the error along the value: -0.003 for values that are 0.3% too small everywhere."""
+    expected, found = reference(call, visible(call.q, call.ends)), {}
     for name, attend in contenders.items():
         q, k, v = (x.clone().requires_grad_() for x in (call.q, call.k, call.v))
         try:
             O = attend(q, k, v, call.ends)
         except RuntimeError:
-            continue  # told where it trains
+            continue  # reported when it trains
         values = (O.detach(), *torch.autograd.grad(O, (q, k, v), call.dO))
         off = [x.double() - y for x, y in zip(values, right, strict=True)]
         found[name] = {
@@ -75,8 +75,8 @@ def errors(contenders: Mapping[str, Attend], call: Call, seen: Callable[..., Ten
 
 
 def judge(calls: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The worst of ours over all calls and tensors: its error in units of PyTorch's largest there, and how much of it
-    is bias; `ok` says that none is beyond WITHIN or BIASED."""
+    """The largest RMS error of ours over all calls and tensors, relative to PyTorch's largest, and the largest share of
+    bias in an error. `ok`: no error exceeds WITHIN or BIASED."""
     mine = [name for name in calls[0] if name.startswith("ours")]
     worst: dict[str, Any] = {"rms": {}, "bias": {}}
     for name in mine:

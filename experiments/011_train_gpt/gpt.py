@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch, which takes its attention as a function."""
+"""A small GPT in plain PyTorch with the attention as a function."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """The model and its training; `dtype` is what the layers compute in, the weights are float32."""
+    """The model and its training; the layers compute in `dtype`, the weights are float32."""
 
     layers: int
     heads: int
     width: int
-    length: int  # characters that one sequence holds
+    length: int  # characters per sequence
     batch: int
     steps: int
-    rate: float  # the learning rate at its highest
+    rate: float  # peak learning rate
     dtype: str = "bfloat16"
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on a normalised copy of what passes by."""
+    """Pre-norm attention and feed-forward layer with residual connections."""
 
     def __init__(self, config: Config, attend: Attend):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention with the roundings of a kernel put in by hand, right ones or wrong ones: what the verdicts are tried on."""
+"""Attention with emulated roundings of a kernel, correct or wrong: tests the sensitivity of the measures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Roundings:
-    """FlashAttention-2's in bfloat16, dense and in float32 otherwise; and what may be wrong with them."""
+    """FlashAttention-2's roundings in bfloat16, everything else in float32; and faults."""
 
-    bits: int = 8  # of a number that is multiplied: bfloat16 has 8
-    P_once: bool = False  # dS is made of P as it is multiplied, rounded: as bwd_mma and bwd_wgmma do
-    truncated: bool = False  # dS is cut off at its bits
-    scale: float = 1.0  # that scores are too large by
-    dK: float = 1.0  # that dK is too large by
+    bits: int = 8  # of a factor: bfloat16 has 8
+    P_once: bool = False  # dS is computed from the rounded P, as in bwd_mma and bwd_wgmma
+    truncated: bool = False  # dS is truncated instead of rounded
+    scale: float = 1.0  # factor on the scores
+    dK: float = 1.0  # factor on dK
 
 
 def rounded(x: Tensor, bits: int, truncated: bool = False) -> Tensor:
@@ -28,14 +28,14 @@ def rounded(x: Tensor, bits: int, truncated: bool = False) -> Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """q, k, v (B, H, S, D), seen (B or 1, 1, S, S), Roundings -> out (B, H, S, D)."""
+    """q, k, v (B, H, S, D), visible (B or 1, 1, S, S), Roundings -> out (B, H, S, D)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, how: Roundings) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, how: Roundings) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             ctx.how, ctx.unit, dtype = how, q.shape[3] ** -0.5, q.dtype
             q, k, v = q.float(), k.float(), v.float()
-            x = (q @ k.mT * (ctx.unit * how.scale)).masked_fill(~seen, -math.inf)
+            x = (q @ k.mT * (ctx.unit * how.scale)).masked_fill(~visible, -math.inf)
             P = (x - x.amax(-1, keepdim=True)).exp()
             out = (rounded(P, how.bits) @ v / P.sum(-1, keepdim=True)).to(dtype)
             ctx.save_for_backward(q, k, v, out, x - x.logsumexp(-1, keepdim=True))

@@ -1,10 +1,10 @@
-"""Trains a small character-level GPT with our attention and with PyTorch's. See README.md beside this file.
+"""Trains a small character-level GPT with sandbox.attention and with PyTorch's attention. See README.md.
 
 python experiments/011_train_gpt/run.py                   trains, appends rows to results.jsonl, draws the curves
 python experiments/011_train_gpt/run.py --compile         also inside torch.compile
-python experiments/011_train_gpt/run.py --task packed     documents, none of which looks at another; or dropout
-python experiments/011_train_gpt/run.py --wrong           attention that is wrong on purpose in place of ours
-python experiments/011_train_gpt/run.py time              how long a step takes; --length 4096 --task dropout
+python experiments/011_train_gpt/run.py --task packed     packed documents; or dropout
+python experiments/011_train_gpt/run.py --wrong           wrong variants in place of ours
+python experiments/011_train_gpt/run.py time              time of a step; --length 4096 --task dropout
 python experiments/011_train_gpt/run.py plot              draws the curves again
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import curves
 import errors
 import torch
-from contenders import contenders_for, emulated, sdpa, seen
+from contenders import contenders_for, emulated, sdpa, visible
 from gpt import GPT, Attend, Config
 from rounded import Roundings
 from torch import Tensor, nn
@@ -41,11 +41,11 @@ CONFIGS = {
     "cuda": Config(layers=6, heads=6, width=384, length=512, batch=32, steps=60, rate=1e-3),
     "cpu": Config(layers=2, heads=2, width=64, length=64, batch=4, steps=50, rate=3e-3),
 }
-STARTS = 8  # other weights and other batches
+STARTS = 8  # random weights and batches
 WARM = 10  # steps before the clock starts
 TASKS = ("causal", "dropout", "packed")
-CUTS = 3  # of each window: into four documents
-UNTIMED = ("plain", "sdpa-math")  # nobody trains with these for their speed
+CUTS = 3  # per window: four documents
+UNTIMED = ("plain", "sdpa-math")  # too slow for training
 LIMITS = Limits(noise=0.001, rounds=24, seconds=2.0, warmup=2)  # of the time of a step
 
 
@@ -53,14 +53,14 @@ LIMITS = Limits(noise=0.001, rounds=24, seconds=2.0, warmup=2)  # of the time of
 
 
 def read_text() -> tuple[Tensor, int]:
-    """The texts as numbers of their characters, and how many different ones there are."""
+    """The texts as indices of characters, and the number of distinct characters."""
     text = "".join(path.read_text() for path in sorted((HERE / "text").glob("*.txt")))
     characters = sorted(set(text))
     return torch.tensor([characters.index(c) for c in text]), len(characters)
 
 
 def documents(config: Config, device: str) -> Tensor:
-    """The ends of every step's documents, as cu_seqlens (steps, batch * (CUTS + 1) + 1): a window's are its own."""
+    """The ends of the documents of every step, as cu_seqlens (steps, batch * (CUTS + 1) + 1)."""
     cuts = torch.rand(config.steps, config.batch, config.length - 1).argsort(-1)[..., :CUTS].sort(-1).values + 1
     begins = torch.arange(config.batch)[:, None] * config.length
     inner = torch.cat((begins.expand(config.steps, -1, 1), cuts + begins), -1).flatten(1)
@@ -69,7 +69,7 @@ def documents(config: Config, device: str) -> Tensor:
 
 
 class Training:
-    """A model, its batches and its optimizer: of one config, task and start the same weights and the same batches."""
+    """A model, its batches and its optimizer. The same config, task and start give the same weights and batches."""
 
     def __init__(
         self, attend: Attend, config: Config, device: str, task: str, compiler: str | None = None, start: int = 0
@@ -87,7 +87,7 @@ class Training:
         self.half = layers_in(config, device)
 
     def step(self, number: int) -> Tensor:
-        """The loss, which stays on the device: reading it would wait for the GPU."""
+        """The loss on the device; reading it would synchronise."""
         tokens = self.text[self.windows[number]]
         with self.half:
             logits = self.model(tokens[:, :-1], None if self.ends is None else self.ends[number])
@@ -108,7 +108,7 @@ def train(
     start: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The loss of every step, and milliseconds a step; `seed` is dropout's."""
+    """The loss of every step, and milliseconds per step; `seed` is the seed of dropout."""
     training = Training(attend, config, device, task, compiler, start)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         training.optimizer, config.rate, total_steps=config.steps + 1, pct_start=0.1, cycle_momentum=False
@@ -135,13 +135,13 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-# ---- how long a step takes
+# ---- the time of a step
 
 
 class Wall:
-    """Steps as the host launches them, by the host's clock."""
+    """Steps timed by the host clock, as the host launches them."""
 
-    STEPS = 3  # of a sample
+    STEPS = 3  # per sample
 
     def __init__(self, device: str):
         self.device = device
@@ -165,7 +165,7 @@ class Wall:
 
 
 class Queued(timing.Events):
-    """Steps that wait in the GPU's queue as a whole before it begins: what it needs of them, host or no host."""
+    """Steps that are queued completely before the GPU begins: GPU time without host time."""
 
     LEAD = 80_000_000  # cycles, some 40 ms
 
@@ -182,7 +182,7 @@ class Queued(timing.Events):
 def measure_times(
     contenders: dict[str, Attend], config: Config, device: str, task: str, write: Callable[..., None]
 ) -> None:
-    """Whole steps, contenders in turns: as the host launches them, and queued. One that refuses is left out."""
+    """Whole steps, contenders interleaved: launched and queued. A contender that raises is omitted."""
     stopwatches: dict[str, Stopwatch] = {"launched": Wall(device)}
     if device == "cuda":
         stopwatches["queued"] = Queued()
@@ -195,33 +195,33 @@ def measure_times(
             try:
                 ready[name] = stopwatch.ready(partial(training.step, 0))
             except RuntimeError as error:
-                print(f"{name}: left out, it refuses: {str(error).splitlines()[0]}", flush=True)
+                print(f"{name}: omitted: {str(error).splitlines()[0]}", flush=True)
         for name, samples in timing.measure(ready, stopwatch, LIMITS).items():
             found = timing.Timing.of(samples)
             ms = {key: value * 1e3 for key, value in dataclasses.asdict(found).items() if key in ("median", "q1", "q3")}
             write({"contender": name, "step": how, "ms": ms, "samples": found.samples})
-            said = f"{ms['median']:.3f} ms a step ({ms['q1']:.3f} … {ms['q3']:.3f}, {found.samples} samples)"
-            print(f"{task}, S {config.length}, {how:8} {name:20}  {said}", flush=True)
+            text = f"{ms['median']:.3f} ms a step ({ms['q1']:.3f} … {ms['q3']:.3f}, {found.samples} samples)"
+            print(f"{task}, S {config.length}, {how:8} {name:20}  {text}", flush=True)
 
 
-# ---- the verb
+# ---- the command
 
 
 def measure_errors(contenders: dict[str, Attend], config: Config, device: str, task: str) -> dict[str, Any]:
-    """In every layer of the first and the last step, on what SDPA's math kernel has come to there."""
-    attend, calls = errors.watched(sdpa(SDPBackend.MATH, 0.0), config.layers, (0, config.steps - 1))
+    """Errors in every layer of the first and the last step of a training with SDPA's math kernel."""
+    attend, calls = errors.recorded(sdpa(SDPBackend.MATH, 0.0), config.layers, (0, config.steps - 1))
     train(attend, config, device, task)
     alone = {name: attend for name, attend in contenders.items() if "compiled" not in name}
-    alone["FlashAttention-2"] = emulated(Roundings())  # which not every device has for every task
+    alone["FlashAttention-2"] = emulated(Roundings())  # not every device supports it for every task
     with layers_in(config, device):
-        found = [errors.errors(alone, call, seen) for call in calls]
+        found = [errors.errors(alone, call, visible) for call in calls]
     for name in found[0]:
         figures = (f"{n} {max(f[name]['rms'][n] for f in found):.1e}" for n in errors.NAMES)
-        print(f"{name:20}  largest error, root mean square, of {', '.join(figures)}", flush=True)
+        print(f"{name:20}  largest RMS error of {', '.join(figures)}", flush=True)
     verdict = errors.judge(found)
     for name, ratio in verdict["rms"].items():
-        said = f"{ratio:.2f} of PyTorch's largest; at most {verdict['bias'][name]:.2f} of one is bias"
-        print(f"{name:20}  errors at most {said}", flush=True)
+        text = f"{ratio:.2f} of PyTorch's largest; bias at most {verdict['bias'][name]:.2f} of an error"
+        print(f"{name:20}  errors at most {text}", flush=True)
     where = [{"step": call.step, "layer": call.layer} for call in calls]
     return {**verdict, "calls": [{**at, **f} for at, f in zip(where, found, strict=True)]}
 
@@ -235,7 +235,7 @@ def measure_curves(
     seconds: float,
     write: Callable[..., None],
 ) -> dict[str, Any]:
-    """Trains every contender from each start, as many as begin within `seconds`; one that refuses is left out."""
+    """Trains every contender from each start that begins within `seconds`. A contender that raises is omitted."""
     losses: list[dict[str, list[float]]] = []
     times: dict[str, list[float]] = {}
     end = time.monotonic() + seconds
@@ -252,28 +252,28 @@ def measure_curves(
             except RuntimeError as error:
                 if name.startswith("ours") or start > 0:
                     raise
-                print(f"{name}: left out, it refuses: {str(error).splitlines()[0]}", flush=True)
+                print(f"{name}: omitted: {str(error).splitlines()[0]}", flush=True)
                 del contenders[name]
                 continue
             losses[start][name] = row["losses"]
             times.setdefault(name, []).append(row["ms_per_step"])
             write({"contender": name, "start": start, **row})
             last = statistics.fmean(row["losses"][-WARM:])
-            said = f"loss {row['losses'][0]:.4f} … {last:.4f}  {row['ms_per_step']:.1f} ms a step"
-            print(f"start {start}  {name:20}  {said}", flush=True)
+            text = f"loss {row['losses'][0]:.4f} … {last:.4f}  {row['ms_per_step']:.1f} ms per step"
+            print(f"start {start}  {name:20}  {text}", flush=True)
     for name, ms in times.items():
-        print(f"{name:20}  {statistics.median(ms):.2f} ms a step, {min(ms):.2f} at best", flush=True)
+        print(f"{name:20}  {statistics.median(ms):.2f} ms per step, {min(ms):.2f} at best", flush=True)
     verdict = curves.judge(losses)
     for pair, value in verdict["apart"].items():
         print(f"mean |difference|  {value:.2e}  {pair}")
     for name, its in verdict["standings"].items():
-        off = f", give or take a factor of {its['off']:.2f}" if its["off"] else ""
+        off = f", standard error a factor of {its['off']:.2f}" if its["off"] else ""
         print(f"{name:20}  {its['ratio']:.2f} of the noise, {its['noise']:.2e}{off}", flush=True)
     return verdict
 
 
 def measure(what: str, config: Config, device: str, options: argparse.Namespace) -> bool:
-    """Times of steps; or errors, but with dropout, and curves, a row for each curve, and one for each verdict."""
+    """Times of steps; or errors (except with dropout) and curves. A row per curve and one per result."""
     task = options.task
     contenders = contenders_for(task, device, options.compile, options.wrong)
     head = {"backend": device, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "config": dataclasses.asdict(config)}
@@ -287,7 +287,7 @@ def measure(what: str, config: Config, device: str, options: argparse.Namespace)
         measure_times(contenders, config, device, task, write)
         return True
     verdicts = []
-    if task != "dropout":  # no two drop the same elements
+    if task != "dropout":  # implementations drop different elements
         verdicts.append(measure_errors(contenders, config, device, task))
         write({"contender": "verdict on errors", **verdicts[-1]})
     verdicts.append(measure_curves(contenders, config, device, task, options.starts, options.seconds, write))
@@ -296,19 +296,19 @@ def measure(what: str, config: Config, device: str, options: argparse.Namespace)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 when errors are larger than PyTorch's own or curves do not coincide."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Exit status 1 if errors exceed PyTorch's or curves do not coincide."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["measure", "time", "plot"], default="measure")
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="also inside torch.compile")
     parser.add_argument("--task", choices=TASKS, default="causal")
-    parser.add_argument("--wrong", action="store_true", help="attention that is wrong on purpose in place of ours")
-    parser.add_argument("--steps", type=int, help="instead of the config's")
-    parser.add_argument("--length", type=int, help="of a window; a batch has as many characters as ever")
-    parser.add_argument("--starts", type=int, default=STARTS, help="of one alone the verdict says little")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no start begins but the first")
-    parser.add_argument("--no-picture", action="store_true", help="run.py plot draws later, elsewhere")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
+    parser.add_argument("--wrong", action="store_true", help="wrong variants of attention in place of ours")
+    parser.add_argument("--steps", type=int, help="number of training steps")
+    parser.add_argument("--length", type=int, help="sequence length; the characters per batch stay the same")
+    parser.add_argument("--starts", type=int, default=STARTS, help="number of starts")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit: no further start begins after it")
+    parser.add_argument("--no-picture", action="store_true", help="do not draw the curves")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and figures")
     options = parser.parse_args(argv)
     config, ok = CONFIGS[options.backend], True
     if options.what != "plot":
