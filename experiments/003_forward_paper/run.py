@@ -39,8 +39,12 @@ def table() -> None:
     short = [row for row in rows if row["contender"] != "sdpa-flash"]  # README.md: the faster of PyTorch's two
     for page, shown, against in (("README.md", short, "sdpa-cudnn"), ("docs/ladders.md", rows, "sdpa-flash")):
         ladder.write_table(PROJECT / page, "ladder", Path(__file__), ladder.ladder_markdown(shown, against))
-    points = markdown.points_markdown(rows, "fwd_wgmma", ["sdpa-cudnn", "fa4"])
-    ladder.write_table(HERE / "README.md", "points", Path(__file__), points)
+    texts = {
+        "points": markdown.points_markdown(rows, "fwd_wgmma", ["sdpa-cudnn", "fa4"]),
+        "problems": markdown.problems_markdown(read_rows(HERE / "real.jsonl"), ["fwd_wgmma", "sdpa-cudnn", "fa4"]),
+    }
+    for name, text in texts.items():
+        ladder.write_table(HERE / "README.md", name, Path(__file__), text)
     picture.compact(plot.draw(rows, HERE / "paper"))
 
 

@@ -73,9 +73,7 @@ def row(kernel: str, what: str, seen: list[dict[str, Any]]) -> dict[str, Any]:
         "kernel": kernel,
         "what": what,
         "stage": stages.pop() if len(stages) == 1 else sorted(stages),
-        "waited": statistics.median(
-            verdict["waited"] for verdict in seen
-        ),  # until the complete result, with instruction counts
+        "waited": statistics.median(verdict["waited"] for verdict in seen),  # until the complete result
         "verdict": statistics.median(verdict["latency"] for verdict in seen),  # until it is shown
         "slowest": max(verdict["waited"] for verdict in seen),
         "compiling": statistics.median(verdict["found"]["compiling"] for verdict in seen),
