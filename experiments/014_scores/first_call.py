@@ -1,11 +1,10 @@
-"""How long a new snippet keeps its author waiting: its first call, in a fresh process, with an empty cache.
+"""The time of the first call with a new Score: in a new process, with an empty cache. See README.md.
 
 python experiments/014_scores/first_call.py                   needs a GPU; some ten seconds
-python experiments/014_scores/first_call.py --backend cpu     where there is none: the host's compiler
+python experiments/014_scores/first_call.py --backend cpu     with the host's compiler
 
-Appends rows to first_call.jsonl: seconds of the first forward, of the same again, of one whose snippet was edited, and
-of the first backward. PyTorch has its context by then, as it has in a session; NVRTC and everything of ours is loaded
-in the first. README.md tells what came of it.
+Appends rows to first_call.jsonl: seconds of the first forward, of the same again, of one with an edited snippet, and of
+the first backward. PyTorch's CUDA context exists before; NVRTC and this package are loaded by the first call.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sandbox.bench import environment
 from sandbox.core import jsonl
 
 OUT = Path(__file__).resolve().parent / "first_call.jsonl"
-# What an author may write; {n} is what he edits. `doc` is a tensor.
+# Snippets of a user; {n} is edited. `doc` is a tensor.
 SNIPPETS = {
     "a score": ("x - 0.{n} * abs(i - j)", "true"),
     "a condition": ("x", "i - j < {n}00"),
@@ -34,7 +33,7 @@ SNIPPETS = {
 
 
 def measure(what: str, device: str, S: int) -> dict[str, float]:
-    """Of one snippet, in a process that has compiled nothing: seconds of each call, its result there."""
+    """Seconds of each call with one snippet, in a process that has compiled nothing, results included."""
     import torch
 
     import sandbox
@@ -50,9 +49,9 @@ def measure(what: str, device: str, S: int) -> dict[str, float]:
     def attend(n: int) -> Any:
         return sandbox.attention(q, k, v, **options(n))
 
-    def seconds(call: Callable[..., object], *given: object) -> float:
+    def seconds(call: Callable[..., object], *arguments: object) -> float:
         start = time.perf_counter()
-        call(*given)
+        call(*arguments)
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
@@ -63,7 +62,7 @@ def measure(what: str, device: str, S: int) -> dict[str, float]:
 
 
 def in_fresh_process(what: str, backend: str, S: int) -> dict[str, float]:
-    """The same where nothing is imported, loaded or cached yet."""
+    """The same in a new process with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, __file__, "--backend", backend, "--length", str(S), "--only", what]
         environ = {**os.environ, "SANDBOX_CACHE_DIR": cache}
@@ -74,7 +73,7 @@ def main(arguments: list[str] | None = None, out: Path = OUT) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--only", choices=SNIPPETS, help="This snippet alone, here and now, as JSON.")
+    parser.add_argument("--only", choices=SNIPPETS, help="one snippet, in this process, as JSON")
     options = parser.parse_args(arguments)
     if options.only:
         print(json.dumps(measure(options.only, options.backend, options.length)))

@@ -1,19 +1,20 @@
-"""What a mask tensor that hides 15 of 16 tiles costs, forward and backward, its block map made in every call.
+"""Mask tensors that hide 15 of 16 blocks, forward and backward; each call makes the block map. See README.md.
 
-python experiments/014_scores/masks.py             needs a GPU; a quarter of a minute on an H200
+python experiments/014_scores/masks.py             needs a GPU; 15 seconds on an H200
 
-As in walk.py, by a (1, 1, S, S) tensor of bools, one block in 16 exactly. Calls of one shape take turns; before each
+A (1, 1, S, S) tensor of bools with exactly one visible block in 16. Calls of one shape are interleaved; before each
 launch L2 is flushed and the host gets ahead.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import walk
+import sparse
 
 import sandbox
 from sandbox import Problem
@@ -29,13 +30,13 @@ D = 128
 
 
 def masks(torch: Any, S: int, device: str) -> dict[str, Any]:
-    """By name; those that hide 15 of 16 tiles first."""
-    rows = S // walk.BLOCK
-    sample = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).fill_diagonal_(-1)
-    on = (sample <= sample.flatten().kthvalue(rows * rows // 16).values).to(device)
+    """{name: mask}."""
+    rows = S // sparse.BLOCK
+    order = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).fill_diagonal_(-1)
+    on = (order <= order.flatten().kthvalue(rows * rows // 16).values).to(device)
     doc = torch.arange(S, device=device) // (S // 16)
     return {
-        "one block in 16": on.repeat_interleave(walk.BLOCK, 0).repeat_interleave(walk.BLOCK, 1)[None, None],
+        "one block in 16": on.repeat_interleave(sparse.BLOCK, 0).repeat_interleave(sparse.BLOCK, 1)[None, None],
         "16 documents": (doc[:, None] == doc)[None, None],
     }
 
@@ -43,11 +44,11 @@ def masks(torch: Any, S: int, device: str) -> dict[str, Any]:
 Calls = dict[tuple[str, str], Callable[[], Any]]
 
 
-def calls(torch: Any, B: int, H: int, S: int, device: str, given: dict[str, Any]) -> Calls:
-    """By (what, pass); both passes of each mask give what the kernels below give."""
+def calls(torch: Any, B: int, H: int, S: int, device: str, masked: dict[str, Any]) -> Calls:
+    """{(name, direction): call}; the results are compared with those of the mma.sync kernels."""
     q, k, v, dout = (torch.randn(B, H, S, D, device=device, dtype=torch.bfloat16) for _ in range(4))
     found: Calls = {}
-    for what, mask in {"plain": None, **given}.items():
+    for what, mask in {"plain": None, **masked}.items():
         forward = functools.partial(sandbox.attention_forward, q, k, v, mask=mask)
         out, lse = forward(kernel="fwd_wgmma")
         backward = functools.partial(sandbox.attention_backward, dout, q, k, v, out, lse, mask=mask)
@@ -57,7 +58,7 @@ def calls(torch: Any, B: int, H: int, S: int, device: str, given: dict[str, Any]
                 near(own, other)
         found[what, "forward"] = functools.partial(forward, kernel="fwd_wgmma")
         found[what, "backward"] = functools.partial(backward, kernel="bwd_wgmma")
-        found[what, "backward"]()  # compiled, and its plan made
+        found[what, "backward"]()  # compiles, and fills the plan cache
     return found
 
 
@@ -67,16 +68,16 @@ def near(own: Any, other: Any) -> None:
 
 
 def of_map(torch: Any, mask: Any) -> Callable[[], Any]:
-    """The kernel that makes the map, alone."""
+    """The kernel that makes the block map."""
     p = Problem(1, 1, *mask.shape[2:], D, dtype="bfloat16", mask=tuple(mask.shape))
     kernel = registry.get("block_map")
-    told = mask.new_empty(p.block_map, dtype=torch.int32)
-    tensors = {"mask": view(mask), "block_map": view(told)}
+    block_map = mask.new_empty(p.block_map, dtype=torch.int32)
+    tensors = {"mask": view(mask), "block_map": view(block_map)}
     device = tensors["mask"].device
     prepared = pipeline.prepare(kernel, pipeline.tile_on(device, kernel, p), p, tensors, device)
     pointers = prepared.pointers(tensors)
 
-    def launch(held: Any = told) -> None:  # views hold no memory
+    def launch(alive: Any = block_map) -> None:  # views do not keep the memory alive
         prepared.launch(pointers, torch.cuda.current_stream().cuda_stream)
 
     return launch
@@ -87,12 +88,12 @@ def main(device: str = "cuda", S: int = 16384) -> None:
 
     stopwatch = Events()
     ceilings = measure_ceilings("bfloat16", stopwatch)
-    given = masks(torch, S, device)
+    masked = masks(torch, S, device)
     for B, H in ((1, 8), (1, 16), (2, 16)):
-        asked = calls(torch, B, H, S, device, given)
+        measured = calls(torch, B, H, S, device, masked)
         if H == 8:
-            asked |= {(what, "its map"): of_map(torch, mask) for what, mask in given.items()}
-        times = measure({name: stopwatch.ready(call) for name, call in asked.items()}, stopwatch, LIMITS)
+            measured |= {(what, "its map"): of_map(torch, mask) for what, mask in masked.items()}
+        times = measure({name: stopwatch.ready(call) for name, call in measured.items()}, stopwatch, LIMITS)
         medians = {name: Timing.of(values).median for name, values in times.items()}
         for (what, of), seconds in medians.items():
             whole = medians.get(("plain", of))
@@ -104,4 +105,5 @@ def main(device: str = "cuda", S: int = 16384) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

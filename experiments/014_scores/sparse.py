@@ -1,16 +1,15 @@
-"""What hidden tiles cost the Hopper forward: sparse masks and documents with their block map, beside the plain problem.
+"""The Hopper forward on block-sparse masks and documents with their block map, beside the plain problem.
 
-python experiments/014_scores/walk.py                needs a GPU; half a minute on an H200
-python experiments/014_scores/walk.py KERNEL KERNEL  several in turns, such as a copy of fwd_wgmma.cu of another name
-PYTHONPATH=OTHER python …/walk.py                    the same of another checkout, such as the commit before
+python experiments/014_scores/sparse.py                needs a GPU; half a minute on an H200
+python experiments/014_scores/sparse.py KERNEL KERNEL  several kernels, such as a renamed copy of fwd_wgmma.cu
 
-Problems of one length take turns. Before each launch the GPU idles until the host is ahead of it, and L2 is flushed.
+Problems of one length are interleaved. Before each launch the GPU idles until the host is ahead, and L2 is flushed.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from sandbox.bench import environment
 from sandbox.bench.timing import Events, Limits, Timing, measure, measure_ceilings
 from sandbox.core import jsonl
 
-OUT = Path(__file__).resolve().parent / "walk.jsonl"
+OUT = Path(__file__).resolve().parent / "sparse.jsonl"
 LIMITS = Limits(rounds=20, enough=20)
-BLOCK = 128  # queries and keys of what is hidden or shown
+BLOCK = 128  # queries and keys per block of the mask
 
 
 def blocks(torch: Any, S: int, share: int, device: str) -> Score:
-    """One block in `share`, sampled, and those on the diagonal, so that every row sees something."""
+    """One block in `share`, randomly, and those on the diagonal, so that every row has visible keys."""
     rows = S // BLOCK
     shown = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)) < 1 / share - 1 / rows
     shown |= torch.eye(rows, dtype=torch.bool)
@@ -35,13 +34,13 @@ def blocks(torch: Any, S: int, share: int, device: str) -> Score:
 
 
 def documents(torch: Any, S: int, count: int, device: str) -> Score:
-    """`count` documents of one length."""
+    """`count` documents of equal length."""
     doc = torch.arange(S, device=device, dtype=torch.int32) // (S // count)
     return Score(mask="doc(i) == doc(j)", tensors={"doc": doc})
 
 
 def cases(torch: Any, device: str, S: int, short: int) -> list[tuple[str, int, int, dict[str, Any]]]:
-    """(what, B, S, options); the plain problem before what it is compared with."""
+    """(name, B, S, options); the plain problem before those that are compared with it."""
     return [
         ("plain", 1, S, {}),
         ("one block in 16", 1, S, {"score": blocks(torch, S, 16, device)}),
@@ -61,9 +60,9 @@ def main(
 
     stopwatch = Events()
     ceilings = measure_ceilings("bfloat16", stopwatch)
-    asked = cases(torch, device, S, short)
+    every = cases(torch, device, S, short)
     for n in (S, short):
-        own = [case for case in asked if case[2] == n]
+        own = [case for case in every if case[2] == n]
         calls = {
             (kernel, what): launch(torch, kernel, B, H, n, device, options)
             for what, B, _, options in own
@@ -71,17 +70,17 @@ def main(
         }
         times = measure({name: stopwatch.ready(call) for name, call in calls.items()}, stopwatch, LIMITS)
         for what, B, _, options in own:
-            seen = pairs(torch, options.get("score"), n, bool(options.get("causal")))
+            visible = pairs(torch, options.get("score"), n, bool(options.get("causal")))
             for kernel in kernels:
                 timing = Timing.of(times[kernel, what])
-                tflops = 4 * B * H * seen * 128 / timing.median / 1e12
+                tflops = 4 * B * H * visible * 128 / timing.median / 1e12
                 print(f"{what:24} {kernel} S {n:6}  {timing.median * 1e6:8.1f} us  {tflops:6.1f} TFLOP/s", flush=True)
                 row = {"what": what, "kernel": kernel, "B": B, "H": H, "S": n, "seconds": timing.median}
                 jsonl.append(OUT, row | {"tflops": tflops} | ceilings | environment.describe())
 
 
 def launch(torch: Any, kernel: str, B: int, H: int, S: int, device: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """A call on tensors of its own, its block map made before; it gives what fwd_mma gives, which scans the map."""
+    """A call with its own tensors and a precomputed block map; its result is compared with that of fwd_mma."""
     q, k, v = (torch.randn(B, H, S, 128, device=device, dtype=torch.bfloat16) for _ in range(3))
     if score := options.get("score"):
         options = options | {"score": score.with_blocks(sandbox.block_map(score, Problem(B, H, S, S, 128)))}
@@ -92,7 +91,7 @@ def launch(torch: Any, kernel: str, B: int, H: int, S: int, device: str, options
 
 
 def pairs(torch: Any, score: Score | None, S: int, causal: bool) -> int:
-    """How many (query, key) pairs a head sees, as the tensors of `blocks` and `documents` tell it."""
+    """The number of visible (query, key) pairs of a head, from the tensors of `blocks` and `documents`."""
     if score is None:
         return S * (S + 1) // 2 if causal else S * S
     if "on" in score.tensors:
@@ -102,4 +101,6 @@ def pairs(torch: Any, score: Score | None, S: int, causal: bool) -> int:
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]) or ("fwd_wgmma",))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", default=["fwd_wgmma"])
+    main(tuple(parser.parse_args().kernels))
