@@ -1,6 +1,6 @@
-"""How far attention of float8 is from the truth: kinds of inputs, scales, a rotation of q and k. See README.md.
+"""The error of float8 attention with several inputs, scales, and a rotation of q and k. See README.md.
 
-python experiments/015_fp8/run.py            needs no GPU; some two minutes; appends rows to results.jsonl
+python experiments/015_fp8/run.py            no GPU; two minutes; appends rows to results.jsonl
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def normal(rng: np.random.Generator, D: int) -> Array:
 
 
 def outliers(rng: np.random.Generator, D: int) -> Array:
-    """FlashAttention-3, section 4.3: one number in a thousand is ten times as wide."""
+    """FlashAttention-3, section 4.3: one number in a thousand is ten times as large."""
     wide = 10 * rng.standard_normal((B, H, S, D), np.float32) * (rng.random((B, H, S, D)) < 0.001)
     return rng.standard_normal((B, H, S, D), np.float32) + wide
 
 
 def channels(rng: np.random.Generator, D: int) -> Array:
-    """As in language models: a few columns are twenty times as wide as the others, not the same ones in every head."""
+    """As in language models: a few columns are twenty times as large as the others, different ones in each head."""
     x = rng.standard_normal((B, H, S, D), np.float32)
     for h in range(H):
         x[:, h, :, rng.choice(D, max(1, D // 64), replace=False)] *= 20
@@ -48,7 +48,7 @@ INPUTS: dict[str, Callable[[np.random.Generator, int], Array]] = {
 
 
 def quantise(x: Array, dtype: str, per_head: bool) -> tuple[Array, Array]:
-    """x in `dtype`, and what it is to be multiplied by: the largest of the tensor, or of each head, is the dtype's."""
+    """x in `dtype` and its descale factor: the maximum of the tensor, or of a head, becomes that of the dtype."""
     kind, most = DTYPES[dtype]
     top = abs(x).max(axis=(2, 3) if per_head else None, keepdims=True).reshape((B, H) if per_head else (1, 1))
     descale = (top / most).astype(np.float32)
@@ -56,8 +56,7 @@ def quantise(x: Array, dtype: str, per_head: bool) -> tuple[Array, Array]:
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    """One row for each way; the error of O is relative to the RMS of the true O, of the inputs before they were
-    rounded."""
+    """One row per combination. The error of O is relative to the RMS of the float64 O of the unrounded inputs."""
     for D in (64,):
         for inputs, make in INPUTS.items():
             rng = np.random.default_rng(15)
@@ -76,22 +75,22 @@ def measure() -> Iterator[dict[str, Any]]:
                     for rotated in (False, True):
                         own = sandbox.rotate(q, k) if rotated else (q, k)
                         (Q, dq), (K, dk), (V, dv) = (quantise(x, dtype, scales == "head") for x in (*own, v))
-                        way = {"dtype": dtype, "scales": scales, "rotated": rotated}
+                        how = {"dtype": dtype, "scales": scales, "rotated": rotated}
                         out = naive(Q, K, V, dtype=dtype, descale=(dq, dk, dv))
-                        yield row(out, **way, by="naive")
+                        yield row(out, **how, by="naive")
                         if inputs == "outliers" and scales == "tensor":
                             out = sandbox.attention(Q, K, V, descale=(dq, dk, dv))
-                            yield row(out, **way, by="kernel")
+                            yield row(out, **how, by="kernel")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "results.jsonl", help="append rows to this file")
     out = parser.parse_args().out
     for row in measure():
         jsonl.append(out, row)
         how = f"{row['dtype']} {row['scales']} {'rotated' if row['rotated'] else ''} {row['by']}"
-        print(f"D{row['D']:<4} {row['inputs']:9} {how:40} rms {row['rms']:.2%}  most {row['most']:.2%}", flush=True)
+        print(f"D{row['D']:<4} {row['inputs']:9} {how:40} rms {row['rms']:.2%}  largest {row['most']:.2%}", flush=True)
 
 
 if __name__ == "__main__":
