@@ -1,92 +1,90 @@
-"""How fast is decoding? The grid `decode`, of float8 too, the crossing with the kernels of many queries, other splits.
+"""Decoding: the grid `decode` in bfloat16 and float8, and the number of queries from which other kernels are faster.
 
-python experiments/020_decode/run.py               needs a GPU
-python experiments/020_decode/run.py grid splits   these parts of it
-python experiments/020_decode/run.py plot          draws the stored rows of the grid
+python experiments/020_decode/run.py measure [grid|float8|queries …]    needs a GPU
+python experiments/020_decode/run.py table     writes the tables of README.md, and decode.png
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from sandbox.bench import decode, plot
-from sandbox.bench.rows import problem_of, read_rows
+from sandbox.bench import decode, ladder, markdown, plot
+from sandbox.bench.rows import by_problem, problem_of, read_rows
+from sandbox.core import picture
 
 HERE = Path(__file__).resolve().parent
-ROWS = HERE / "results.jsonl"
-PEERS = f"sdpa-cudnn,sdpa-flash,{HERE.parents[1] / 'sandbox' / 'bench' / 'flash_attention_peers.py'}"
-KERNELS = ("fwd_decode", "fwd_decode_wgmma", "fwd_mma", "fwd_wgmma")
-QUERIES = (1, 2, 4, 8, 16, 32, 64, 128)  # times four heads a group: packed rows
-FEWER = (4, 8, 16, 32, 64)  # likewise, where the width is another
-WIDTHS = (64, 256)
-SPLIT = ("1,32/8,1,2048,128", "4,16,1,8192,128", "1,64/8,1,131072,128", "8,32/8,1,32768,128")
-BLOCKS = (66, 132, 264, 528)  # what the spec takes for the number of multiprocessors, and others
-DYNAMIC_SPLITS = (33, 66, 132, 264)  # likewise, where blocks are dealt to entries of different numbers of keys
-FLOAT8 = (
-    "BLOCK_N=32,WARPS=4,STAGES=3",
-    "BLOCK_N=16,WARPS=4,STAGES=5",
-    "BLOCK_N=16,WARPS=4,STAGES=3",
-    "BLOCK_N=32,WARPS=8,STAGES=3",
-)
+ROWS, QUERIES = HERE / "results.jsonl", HERE / "queries.jsonl"
+PACKAGES = HERE.parents[1] / "sandbox" / "bench" / "flash_attention_peers.py"
+KERNELS = ("fwd_decode", "fwd_decode_wgmma")
+LENGTHS = (1, 4, 16, 32, 64, 128)  # queries; four times as many packed rows
+Row = Mapping[str, Any]
 
 
-def parts() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(part, what `sandbox bench` is told), run after run."""
-    yield "grid", (*KERNELS, "--grid", "decode", "--peers", PEERS)
-    float8 = ("--dtype", "float8_e4m3", "--peers", "none")
-    yield "float8", ("fwd_decode", "fwd_wgmma_fp8", "--grid", "decode", *float8)
-    of_float8 = [f"BLOCK_M=16,{tile},BLOCKS=132,CLUSTER=1" for tile in FLOAT8]
-    yield "float8", ("fwd_decode", *_shapes("32,32/8,1,4096,128", SPLIT[2]), *_tiles(of_float8), *float8)
-    for B in (1, 16):
-        yield "crossing", (*KERNELS, *_shapes(*_of_queries(B, QUERIES, 128)), "--causal", "--peers", "none")
-    for D in WIDTHS:
-        shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, D)]
-        yield "widths", (*KERNELS, *_shapes(*shapes), "--causal", "--peers", "none")
-    shapes = [shape for B in (1, 16) for shape in _of_queries(B, FEWER, 128)]
-    yield "widths", ("fwd_decode", "fwd_wgmma_fp8", *_shapes(*shapes), "--causal", *float8)
-    of_blocks, of_dealt = (
-        [f"BLOCK_M=16,BLOCK_N=16,WARPS=4,STAGES=3,BLOCKS={n},CLUSTER=1" for n in ns] for ns in (BLOCKS, DYNAMIC_SPLITS)
+def parts() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+    """(part, file for the rows, options of `bench`)."""
+    yield "grid", ROWS, (*KERNELS, "--grid", "decode", "--dtype", "bfloat16", "--peers", f"sdpa-cudnn,{PACKAGES}")
+    options = ("--grid", "decode", "--dtype", "float8_e4m3", "--peers", "none")
+    yield "float8", ROWS, ("fwd_decode", "fwd_wgmma_fp8", *options)
+    shapes = [f"--shape={B},32/8,{Sq},8192,128" for B in (1, 16) for Sq in LENGTHS]
+    options = ("--causal", "--dtype", "bfloat16", "--peers", "none")
+    yield "queries", QUERIES, (*KERNELS, "fwd_wgmma", *shapes, *options)
+
+
+def measure(wanted: Sequence[str]) -> int:
+    worst = 0
+    for part, out, options in parts():
+        if not wanted or part in wanted:
+            command = [sys.executable, "-m", "sandbox", "bench", *options, "--out", str(out)]
+            worst = max(worst, subprocess.run(command, check=False).returncode)
+    return worst
+
+
+def grid_table(rows: Sequence[Row], contenders: Sequence[str]) -> str:
+    """µs of each contender, and the share of the fastest kernel in reading as many bytes."""
+    heads = [ladder.label(name) if ladder.label(name) != name else f"`{name}`" for name in contenders]
+    lines = [f"| problem | MiB | {' | '.join(heads)} | of reading |", f"| --- | --- |{' --- |' * len(heads)} --- |"]
+    for p, there in by_problem(rows).items():
+        cells = [f"{1e3 * there[name]['ms']:.1f}" if name in there else "–" for name in contenders]
+        best = max((row for name, row in there.items() if name in contenders[:2]), key=lambda row: row["gbps"])
+        size = best["gbps"] * best["ms"] * 1e6 / 2**20
+        share = best["gbps"] / best["ceiling_keys_gbps"]
+        lines.append(f"| {p} | {size:.0f} | {' | '.join(cells)} | {share:.3f} |")
+    last = rows[-1]
+    caption = (
+        f"µs, medians of interleaved launches, L2 flushed; {last['device']}, CUDA {last['cuda']}. “of reading”: speed of"
+        " the fastest kernel relative to a kernel that only reads as many bytes. 1 GiB is read at"
+        f" {last['ceiling_read_gbps']:.0f} GB/s."
     )
-    yield "splits", ("fwd_decode", *_shapes(*SPLIT), *_tiles(of_blocks), "--peers", "none")
-    lengths = ("fwd_decode", *_shapes("32,32/8,1,4096,128"), "--key-lengths")
-    yield "splits", (*lengths, *_tiles(of_dealt), "--peers", "none")
+    return "\n".join([*lines, "", caption]) + "\n"
 
 
-def _of_queries(B: int, queries: tuple[int, ...], D: int) -> list[str]:
-    return [f"{B},32/8,{Sq},8192,{D}" for Sq in queries]
-
-
-def _shapes(*shapes: str) -> list[str]:
-    return [word for shape in shapes for word in ("--shape", shape)]
-
-
-def _tiles(tiles: list[str]) -> list[str]:
-    return [word for tile in tiles for word in ("--tile", tile)]
-
-
-def draw() -> None:
-    """The grid alone, each contender with the tile that it chose."""
+def table() -> None:
+    rows = read_rows(ROWS)
+    of_16_bits, of_8_bits = ([r for r in rows if r["dtype"].startswith(kind)] for kind in ("bfloat16", "float8"))
+    texts = {
+        "grid": grid_table(of_16_bits, [*KERNELS, "sdpa-cudnn", "fa4"]),
+        "float8": grid_table(of_8_bits, ["fwd_decode", "fwd_wgmma_fp8"]),
+        "queries": markdown.problems_markdown(read_rows(QUERIES), [*KERNELS, "fwd_wgmma"], microseconds=True),
+    }
+    for name, text in texts.items():
+        ladder.write_table(HERE / "README.md", name, Path(__file__), text)
     grid = decode.problems("bfloat16")
-    plot.draw([r for r in read_rows(ROWS) if problem_of(r) in grid and " " not in r["contender"]], HERE / "decode")
+    picture.compact(plot.draw([row for row in of_16_bits if problem_of(row) in grid], HERE / "decode"))
 
 
 def main() -> int:
-    if sys.argv[1:] == ["plot"]:
-        draw()
-        return 0
-    worst, wanted = 0, sys.argv[1:]
-    for part, options in parts():
-        if wanted and part not in wanted:
-            continue
-        command = [sys.executable, "-m", "sandbox", "bench", *options]
-        command += [] if "--dtype" in options else ["--dtype", "bfloat16"]
-        done = subprocess.run([*command, "--out", str(ROWS)], check=False)
-        worst = max(worst, done.returncode)
-    draw()
-    return worst
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "table"])
+    parser.add_argument("parts", nargs="*", help="grid, float8, queries; all by default")
+    options = parser.parse_args()
+    status = measure(options.parts) if options.what == "measure" else 0
+    table()
+    return status
 
 
 if __name__ == "__main__":
