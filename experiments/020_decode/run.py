@@ -56,8 +56,8 @@ def grid_table(rows: Sequence[Row], contenders: Sequence[str]) -> str:
         lines.append(f"| {p} | {size:.0f} | {' | '.join(cells)} | {share:.3f} |")
     last = rows[-1]
     caption = (
-        f"µs, medians of interleaved launches, L2 flushed; {last['device']}, CUDA {last['cuda']}. “of reading”: speed of"
-        " the fastest kernel relative to a kernel that only reads as many bytes. 1 GiB is read at"
+        f"µs, medians of interleaved launches, L2 flushed; {last['device']}, CUDA {last['cuda']}. “of reading”: speed"
+        " of the fastest kernel relative to a kernel that only reads as many bytes. 1 GiB is read at"
         f" {last['ceiling_read_gbps']:.0f} GB/s."
     )
     return "\n".join([*lines, "", caption]) + "\n"
