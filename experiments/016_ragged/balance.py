@@ -2,8 +2,8 @@
 
 python experiments/016_ragged/balance.py        prints the table of README.md
 
-A work tile costs its key tiles plus one, in the backward its query tiles plus three. The balance is the mean time of the
-SMs over the maximum.
+A work tile costs its key tiles plus one, in the backward its query tiles plus three. The balance is the mean time of
+the SMs over the maximum.
 """
 
 from __future__ import annotations
