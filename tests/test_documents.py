@@ -144,9 +144,36 @@ def scripts() -> dict[str, set[str]]:
     return found
 
 
+def run_script(script: Path, command: str, folder: Path) -> None:
+    """Runs a script in a copy of its experiment that has the rows but no figures."""
+    others = shutil.ignore_patterns("*.md", "*.png")
+    shutil.copytree((ROOT / script).parent, folder / script.parent, ignore=others, dirs_exist_ok=True)
+    subprocess.run([sys.executable, script, command], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                   timeout=120, check=True)  # fmt: skip
+
+
+def blocks(figure: Path) -> np.ndarray:
+    """Grey levels of a figure, averaged over blocks of 10 × 10 pixels."""
+    image = pytest.importorskip("PIL.Image")
+    with image.open(figure) as opened:
+        width, height = opened.size
+        small = opened.convert("L").resize((width // 10, height // 10), image.Resampling.BOX)
+    return np.asarray(small, float)
+
+
+def assert_same_figures(folder: Path, experiment: Path) -> int:
+    """The figures that a script wrote are those of the repository, up to the rendering of text. Their number."""
+    written = sorted((folder / experiment).glob("*.png"))
+    for figure in written:
+        found, expected = blocks(figure), blocks(ROOT / experiment / figure.name)
+        assert found.shape == expected.shape, figure.name
+        assert abs(found - expected).max() < 64, figure.name
+    return len(written)
+
+
 @pytest.mark.parametrize("script", scripts())
-def test_a_table_is_what_its_program_writes(script: str, tmp_path: Path) -> None:
-    """From the rows that are kept; nobody mended a number by hand."""
+def test_tables_and_figures_are_what_their_script_writes(script: str, tmp_path: Path) -> None:
+    """From the stored rows."""
     pytest.importorskip("matplotlib")
     for name, text in TEXTS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -155,12 +182,28 @@ def test_a_table_is_what_its_program_writes(script: str, tmp_path: Path) -> None
         )
         assert (emptied != text) == (name in scripts()[script])
         (tmp_path / name).write_text(emptied)
-    others = shutil.ignore_patterns("*.md", "*.png", "*.svg")
-    shutil.copytree((ROOT / script).parent, tmp_path / Path(script).parent, ignore=others, dirs_exist_ok=True)
-    subprocess.run([sys.executable, script, "table"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                   timeout=120, check=True)  # fmt: skip
+    run_script(Path(script), "table", tmp_path)
     for name, text in TEXTS.items():
         assert (tmp_path / name).read_text() == text, name
+    assert_same_figures(tmp_path, Path(script).parent)
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("010_autograd_parity", "plot"),
+        ("011_train_gpt", "plot"),
+        ("018_timeline", "--draw"),
+        ("019_context_parallel", "plot"),
+    ],
+)
+def test_figures_are_what_their_script_draws(script: str, command: str, tmp_path: Path) -> None:
+    """Figures of experiments without generated tables."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    folder = Path("experiments") / script
+    run_script(folder / "run.py", command, tmp_path)
+    assert assert_same_figures(tmp_path, folder) == len([*(ROOT / folder).glob("*.png")])
 
 
 # ---- Python

@@ -1,4 +1,4 @@
-"""A kernel that somebody edits: every save is tried in a process of its own, and what came of it is news."""
+"""A kernel that is being edited: every save is tested in another process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sandbox.verify.isolated import fit
 from sandbox.watch.history import read_texts
 from sandbox.watch.session import saves
 
-SECONDS = 60.0  # that compiling and one run may take
+SECONDS = 60.0  # time limit of compiling and one run
 
 
 @dataclass(frozen=True)
-class News:
-    """Of one save: whether the kernel is right, otherwise why not; `took`: seconds from the save to here."""
+class Outcome:
+    """The outcome of one save: whether the kernel is correct, a message, and the seconds since the save."""
 
     ok: bool
     message: str
@@ -33,37 +33,37 @@ class News:
 
 
 class Edited:
-    """News of every save of `kernel`'s `.cu`, its spec or a header, for as long as this process lives."""
+    """The outcomes of all saves of `kernel`'s `.cu`, its spec or a header."""
 
     def __init__(self, kernel: str, problem: Problem, device: Device):
         self.kernel, self._job = registry.get(kernel), (kernel, problem, device)
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._looks = threading.Event()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._ready = threading.Event()
         threading.Thread(target=self._follow, daemon=True).start()
-        self._looks.wait()  # no later save is missed
+        self._ready.wait()  # later saves are not missed
 
-    def heard(self) -> list[News]:
-        """What there is, without waiting."""
-        return [self._news.get() for _ in range(self._news.qsize())]
+    def poll(self) -> list[Outcome]:
+        """The outcomes so far, without waiting."""
+        return [self._outcomes.get() for _ in range(self._outcomes.qsize())]
 
-    def wait(self) -> News:
-        """The next."""
-        return self._news.get()
+    def wait(self) -> Outcome:
+        """Waits for the next outcome."""
+        return self._outcomes.get()
 
     def _follow(self) -> None:
         with closing(Worker(attempt)) as worker:
-            saved, seen = saves(registry.FOLDER), read_texts(self.kernel)
-            self._looks.set()
+            saved, last = saves(registry.FOLDER), read_texts(self.kernel)
+            self._ready.set()
             for _ in saved:
                 began, texts = time.perf_counter(), read_texts(self.kernel)
-                if texts is None or texts == seen:
+                if texts is None or texts == last:
                     continue
-                seen = texts
-                ok, message = self._tried(worker)
-                if read_texts(self.kernel) == texts:  # else the next save is waiting
-                    self._news.put(News(ok, message, time.perf_counter() - began))
+                last = texts
+                ok, message = self._test(worker)
+                if read_texts(self.kernel) == texts:  # otherwise the next save follows
+                    self._outcomes.put(Outcome(ok, message, time.perf_counter() - began))
 
-    def _tried(self, worker: Worker) -> tuple[bool, str]:
+    def _test(self, worker: Worker) -> tuple[bool, str]:
         try:
             return worker.do(self._job)[0]
         except WorkerDied as death:
@@ -71,13 +71,13 @@ class Edited:
 
 
 def attempt(job: tuple[str, Problem, Device], at: At) -> tuple[tuple[bool, str], bool]:
-    """In the worker: (right, why not) of the kernel as it is now, and whether the process is fit for another."""
+    """In the worker: (correct, message) for the present kernel, and whether the process can be used again."""
     name, problem, device = job
     at("it compiled and ran", SECONDS)
     registry.forget()
     pipeline.forget()
     try:
-        result = verify(registry.get(name), Case("the model's", problem), device)
+        result = verify(registry.get(name), Case("model", problem), device)
         message = f"error {result.error:.2g}, bound {result.bound:.2g}" if result.ok else result.message
         found = bool(result.ok), without_options(message)
     except SandboxError as error:  # of its spec

@@ -1,8 +1,8 @@
-"""Trains a small GPT while its attention kernel is edited: every save that is right is taken over. See README.md.
+"""Trains a small GPT while its attention kernel is edited: every correct save is used. See README.md.
 
 python experiments/017_edit_while_training/run.py --kernel fwd_minimal   trains until Ctrl-C; edit kernels_cu/NAME.cu
-python experiments/017_edit_while_training/run.py --json                 the same, a line of JSON for each event
-python experiments/017_edit_while_training/run.py measure                edits a copy of the project by itself; appends
+python experiments/017_edit_while_training/run.py --json                 the same, one line of JSON per event
+python experiments/017_edit_while_training/run.py measure                edits a copy of the project; appends
                                                                          rows to results.jsonl
 """
 
@@ -25,26 +25,26 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 KERNELS = {"cpu": "fwd_minimal", "cuda": "fwd_mma"}
-LINE = "extern __shared__"  # near the beginning of a kernel; what is wrong goes before it
-EDITS = (  # what is saved, one after the other: before LINE
+LINE = "extern __shared__"  # near the beginning of a kernel; edits are inserted before it
+EDITS = (  # (name, text inserted before LINE)
     ("a comment", "// {n}\n    "),
-    ("no CUDA", "int x = ;\n    "),
+    ("not CUDA", "int x = ;\n    "),
     ("a comment again", "// {n}\n    "),
     ("a crash", "*(volatile int*)8 = 1;\n    "),
-    ("the first text", ""),
+    ("the original text", ""),
 )
 
 
 def show(event: dict[str, Any]) -> None:
-    """For people."""
+    """Prints an event."""
     if event["what"] == "step":
         print(f"step {event['step']:5}  version {event['version']}  loss {event['loss']:.4f}", flush=True)
     elif event["what"] == "save":
-        verdict = "is right" if event["ok"] else "is not taken, the last good one goes on"
+        verdict = "is correct" if event["ok"] else "is not used, the last correct version continues"
         print(f"  a save {verdict}, {event['took']:.2f} s after it: {event['message']}", flush=True)
     elif event["losses"]:
         losses, speed = event["losses"], event["tokens_per_second"]
-        pace = f"{speed:,.0f} tokens a second" if speed else "one step"
+        pace = f"{speed:,.0f} tokens per second" if speed else "one step"
         ends = f"loss {losses[0]:.4f} … {losses[-1]:.4f}"
         print(f"  version {event['version']}: {len(losses)} steps, {ends}, {pace}", flush=True)
 
@@ -61,13 +61,13 @@ def train(kernel: str, backend: str, steps: int, as_json: bool) -> None:
 
     config = dataclasses.replace(CONFIGS[backend], steps=steps)
     H, S, D = config.heads, config.length, config.width // config.heads
-    causal = "top-left" if backend == "cpu" else "bottom-right"  # as PyTorch's operator there has it: compiled once
+    causal = "top-left" if backend == "cpu" else "bottom-right"  # as PyTorch's CPU operator: one variant to compile
     problem = Problem(1, H, S, S, D, dtype=config.dtype, causal=causal)
     with suppress(KeyboardInterrupt):
         train(config, backend, Edited(kernel, problem, (backend, 0)), show_json if as_json else show)
 
 
-# ---- by itself
+# ---- automatic edits
 
 
 def events_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
@@ -76,7 +76,7 @@ def events_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def measure(kernel: str, backend: str, out: Path) -> None:
-    """A row for each edit: seconds from the save to the verdict, and to the end of the first step on it."""
+    """A row per edit: seconds from the save to its result, losses and speed before and after."""
     from sandbox.bench import environment
     from sandbox.core import jsonl
 
@@ -88,7 +88,7 @@ def measure(kernel: str, backend: str, out: Path) -> None:
         source = project / "kernels_cu" / f"{kernel}.cu"
         command = [project / "experiments" / HERE.name / "run.py", "--kernel", kernel, "--backend", backend, "--json"]
         paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        own = {**os.environ, "PYTHONPATH": paths}  # else it would be the project's that is installed
+        own = {**os.environ, "PYTHONPATH": paths}  # instead of the installed project
         process = subprocess.Popen([sys.executable, *command], env=own, stdout=subprocess.PIPE, text=True)
         try:
             events, text = events_of(process), source.read_text()
@@ -106,7 +106,7 @@ def measure(kernel: str, backend: str, out: Path) -> None:
                         "tokens_per_second_before": before["tokens_per_second"],
                     }
                     row["loss_after"] = next(event for event in events if event["what"] == "step")["loss"]
-                print(f"{number} {what:16} {'taken' if row['ok'] else 'not taken'} after {row['verdict_after']:.2f} s")
+                print(f"{number} {what:16} {'used' if row['ok'] else 'not used'} after {row['verdict_after']:.2f} s")
                 jsonl.append(out / "results.jsonl", {**row, "message": verdict["message"][:300], **about})
         finally:
             process.kill()

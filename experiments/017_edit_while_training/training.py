@@ -1,4 +1,4 @@
-"""Trains the GPT of experiment 011 on PyTorch's own attention, in whose place is the kernel that is being edited."""
+"""Trains the GPT of experiment 011 on PyTorch's attention, replaced by the kernel that is being edited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from edited import Edited, News
+from edited import Edited, Outcome
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,11 +27,11 @@ CONFIGS = {
     "cuda": Config(layers=6, heads=6, width=384, length=512, batch=32, steps=0, rate=1e-3),
     "cpu": Config(layers=2, heads=2, width=64, length=32, batch=2, steps=0, rate=3e-3),
 }
-KERNELS: dict[str, dict[str, str]] = {  # beside the one that is edited; on a GPU those that PyTorch's slot chooses
+KERNELS: dict[str, dict[str, str]] = {  # kernels beside the edited one; on a GPU the default
     "cuda": {},
-    "cpu": {"kernel": "fwd_minimal", "backward": "bwd_minimal"},  # the quickest to emulate
+    "cpu": {"kernel": "fwd_minimal", "backward": "bwd_minimal"},  # the fastest on the CPU backend
 }
-SHOWN = 10  # steps between two lines
+SHOWN = 10  # steps per line of output
 
 Show = Callable[[dict[str, Any]], None]
 
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ends: None) -> Tensor:
 
 
 def batches(config: Config, device: str) -> Iterator[Tensor]:
-    """Windows of the texts, (batch, length + 1) numbers of characters, the same ones at each run."""
+    """Windows of the texts, (batch, length + 1) indices of characters, the same in each run."""
     text = "".join(path.read_text() for path in sorted((GPT_FOLDER / "text").glob("*.txt")))
     numbers = {character: n for n, character in enumerate(sorted(set(text)))}
     whole = torch.tensor([numbers[character] for character in text], device=device)
@@ -52,7 +52,7 @@ def batches(config: Config, device: str) -> Iterator[Tensor]:
 
 
 class Training:
-    """A model and its optimizer; `step` is one step of training, whatever kernels do."""
+    """A model and its optimizer; `step` repeats a step whose kernel raises."""
 
     def __init__(self, config: Config, device: str):
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), config.rate, betas=(0.9, 0.95))
 
     def step(self, again: Callable[[SandboxError], None]) -> tuple[float, float]:
-        """(loss, seconds). Where a kernel raises, the weights are as they were: `again` is told, and it is repeated."""
+        """(loss, seconds). If a kernel raises, the weights are unchanged: calls `again` and repeats the step."""
         tokens = next(self._batches)
         while True:
             start = time.perf_counter()
@@ -79,32 +79,32 @@ class Training:
 
 
 def train(config: Config, device: str, edited: Edited, show: Show) -> None:
-    """`config.steps` steps, without end if that is 0. `show` is given every SHOWN-th step, every save, and what each
-    version of the kernel has done, when it is replaced and at the end."""
+    """`config.steps` steps, endless if 0. Calls `show` for every SHOWN-th step, every save, and with a summary of each
+    version of the kernel when it is replaced and at the end."""
     training, name = Training(config, device), edited.kernel.name
     place = "backward" if edited.kernel.computes == "backward" else "kernel"
     version, losses, seconds = 1, [], []
 
-    def heard(news: News) -> bool:
+    def apply(outcome: Outcome) -> bool:
         nonlocal version, losses, seconds
-        show({"what": "save", **dataclasses.asdict(news)})
-        if news.ok:
+        show({"what": "save", **dataclasses.asdict(outcome)})
+        if outcome.ok:
             show(summary(version, losses, seconds, config))
             version, losses, seconds = version + 1, [], []
             sandbox.reload()
-        return news.ok
+        return outcome.ok
 
     def again(error: SandboxError) -> None:
-        """Saved once more between the trial and the reload: training waits for the next version that is right."""
+        """The file changed between the test and the reload: waits for the next correct version."""
         show({"what": "save", "ok": False, "message": without_options(str(error)), "took": 0.0})
-        while not heard(edited.wait()):
+        while not apply(edited.wait()):
             pass
 
     try:
         with sandbox.use_in_torch(**{**KERNELS[device], place: name}):
             for step in range(config.steps) if config.steps else itertools.count():
-                for news in edited.heard():
-                    heard(news)
+                for outcome in edited.poll():
+                    apply(outcome)
                 loss, took = training.step(again)
                 losses, seconds = [*losses, loss], [*seconds, took]
                 if step % SHOWN == 0:
@@ -114,7 +114,7 @@ def train(config: Config, device: str, edited: Edited, show: Show) -> None:
 
 
 def summary(version: int, losses: list[float], seconds: list[float], config: Config) -> dict[str, Any]:
-    """Of one version: its steps, its losses, and tokens a second once it is compiled."""
+    """Losses of one version, and tokens per second without the first step, which compiles."""
     median = statistics.median(seconds[1:]) if len(seconds) > 1 else None
     speed = config.batch * config.length / median if median else None
     first = seconds[0] if seconds else None

@@ -1,4 +1,4 @@
-"""One of several processes is killed: do the others end by an error?"""
+"""Kills one of several processes: do the others end with an error?"""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-# Seconds until a process is killed at the latest, after which the process group gives a collective up, and that the
-# others then have to end.
+# Seconds: limit until the process is killed, timeout of the process group, and limit for the others to end after it.
 BEFORE, TIMEOUT, AFTER = 45.0, 10.0, 20.0
-HASTE = {  # unless set otherwise outside: what PyTorch's watchdog does between a timeout and the process's end
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # ends the process, without the communicators' leave
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no traces of all processes
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # else 15 s, of which it sleeps four for the traces, made or not
-    "TORCH_NCCL_ENABLE_MONITORING": "1",  # ends the process when a call of CUDA's or NCCL's holds the watchdog:
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5",  # sees that after up to two of these, and waits for a third
+FAST_EXIT = {  # defaults that shorten the time between a timeout of PyTorch's watchdog and the end of the process
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # ends the process without aborting communicators
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no traces
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # default 15 s; the watchdog sleeps four times this
+    "TORCH_NCCL_ENABLE_MONITORING": "1",  # ends the process when a CUDA or NCCL call blocks the watchdog,
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5",  # after two to three of these
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
-    "TORCH_DISABLE_ADDR2LINE": "1",  # symbols of libtorch in an exception's text take minutes
+    "TORCH_DISABLE_ADDR2LINE": "1",  # symbols of libtorch in the message of an exception take minutes
 }
 
 
 def kill(command: Sequence[str], count: int) -> int:
-    """Starts `count` processes, of which the last kills itself between two kernels; says when and how the others end.
+    """Starts `count` processes; the last kills itself between two kernels. Reports when and how the others end.
 
-    1 unless each of them has ended by an error when the time of the process group and AFTER seconds are over. The
-    verdict is said within 90 seconds, and also when somebody interrupts.
+    Exit status 1 unless each of them ends with an error within the timeout of the process group plus AFTER seconds. The
+    result is printed within 90 seconds, also after an interrupt.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,12 +38,12 @@ def kill(command: Sequence[str], count: int) -> int:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     began, verdict = time.monotonic(), "interrupted"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        said = [files.enter_context(open(Path(folder) / str(n), "w+")) for n in range(count)]
+        outputs = [files.enter_context(open(Path(folder) / str(n), "w+")) for n in range(count)]
         started = [
             subprocess.Popen(
-                command, env={**HASTE, **os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)}, stderr=file
+                command, env={**FAST_EXIT, **os.environ, **where, "RANK": str(n), "LOCAL_RANK": str(n)}, stderr=file
             )
-            for n, file in enumerate(said)
+            for n, file in enumerate(outputs)
         ]
         try:
             verdict = followed(started, began)
@@ -53,17 +52,17 @@ def kill(command: Sequence[str], count: int) -> int:
                 process.kill()
             last = time.monotonic() + 5
             for process in started:
-                ended(process, last - time.monotonic())  # one that the driver holds is left to it
-            for number, file in enumerate(said):
+                ended(process, last - time.monotonic())  # a process that hangs in the driver is left
+            for number, file in enumerate(outputs):
                 file.seek(0)
                 errors = [text for text in file.read().splitlines() if re.search("[Ee]rror|imeout|erminat", text)]
-                print(f"process {number} said: {errors[-1] if errors else 'no error'}")
-            print(f"verdict after {time.monotonic() - began:.0f} s: {verdict or 'right'}", flush=True)
+                print(f"process {number}: {errors[-1] if errors else 'no error'}")
+            print(f"result after {time.monotonic() - began:.0f} s: {verdict or 'correct'}", flush=True)
     return int(verdict != "")
 
 
 def followed(started: Sequence[subprocess.Popen[bytes]], began: float) -> str:
-    """What went wrong, or nothing: the last process is gone, and each of the others has ended by an error."""
+    """A description of the failure, or "": the last process was killed and the others ended with errors."""
     *others, last = started
     while last.poll() is None and time.monotonic() - began < BEFORE and all(p.poll() is None for p in others):
         time.sleep(0.1)
@@ -80,12 +79,12 @@ def followed(started: Sequence[subprocess.Popen[bytes]], began: float) -> str:
         if status is None:
             wrong = f"process {number} still runs"
         elif status == 0:
-            wrong = f"process {number} ended as if all were well"
+            wrong = f"process {number} ended without an error"
     return wrong
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Its status, None while it runs."""
+    """The exit status, None while the process runs."""
     try:
         return process.wait(timeout=max(0.0, seconds))
     except subprocess.TimeoutExpired:

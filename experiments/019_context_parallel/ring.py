@@ -1,4 +1,4 @@
-"""Attention over a sequence of which each process holds a part: PyTorch's context_parallel, on several kernels."""
+"""Attention over a sequence that is distributed over processes: PyTorch's context_parallel, on several kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sandbox
 
-ROWS = 2  # the dimension that is cut, of (B, H, S, D)
-WHOSE = {"ours": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-ON_CPU = {"kernel": "fwd_minimal", "backward": "bwd_minimal"}  # the quickest to emulate
+ROWS = 2  # the distributed dimension of (B, H, S, D)
+BACKENDS = {
+    "ours": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
+ON_CPU = {"kernel": "fwd_minimal", "backward": "bwd_minimal"}  # the fastest on the CPU backend
 
 
 @contextmanager
 def kernels_of(name: str, device: str) -> Iterator[None]:
-    """PyTorch's attention on the kernels of `name`, one of WHOSE."""
-    with sdpa_kernel(WHOSE[name]):
+    """PyTorch's attention on the kernels of `name`, one of BACKENDS."""
+    with sdpa_kernel(BACKENDS[name]):
         if name == "ours":
             with sandbox.use_in_torch(**(ON_CPU if device == "cpu" else {})):
                 yield
@@ -35,11 +39,11 @@ def kernels_of(name: str, device: str) -> Iterator[None]:
 
 @contextmanager
 def ring(mesh: DeviceMesh, causal: bool, rotate: str, *whole: Tensor) -> Iterator[Sequence[Tensor]]:
-    """This process's parts of the `whole` tensors, while scaled_dot_product_attention is PyTorch's ring.
+    """This process's parts of the `whole` tensors; inside, scaled_dot_product_attention is PyTorch's ring.
 
-    rotate: "allgather", PyTorch's default, all keys at once, or "alltoall", from neighbour to neighbour. With a mask
-    process r of n holds pieces r and 2n - 1 - r of 2n, so that all have as much to do; without one that has to be
-    switched off, and it holds the r-th of n.
+    rotate: "allgather" (PyTorch's default, all keys at once) or "alltoall" (from neighbour to neighbour). With a causal
+    mask process r of n has parts r and 2n - 1 - r of 2n, which balances the load. Without a mask load balancing is not
+    supported and has to be switched off; process r has part r of n.
     """
     before = _cp_options.enable_load_balance
     _cp_options.enable_load_balance = causal
@@ -53,10 +57,10 @@ def ring(mesh: DeviceMesh, causal: bool, rotate: str, *whole: Tensor) -> Iterato
 
 
 def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """This process's part of out, inside of `ring`."""
+    """This process's part of out, inside `ring`."""
     if q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    # On the CPU PyTorch would take another operator, which its ring does not know; this one is what it calls on a GPU.
+    # On the CPU PyTorch would call another operator, which its ring does not support; this is the one of a GPU.
     placed = [DTensor.from_local(x, mesh, [Shard(ROWS)], run_check=False) for x in (q, k, v)]
     return torch.ops.aten._scaled_dot_product_flash_attention(*placed, 0.0, causal)[0].to_local()
 
@@ -69,9 +73,8 @@ def out_and_gradients(call: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def excess(found: Tensor, expected: Tensor, parts: int) -> float:
-    """The largest difference over its bound: each of `parts` results of the ring, and one GPU's, is rounded to the
-    dtype once, and so is their sum: parts + 2 units in the last place at the largest number, which 16-bit P, whose
-    errors cancel in sums, stays below. At most 1 is right."""
+    """The largest difference in units of its bound. Each of the `parts` results of the ring, their sum and the result
+    of one GPU are rounded once: parts + 2 units in the last place of the largest number. At most 1 is correct."""
     most = expected.abs().amax().double()
     unit = torch.finfo(expected.dtype).eps * 2.0 ** torch.floor(torch.log2(most))
     return float((found.double() - expected.double()).abs().amax() / ((parts + 2) * unit))

@@ -1,9 +1,9 @@
-"""PyTorch's context_parallel on our kernels, beside cuDNN's and flash, and a model of many GPUs. See README.md.
+"""PyTorch's context_parallel on these kernels, cuDNN and flash, and a model of many GPUs. See README.md.
 
-torchrun --nproc-per-node 2 experiments/019_context_parallel/run.py    measures; rows are appended to results.jsonl
-python experiments/019_context_parallel/run.py predict                 what the model says, measured or not
-python experiments/019_context_parallel/run.py plot                    scaling.png and .svg
-python experiments/019_context_parallel/run.py kill --gpus 2           one of so many processes is killed in the middle
+torchrun --nproc-per-node 2 experiments/019_context_parallel/run.py    measures; appends rows to results.jsonl
+python experiments/019_context_parallel/run.py predict                 prints the predictions of the model
+python experiments/019_context_parallel/run.py plot                    draws scaling.png
+python experiments/019_context_parallel/run.py kill --gpus 2           kills one of two processes during a ring
 """
 
 from __future__ import annotations
@@ -25,17 +25,24 @@ import killed
 import model
 
 HERE = Path(__file__).resolve().parent
-POINTS = ((128, True), (32, True), (128, False), (32, False), (512, True), (512, False))  # K rows, causal: best first
-SAMPLES, LONG = 7, 1.0  # of a call, or as many as fill so many seconds, after the one that is checked
-LONG_ROWS = 128 << 10  # beyond, the one that is checked is timed; a shorter point has to go before, for it to be warm
-TURNS = {  # whose kernels in the ring, and how keys come; of the longest rows the first two
+POINTS = (
+    (128, True),
+    (32, True),
+    (128, False),
+    (32, False),
+    (512, True),
+    (512, False),
+)  # (1024 rows, causal)
+SAMPLES, LONG = 7, 1.0  # at most; seconds after which no sample is added
+LONG_ROWS = 128 << 10  # beyond, the verified call itself is timed; measure a shorter point before, as a warm-up
+RINGS = {  # (kernels, exchange of keys); for the longest rows the first two
     "cuda": (("ours", "alltoall"), ("cudnn", "alltoall"), ("flash", "alltoall"), ("ours", "allgather")),
     "cpu": (("ours", "alltoall"), ("ours", "allgather")),
 }
 
 
 class Rank:
-    """This process among those that torchrun started, and its device."""
+    """This process of those that torchrun started, and its device."""
 
     def __init__(self, backend: str, seconds: float):
         import torch
@@ -51,27 +58,27 @@ class Rank:
         self.mesh = init_device_mesh(backend, (self.count,))
 
     def inputs(self, S: int) -> list[Any]:
-        """q, k, v, dout, whole, the same in every process."""
+        """The complete q, k, v, dout, the same in every process."""
         heads, D = (2, 16) if self.backend == "cpu" else (model.H, model.D)
         generator = self.torch.Generator(self.backend).manual_seed(S)
         options = {"generator": generator, "device": self.backend, "dtype": self.torch.bfloat16}
         return [self.torch.randn(1, heads, S, D, **options) for _ in range(4)]
 
     def slowest(self, value: float) -> float:
-        """The largest of all processes' values: for all of them the same number."""
+        """The maximum over all processes."""
         largest = self.torch.tensor(value, dtype=self.torch.float64, device=self.backend)
         self.dist.all_reduce(largest, self.dist.ReduceOp.MAX)
         return float(largest)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of the call, host and all, in the slowest process: the median; it has been called before."""
+        """The median time of the call in the slowest process, host time included; called before."""
         times: list[float] = []
         while len(times) < SAMPLES and sum(times) < LONG:
             times.append(self.once(call)[1])
         return statistics.median(times)
 
     def once(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """What it returns, and its seconds in the slowest process."""
+        """The result, and the seconds in the slowest process."""
         self._wait()
         self.dist.barrier()
         start = time.perf_counter()
@@ -80,7 +87,7 @@ class Rank:
         return found, self.slowest(time.perf_counter() - start)
 
     def leave(self) -> None:
-        time.sleep(0.2)  # gloo's threads may want the GIL to end, with which PyTorch (2.13) joins them
+        time.sleep(0.2)  # PyTorch (2.13) joins gloo's threads with the GIL held; they may need it to end
         self.dist.destroy_process_group()
 
     def _wait(self) -> None:
@@ -88,8 +95,8 @@ class Rank:
             self.torch.cuda.synchronize()
 
 
-def point(rank: Rank, S: int, causal: bool, turns: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-    """One GPU alone on our kernels, then the rings: a row each, checked against the first before it is timed."""
+def point(rank: Rank, S: int, causal: bool, rings: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """One GPU alone on these kernels, then the rings: a row each, verified against the first before it is timed."""
     import ring
     from torch.nn import functional as F
 
@@ -98,7 +105,7 @@ def point(rank: Rank, S: int, causal: bool, turns: Sequence[tuple[str, str]]) ->
     with ring.kernels_of("ours", rank.backend):
         expected, took = rank.once(partial(ring.out_and_gradients, alone, *whole))
         yield {"whose": "ours", "rotate": "one GPU", "excess": 0.0} | timed(rank, S, causal, alone, whole, 1, took)
-    for name, rotate in turns:
+    for name, rotate in rings:
         with ring.kernels_of(name, rank.backend), ring.ring(rank.mesh, causal, rotate, *whole, *expected) as parts:
             call = partial(ring.attend, rank.mesh, causal=causal)
             found, took = rank.once(partial(ring.out_and_gradients, call, *parts[:4]))
@@ -111,7 +118,7 @@ def point(rank: Rank, S: int, causal: bool, turns: Sequence[tuple[str, str]]) ->
 
 
 def timed(rank: Rank, S: int, causal: bool, call: Any, tensors: list[Any], count: int, took: float) -> dict[str, float]:
-    """Milliseconds and TFLOP/s a GPU: forward; forward and backward, of which long rows `took` their time already."""
+    """Milliseconds and TFLOP/s per GPU: forward; forward and backward, for long rows from `took` seconds."""
     import ring
 
     with rank.torch.no_grad():
@@ -126,7 +133,7 @@ def timed(rank: Rank, S: int, causal: bool, call: Any, tensors: list[Any], count
 
 
 def measure(options: argparse.Namespace) -> int:
-    """1 when a result is wrong. A point that would not end within --seconds, by what the model says, is not begun."""
+    """Exit status 1 if a result is wrong. A point that would exceed --seconds by the model is skipped."""
     from sandbox.bench import environment
     from sandbox.core import jsonl
 
@@ -136,14 +143,14 @@ def measure(options: argparse.Namespace) -> int:
         (rows, causal) for rows in options.rows for causal in (True, False)]  # fmt: skip
     points = [(S, causal) for S, causal in points if causal or not options.causal]
     for S, causal in points:
-        turns = TURNS[options.backend][: 2 if S > LONG_ROWS else None][: options.turns]
-        works = (1.3 if S > LONG_ROWS else 2) * (1 + len(turns) / rank.count)
+        rings = RINGS[options.backend][: 2 if S > LONG_ROWS else None][: options.rings]
+        works = (1.3 if S > LONG_ROWS else 2) * (1 + len(rings) / rank.count)
         once = 3.5 * model.flops(S, causal) / 600e12 * works if options.backend == "cuda" else 0.0
         if rank.slowest(time.monotonic() - start) + 1.15 * once > options.seconds:
             if rank.number == 0:
-                print(f"S {S} causal {causal}: not begun, it would take some {1.15 * once:.0f} s more than there are")
+                print(f"S {S} causal {causal}: skipped, estimated at {1.15 * once:.0f} s")
             continue
-        for found in point(rank, S, causal, turns):
+        for found in point(rank, S, causal, rings):
             row = {"gpus": rank.count, "S": S, "causal": causal, **found}
             wrong += not row["excess"] <= 1
             if rank.number == 0:
@@ -159,7 +166,7 @@ def line(row: dict[str, Any]) -> str:
     )
     if "forward_ms" not in row:
         return f"{head} WRONG: {row['excess']:.3g} times its bound"
-    speeds = f"{row['forward_tflops']:7.1f} {row['both_tflops']:7.1f} TFLOP/s a GPU, forward, both"
+    speeds = f"{row['forward_tflops']:7.1f} {row['both_tflops']:7.1f} TFLOP/s per GPU, forward, both"
     return f"{head} {speeds}   {row['excess']:.2f} of its bound"
 
 
@@ -167,13 +174,13 @@ def line(row: dict[str, Any]) -> str:
 
 
 def victim(options: argparse.Namespace) -> int:
-    """What each of them does: rings without end; the last is gone in the middle of the fourth.
+    """Each process: endless rings; the last process kills itself during the fourth.
 
-    The first ring, in which kernels are compiled and connections made, has BEFORE seconds, the others TIMEOUT.
+    The first ring, which compiles kernels and makes connections, has a limit of BEFORE seconds, the others TIMEOUT.
     """
     import ring
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog ends a process by abort(): no dump of its memory
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog calls abort(): no core dump
     rank = Rank(options.backend, killed.BEFORE)
     whole = rank.inputs(64 if options.backend == "cpu" else 32 << 10)
     with ring.kernels_of("ours", rank.backend), ring.ring(rank.mesh, True, "alltoall", *whole) as parts:
@@ -182,7 +189,7 @@ def victim(options: argparse.Namespace) -> int:
             out = call(*parts[:3])
             if n == 3 and rank.number == rank.count - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            float(out.sum())  # waits for the GPU, without Python's lock, which the watchdog may want
+            float(out.sum())  # synchronises without the GIL, which the watchdog may need
             if n == 0:
                 rank.dist.distributed_c10d._set_pg_timeout(timedelta(seconds=killed.TIMEOUT))
     return 0
@@ -192,13 +199,13 @@ def victim(options: argparse.Namespace) -> int:
 
 
 def predict() -> None:
-    """The points of 2026-11-21 beside the model with the backward of that day, then what it says of other numbers."""
-    print("                 forward: model measured   both: model measured   (TFLOP/s a GPU, causal, 2026-11-21)")
+    """The points of 2026-11-21 beside the model with the backward of that day; then other numbers of GPUs."""
+    print("                 forward: model measured   both: model measured   (TFLOP/s per GPU, causal, 2026-11-21)")
     for (gpus, S), (ours, _) in model.MEASURED.items():
         found = model.tflops("ring", S, gpus, True, model.EARLIER)
         pairs = "            ".join(f"{x:5.0f} {y:8.0f}" for x, y in zip(found, ours, strict=True))
         print(f"{gpus} x S {S >> 10:5}k          {pairs}")
-    print("\nforward and backward, TFLOP/s a GPU, causal: ring / heads dealt out / both")
+    print("\nforward and backward, TFLOP/s per GPU, causal: ring / all-to-all over heads / both")
     print("GPUs    " + "".join(f"S {S:>6}k            " for S in (128, 512, 2048, 8192)))
     for gpus in (1, 2, 4, 8, 64, 1024):
         cells = []
@@ -211,7 +218,7 @@ def predict() -> None:
 
 
 def draw(out: Path) -> None:
-    """Model (lines) and measured points of ours, forward and backward, over the number of GPUs."""
+    """The model (lines) and the measured points of ours, forward and backward, over the number of GPUs."""
     from sandbox.core import jsonl, picture
 
     rows = [r for r in jsonl.read(out / "results.jsonl") if r["whose"] == "ours" and r["causal"] and "both_ms" in r]
@@ -231,24 +238,23 @@ def draw(out: Path) -> None:
                 axis.plot(*zip(*there, strict=True), "o", color="#d62728", label="measured")
             axis.set_xscale("log", base=2)
             axis.set_title(f"S {S}k, causal, forward and backward", loc="left", fontsize=9)
-            axis.set_xlabel("GPUs, 8 a host")
+            axis.set_xlabel("GPUs, 8 per host")
             axis.set_ylim(0, 750)
-        figure.axes[0].set_ylabel("TFLOP/s a GPU, by the model")
+        figure.axes[0].set_ylabel("TFLOP/s per GPU, by the model")
         figure.axes[0].legend(frameon=False)
-        for path in picture.save(figure, out / "scaling"):
-            print(f"wrote {path.name}")
+        print(f"wrote {picture.compact(picture.save(figure, out / 'scaling')).name}")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="measure", choices=["measure", "predict", "plot", "kill", "victim"])
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rows", type=int, nargs="*", help="S, instead of 32k, 128k and 512k")
-    parser.add_argument("--causal", action="store_true", help="no points without a mask")
-    parser.add_argument("--turns", type=int, help="so many of the rings alone, ours first")
-    parser.add_argument("--seconds", type=float, default=200.0, help="after which no further point is begun")
-    parser.add_argument("--gpus", type=int, default=2, help="how many processes `kill` starts")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and pictures")
+    parser.add_argument("--rows", type=int, nargs="*", help="sequence lengths, instead of 32k, 128k and 512k")
+    parser.add_argument("--causal", action="store_true", help="causal points only")
+    parser.add_argument("--rings", type=int, help="number of rings to measure, ours first")
+    parser.add_argument("--seconds", type=float, default=200.0, help="time limit: no point begins after it")
+    parser.add_argument("--gpus", type=int, default=2, help="number of processes that `kill` starts")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows and figures")
     options = parser.parse_args(argv)
     if options.what == "predict":
         predict()

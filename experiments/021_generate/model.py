@@ -1,4 +1,4 @@
-"""A small transformer in plain PyTorch that generates from a cache made once, and takes its attention as a function."""
+"""A small transformer in plain PyTorch with a preallocated cache and the attention as a function."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Config:
     layers: int
     heads: int
     groups: int  # key/value heads
-    width: int  # of a head
-    room: int  # tokens that the cache holds of each text
+    width: int  # head width
+    room: int  # tokens per text in the cache
     words: int
     dtype: torch.dtype = torch.bfloat16
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward layer, each on a normalised copy of what passes by."""
+    """Pre-norm attention and feed-forward layer with residual connections."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self.feed = nn.Sequential(nn.Linear(C, 4 * C, bias=False), nn.GELU(), nn.Linear(4 * C, C, bias=False))
 
     def forward(self, x: Tensor, cache: Tensor, places: Tensor, lengths: Tensor, attend: Attend) -> Tensor:
-        """`cache`: (2, B, room, Hk, D), to whose `places`, (B, n), the new keys and values go."""
+        """`cache`: (2, B, room, Hk, D); the new keys and values are written to `places`, (B, n)."""
         B, n, C = x.shape
         kv = self.c.groups * self.c.width
         q, k, v = self.qkv(self.norm1(x)).split((C, kv, kv), dim=-1)
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Generator(nn.Module):
-    """Texts of B, each with a cache of its own. `lengths`: how many tokens of each are in the cache."""
+    """B texts with a cache. `lengths`: the number of tokens of each text in the cache."""
 
     def __init__(self, c: Config, B: int, device: str):
         super().__init__()
@@ -62,7 +62,7 @@ class Generator(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """Tokens (B, n) that follow what is in the cache -> logits of the one after the last, (B, words)."""
+        """Tokens (B, n) that follow the cache -> logits of the next token, (B, words)."""
         places = self.lengths.long()[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.lengths += tokens.shape[1]
         x = self.word(tokens) + self.place(places)

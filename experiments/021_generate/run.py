@@ -1,7 +1,7 @@
-"""Tokens a second of greedy generation, prefill and decoding, one CUDA graph a step, beside PyTorch's attention.
+"""Tokens per second of greedy generation, one CUDA graph per step, beside PyTorch's attention. See README.md.
 
 python experiments/021_generate/run.py                      needs a GPU
-python experiments/021_generate/run.py --backend cpu        that it goes, on a tiny model
+python experiments/021_generate/run.py --backend cpu        a tiny model, to test the script
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def in_pages(table: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """The same cache as a pool of pages, which the table names in order."""
+    """The same cache as a pool of pages in the order of the table."""
     if q.shape[2] > 1:
         return ours(q, k, v, lengths)
     k, v = (x.view(-1, PAGE, *x.shape[2:]) for x in (k, v))
@@ -44,7 +44,7 @@ def in_pages(table: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) ->
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """Of the first tokens causal, of a further one a mask of what counts in the cache."""
+    """The prefill causal; a decoding step with a mask of the valid keys."""
     n, room = q.shape[2], k.shape[1]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if n > 1:
@@ -59,8 +59,8 @@ def contenders(c: Config, B: int, device: str) -> dict[str, Attend]:
 
 
 def error_of_a_step(model: Generator, prompt: Tensor, attend: Attend) -> float:
-    """By how much logits of a step with the cache differ from those of the whole text at once, relative to the
-    largest: prefill all but the last token, then that one."""
+    """Largest difference of the logits of a step with the cache (prefill of all but the last token, then the last) from
+    those of the complete text, relative to the largest logit."""
     model.lengths.zero_()
     whole = model(prompt, sdpa)
     model.lengths.zero_()
@@ -70,7 +70,7 @@ def error_of_a_step(model: Generator, prompt: Tensor, attend: Attend) -> float:
 
 
 def stepper(model: Generator, prompt: Tensor, attend: Attend) -> Callable[[], Tensor]:
-    """Prefills, and gives what generates one token more of each text: on a GPU a CUDA graph to be replayed."""
+    """Prefills; returns a function that generates one more token of each text, on a GPU by replaying a CUDA graph."""
     model.lengths.zero_()
     tokens = model(prompt, attend).argmax(-1, keepdim=True)
 
@@ -84,7 +84,7 @@ def stepper(model: Generator, prompt: Tensor, attend: Attend) -> Callable[[], Te
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
-        step()  # compiles what has not been
+        step()  # compiles
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -110,7 +110,7 @@ def seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def measure(c: Config, B: int, before: int, steps: int, device: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each contender, who generate in turns."""
+    """A row per contender; the contenders generate interleaved."""
     torch.manual_seed(0)
     model, prompt = Generator(c, B, device), torch.randint(c.words, (B, before), device=device)
     named = contenders(c, B, device)
@@ -134,19 +134,19 @@ def measure(c: Config, B: int, before: int, steps: int, device: str, rounds: int
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE)
-    given = parser.parse_args(argv)
-    tiny = given.backend == "cpu"
+    options = parser.parse_args(argv)
+    tiny = options.backend == "cpu"
     runs = [(TINY, 2, 9, 2)] if tiny else [(LARGE, B, 2048, 128) for B in (8, 32)]
     right = True
     for c, B, before, steps in runs:
-        for row in measure(c, B, before, steps, given.backend, rounds=1 if tiny else given.rounds):
+        for row in measure(c, B, before, steps, options.backend, rounds=1 if tiny else options.rounds):
             right = right and row["ok"]
-            jsonl.append(given.out / "results.jsonl", {**row, **environment.describe()})
-            print(f"{row['contender']:12} B{B}: {row['tokens_a_second']:.0f} tokens a second, "
+            jsonl.append(options.out / "results.jsonl", {**row, **environment.describe()})
+            print(f"{row['contender']:12} B{B}: {row['tokens_a_second']:.0f} tokens per second, "
                   f"prefill {row['prefill_ms']:.1f} ms, error {row['error']:.1e}")  # fmt: skip
     return 0 if right else 1
 

@@ -1,4 +1,4 @@
-"""Models of other people's libraries with random weights, and whose attention they run on."""
+"""Models of other libraries with random weights, and the attention implementations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import sandbox
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its batch; a ViT has `image` / 16 patches to a side and one token more."""
+    """Size of a model and its batch; a ViT has (`image` / 16)² patches and one more token."""
 
     layers: int
     heads: int
@@ -28,7 +28,7 @@ class Size:
     vocabulary: int = 128
 
     def text(self) -> dict[str, Any]:
-        """A decoder's settings by transformers' words; weights wide enough that the largest logit is seldom a tie."""
+        """Settings of a decoder in transformers' terms; large weights, so that the largest logit is rarely a tie."""
         return {
             "vocab_size": self.vocabulary, "max_position_embeddings": 1024, "hidden_size": self.width,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "initializer_range": 0.1,
@@ -47,7 +47,7 @@ def gpt2(size: Size, how: str) -> nn.Module:
 
 
 def llama(size: Size, how: str) -> nn.Module:
-    """Four query heads share a key/value head, or two."""
+    """Grouped heads: 2 key/value heads."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     groups = {"num_key_value_heads": 2, "intermediate_size": 3 * size.width}
@@ -65,7 +65,7 @@ def vit(size: Size, how: str) -> nn.Module:
 
 
 class TimmViT(nn.Module):
-    """timm's, which has no implementations to choose from but its own and PyTorch's."""
+    """timm's ViT, with its own attention or PyTorch's."""
 
     def __init__(self, size: Size, how: str):
         super().__init__()
@@ -84,7 +84,7 @@ class TimmViT(nn.Module):
 MODELS: dict[str, Callable[[Size, str], nn.Module]] = {"GPT-2": gpt2, "Llama": llama, "ViT": vit, "ViT, timm": TimmViT}
 TEXT = ("GPT-2", "Llama")
 
-# attn_implementation, and PyTorch's backend for what ends in scaled_dot_product_attention
+# attn_implementation, and PyTorch's backend of scaled_dot_product_attention
 CONTENDERS = {
     "eager": ("eager", SDPBackend.MATH),
     "sdpa-flash": ("sdpa", SDPBackend.FLASH_ATTENTION),
@@ -94,11 +94,11 @@ CONTENDERS = {
     "registered": ("sandbox", SDPBackend.MATH),
 }
 OURS = ("slot", "registered")
-ON_CPU = {"kernel": "fwd_minimal", "backward": "bwd_minimal"}  # the quickest to emulate
+ON_CPU = {"kernel": "fwd_minimal", "backward": "bwd_minimal"}  # the fastest on the CPU backend
 
 
 def contenders_of(model: str, device: str) -> list[str]:
-    """Whose attention takes it there: PyTorch's efficient kernel no grouped heads, timm none but its own and SDPA."""
+    """The implementations that support the model: PyTorch's efficient kernel has no grouped heads, timm no registry."""
     left_out = {"sdpa-efficient"} if device == "cpu" or model == "Llama" else set()
     if model == "ViT, timm":
         left_out.add("registered")
@@ -106,15 +106,15 @@ def contenders_of(model: str, device: str) -> list[str]:
 
 
 def compiled_of(model: str, device: str) -> list[str]:
-    """Those of them to compile. For the compiler transformers writes the causal mask out as a tensor for SDPA, which
-    none of PyTorch's flash operators takes, and so the slot has no part in it."""
+    """The implementations to compile. For torch.compile transformers passes the causal mask as a tensor to SDPA, which
+    PyTorch's flash operators do not support, so that the slot is not used."""
     wanted = ("sdpa-math", "registered") if model in TEXT else ("sdpa-flash", *OURS)
     return [name for name in contenders_of(model, device) if name in wanted]
 
 
 @contextmanager
 def attention_of(contender: str, device: str) -> Iterator[None]:
-    """What PyTorch's own attention runs on."""
+    """Selects the kernels of scaled_dot_product_attention."""
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(CONTENDERS[contender][1]))
         if contender == "slot":
@@ -123,7 +123,7 @@ def attention_of(contender: str, device: str) -> Iterator[None]:
 
 
 def made(model: str, contender: str, size: Size, device: str, start: int = 0) -> nn.Module:
-    """The same weights for every contender; others from another start."""
+    """The same weights for every contender; `start` is their seed."""
     torch.manual_seed(start)
     how = CONTENDERS[contender][0]
     if how == "sandbox":
@@ -139,7 +139,7 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def batch(model: str, size: Size, device: str, step: int) -> tuple[Tensor, Tensor]:
-    """(inputs, what they should give): texts in which each token follows from the last two, or noise and labels."""
+    """(inputs, targets): texts in which each token is the sum of the last two, or noise and random labels."""
     generator = torch.Generator().manual_seed(step)
     if model not in TEXT:
         pixels = torch.randn(size.batch, 3, size.image, size.image, generator=generator)
@@ -157,5 +157,5 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def shorter(size: Size) -> Size:
-    """For decoding."""
+    """The size for decoding."""
     return replace(size, length=size.length // 4)

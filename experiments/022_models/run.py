@@ -24,21 +24,21 @@ from sandbox.core import jsonl
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "011_train_gpt"))
-from curves import FACTOR, standing  # noqa: E402  # how curves are judged is said there
+from curves import FACTOR, standing  # noqa: E402  # the measure of experiment 011
 
 STEPS, STARTS, WARM, TOKENS = 50, 8, 10, 32
-WITHIN = 1.1  # of the error that PyTorch's and eager attention have, root mean square
+WITHIN = 1.1  # limit of the RMS error, relative to the largest of PyTorch's and eager attention
 
 
-def expected(model: str, device: str) -> Tensor:
-    """Logits in float32."""
+def reference(model: str, device: str) -> Tensor:
+    """Logits in float32 with eager attention."""
     x, _ = batch(model, SIZES[device], device, 0)
     with torch.no_grad(), attention_of("eager", device):
         return logits_of(made(model, "eager", SIZES[device], device).eval(), x)
 
 
 def error_of(model: str, contender: str, device: str, compiler: str | None, expected: Tensor) -> float:
-    """Root mean square of the logits' errors with weights and layers in bfloat16."""
+    """RMS error of the logits with weights and layers in bfloat16."""
     x, _ = batch(model, SIZES[device], device, 0)
     x = x.bfloat16() if x.is_floating_point() else x
     module = made(model, contender, SIZES[device], device).bfloat16().eval()
@@ -48,7 +48,7 @@ def error_of(model: str, contender: str, device: str, compiler: str | None, expe
 
 
 def decoded(model: str, contender: str, device: str) -> Tensor:
-    """Greedily, with transformers' cache, weights in bfloat16."""
+    """Greedy decoding with transformers' cache, weights in bfloat16."""
     size = for_decoding(SIZES[device])
     x, _ = batch(model, size, device, 1)
     module = made(model, contender, size, device).bfloat16().eval()
@@ -60,15 +60,15 @@ def decoded(model: str, contender: str, device: str) -> Tensor:
 
 
 def agreement(a: Tensor, b: Tensor) -> int:
-    """How many tokens, of all texts, come before the first that differs."""
+    """The number of tokens before the first difference, summed over the texts."""
     return int((a == b).long().cumprod(1).sum())
 
 
 def train(
     model: str, contender: str, device: str, compiler: str | None, steps: int, start: int
 ) -> tuple[list[float], float]:
-    """The loss of each step, and milliseconds a step once warm; float32 weights, layers in bfloat16 by autocast. Each
-    start has weights and batches of its own."""
+    """The loss of each step, and milliseconds per step after the warm-up; float32 weights, layers in bfloat16 by
+    autocast. `start` is the seed of weights and batches."""
     size, wait = SIZES[device], torch.cuda.synchronize if device == "cuda" else lambda: None
     module, losses, times = made(model, contender, size, device, start).train(), [], []
     run = torch.compile(module, backend=compiler) if compiler else module
@@ -89,9 +89,9 @@ def train(
     return [float(x) for x in losses], 1e3 * statistics.median(times[min(WARM, steps - 1) :])
 
 
-def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ours beside PyTorch's own: errors of the logits, tokens that agree, distances of their curves from all starts,
-    each beside what PyTorch's own and eager attention leave open."""
+def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of the logits, agreeing tokens and distances of the loss curves of ours, relative to PyTorch's and eager
+    attention."""
     mine = [row for row in rows if row["contender"].partition(",")[0] in OURS]
     theirs = [row for row in rows if row not in mine]
     starts = [
@@ -106,7 +106,7 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
         found["losses"][name] = standing(starts, name, [other["contender"] for other in theirs])
         if "tokens" in row:
             found["tokens"][name] = row["tokens"] - next(r["tokens"] for r in theirs if r["contender"] == "eager")
-    found["own"] = all(row["losses"] != other["losses"] for row in mine for other in theirs)  # not the same kernels
+    found["own"] = all(row["losses"] != other["losses"] for row in mine for other in theirs)  # other kernels have run
     found["ok"] = (
         found["own"]
         and all(x <= WITHIN for x in found["errors"].values())
@@ -117,8 +117,8 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(model: str, device: str, compiled: bool, steps: int, starts: int, out: Path, about: dict[str, Any]) -> bool:
-    """All contenders on one model; whether ours are as right as PyTorch's own."""
-    right, flash, rows = expected(model, device), None, []
+    """All contenders on one model; whether ours are as accurate as PyTorch's."""
+    expected, flash, rows = reference(model, device), None, []
     names = [(name, None) for name in contenders_of(model, device)]
     if compiled:
         compiler = "inductor" if device == "cuda" else "aot_eager"
@@ -139,23 +139,23 @@ def measure(model: str, device: str, compiled: bool, steps: int, starts: int, ou
         agreed = f"{row['tokens']} tokens as sdpa-flash's" if "tokens" in row else ""
         figures = f"error {row['error']:.3e}  {ends}  {row['ms_per_step']:6.2f} ms  {agreed}"
         print(f"{model:9} {row['contender']:20} {figures}", flush=True)
-    verdict = judged(rows)
+    verdict = compare(rows)
     jsonl.append(out / "results.jsonl", {"model": model, "contender": "verdict", **verdict, **about})
     for name, its in verdict["losses"].items():
-        off = f", give or take a factor of {its['off']:.2f}" if its["off"] else ""
+        off = f", standard error a factor of {its['off']:.2f}" if its["off"] else ""
         print(f"{model:9} losses  {name} {its['ratio']:.2f} of the noise, {its['noise']:.2e}{off}")
     for what in ("errors", "tokens"):
         said = ", ".join(f"{name} {x:.2f}" for name, x in verdict[what].items())
         print(f"{model:9} {what:7} {said}")
-    print(f"{model:9} {'as right as theirs' if verdict['ok'] else 'NOT as right as theirs'}", flush=True)
+    print(f"{model:9} {'as accurate as PyTorch' if verdict['ok'] else 'NOT as accurate as PyTorch'}", flush=True)
     return verdict["ok"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 when a model's results are not as right as with PyTorch's own attention."""
+    """Exit status 1 if a model's results are not as accurate as with PyTorch's attention."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=[*SIZES], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="by default all whose library is there")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="by default all whose library is installed")
     parser.add_argument("--compile", action="store_true", help="also inside torch.compile")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--starts", type=int, default=STARTS, help="of one alone the losses say little")
