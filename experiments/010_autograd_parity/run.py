@@ -127,11 +127,11 @@ class Expected:
     def of(cls, arrays: list[Any], problem: Problem) -> Expected:
         tensors = [as_tensor(x) for x in arrays]
         options = {"causal": problem.causal, "scale": problem.scale}
-        given = [as_numpy(x) for x in tensors]
+        inputs = [as_numpy(x) for x in tensors]
         refs = [as_numpy(x) for x in autograd(tensors, problem, torch.float64)]
         yardstick = autograd(tensors, problem, tensors[0].dtype)
-        sizes = reference.backward_magnitudes(*given, *reference.attention(*given[1:], **options), **options)
-        own = reference.attention_backward(*given, **options)
+        sizes = reference.backward_magnitudes(*inputs, *reference.attention(*inputs[1:], **options), **options)
+        own = reference.attention_backward(*inputs, **options)
         bounds = [
             reference.gradient_bound(ref, as_numpy(x), size, problem.dtype)
             for ref, x, size in zip(refs, yardstick, sizes, strict=True)

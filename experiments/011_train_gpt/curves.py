@@ -37,7 +37,7 @@ def standing(starts: list[dict[str, list[float]]], name: str, theirs: list[str])
     return {"ratio": float(np.exp(logs.mean())), "off": off, "noise": float(own.mean())}
 
 
-def judge(starts: list[dict[str, list[float]]]) -> dict[str, Any]:
+def compare(starts: list[dict[str, list[float]]]) -> dict[str, Any]:
     """The standing of each of our curves among PyTorch's, and of each of PyTorch's among the others if there are two.
     PyTorch's compiled curve is compared with our compiled one only. `ok`: none of ours exceeds FACTOR."""
     names = list(starts[0])
@@ -74,7 +74,7 @@ def draw(rows: list[dict[str, Any]], prefix: Path) -> None:
             apart = np.convolve(abs(losses - curves[first]), np.ones(window) / window, mode="valid")
             if apart.any():
                 bottom.plot(steps[window - 1 :], apart, **look)
-        top.set(ylabel="loss of the step, nats a character")
+        top.set(ylabel="loss of the step, nats per character")
         top.legend(frameon=False)
         smooth = f"\nmean of {window} steps" if window > 1 else ""
         bottom.set(yscale="log", xlabel="step", ylabel=f"|difference from {first}|{smooth}")

@@ -74,7 +74,7 @@ def errors(contenders: Mapping[str, Attend], call: Call, visible: Callable[..., 
     return found
 
 
-def judge(calls: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def compare(calls: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """The largest RMS error of ours over all calls and tensors, relative to PyTorch's largest, and the largest share of
     bias in an error. `ok`: no error exceeds WITHIN or BIASED."""
     mine = [name for name in calls[0] if name.startswith("ours")]

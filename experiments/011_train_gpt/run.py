@@ -200,7 +200,7 @@ def measure_times(
             found = timing.Timing.of(samples)
             ms = {key: value * 1e3 for key, value in dataclasses.asdict(found).items() if key in ("median", "q1", "q3")}
             write({"contender": name, "step": how, "ms": ms, "samples": found.samples})
-            text = f"{ms['median']:.3f} ms a step ({ms['q1']:.3f} … {ms['q3']:.3f}, {found.samples} samples)"
+            text = f"{ms['median']:.3f} ms per step ({ms['q1']:.3f} … {ms['q3']:.3f}, {found.samples} samples)"
             print(f"{task}, S {config.length}, {how:8} {name:20}  {text}", flush=True)
 
 
@@ -218,7 +218,7 @@ def measure_errors(contenders: dict[str, Attend], config: Config, device: str, t
     for name in found[0]:
         figures = (f"{n} {max(f[name]['rms'][n] for f in found):.1e}" for n in errors.NAMES)
         print(f"{name:20}  largest RMS error of {', '.join(figures)}", flush=True)
-    verdict = errors.judge(found)
+    verdict = errors.compare(found)
     for name, ratio in verdict["rms"].items():
         text = f"{ratio:.2f} of PyTorch's largest; bias at most {verdict['bias'][name]:.2f} of an error"
         print(f"{name:20}  errors at most {text}", flush=True)
@@ -263,7 +263,7 @@ def measure_curves(
             print(f"start {start}  {name:20}  {text}", flush=True)
     for name, ms in times.items():
         print(f"{name:20}  {statistics.median(ms):.2f} ms per step, {min(ms):.2f} at best", flush=True)
-    verdict = curves.judge(losses)
+    verdict = curves.compare(losses)
     for pair, value in verdict["apart"].items():
         print(f"mean |difference|  {value:.2e}  {pair}")
     for name, its in verdict["standings"].items():

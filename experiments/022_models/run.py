@@ -1,6 +1,6 @@
 """GPT-2, Llama and ViT of transformers and timm on our kernels and on PyTorch's. See README.md beside this file.
 
-python experiments/022_models/run.py              a row for each model and contender, and one for each model's verdict
+python experiments/022_models/run.py              a row for each model and contender, and one result for each model
 python experiments/022_models/run.py --compile    also inside torch.compile
 """
 
@@ -145,8 +145,8 @@ def measure(model: str, device: str, compiled: bool, steps: int, starts: int, ou
         off = f", standard error a factor of {its['off']:.2f}" if its["off"] else ""
         print(f"{model:9} losses  {name} {its['ratio']:.2f} of the noise, {its['noise']:.2e}{off}")
     for what in ("errors", "tokens"):
-        said = ", ".join(f"{name} {x:.2f}" for name, x in verdict[what].items())
-        print(f"{model:9} {what:7} {said}")
+        figures = ", ".join(f"{name} {x:.2f}" for name, x in verdict[what].items())
+        print(f"{model:9} {what:7} {figures}")
     print(f"{model:9} {'as accurate as PyTorch' if verdict['ok'] else 'NOT as accurate as PyTorch'}", flush=True)
     return verdict["ok"]
 
