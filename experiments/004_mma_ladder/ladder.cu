@@ -21,12 +21,13 @@ constexpr int AHEAD = STAGES - 1;  // tiles in flight during the computation of 
 constexpr int M_TILES = BLOCK_M / 16 / (SPLIT_Q == ON ? WARPS : 1);     // 16-row tiles of a warp
 constexpr int COLUMNS = SPLIT_Q == ON ? HEAD_DIM : HEAD_DIM / WARPS;  // of O, per warp
 constexpr int MIN_BLOCKS = MANY_REGISTERS == ON ? 8 / WARPS : 0;     // per SM; 0: ptxas chooses between registers and occupancy
-constexpr float MARGIN = 8.0f;  // LAZY: rescale threshold in the exponent; P up to 2^8 fits fp16
+constexpr float MARGIN = 8.0f;  // the rescale threshold in the exponent: P up to 2^8 fits fp16
 static_assert(HEAD_DIM % 64 == 0 && THREADS % CHUNKS == 0, "each thread copies one chunk of every THREADS / CHUNKS rows");
 static_assert(BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0 && M_TILES > 0, "a tile must consist of whole MMA steps");
 static_assert(SPLIT_Q == ON || (BLOCK_M <= BLOCK_N && BLOCK_N <= HEAD_DIM && SUB_N == BLOCK_N), "P must fit into the place of K");
 static_assert(SWIZZLE == OFF || LDMATRIX == ON, "plain loads do not support the swizzle");
-static_assert(RESCALE_THRESHOLD == OFF || (FOLDED_SCALE == ON && SPLIT_Q == ON), "the threshold is a power of 2; each warp votes by itself");
+static_assert(RESCALE_THRESHOLD == OFF || (FOLDED_SCALE == ON && SPLIT_Q == ON),
+              "the threshold is a power of 2; each warp votes by itself");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + STAGES * STAGE, "spec and kernel disagree on shared memory");
 
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }

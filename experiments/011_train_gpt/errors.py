@@ -66,10 +66,10 @@ def errors(contenders: Mapping[str, Attend], call: Call, visible: Callable[..., 
         except RuntimeError:
             continue  # reported when it trains
         values = (O.detach(), *torch.autograd.grad(O, (q, k, v), call.dO))
-        off = [x.double() - y for x, y in zip(values, right, strict=True)]
+        off = [x.double() - y for x, y in zip(values, expected, strict=True)]
         found[name] = {
-            "rms": {n: float(e.norm() / y.norm()) for n, e, y in zip(NAMES, off, right, strict=True)},
-            "bias": {n: float((e * y).sum() / y.square().sum()) for n, e, y in zip(NAMES, off, right, strict=True)},
+            "rms": {n: float(e.norm() / y.norm()) for n, e, y in zip(NAMES, off, expected, strict=True)},
+            "bias": {n: float((e * y).sum() / y.square().sum()) for n, e, y in zip(NAMES, off, expected, strict=True)},
         }
     return found
 

@@ -125,7 +125,7 @@ def measure(model: str, device: str, compiled: bool, steps: int, starts: int, ou
         names += [(name, compiler) for name in compiled_of(model, device)]
     for name, compiler in sorted(names, key=lambda pair: pair[0] != "sdpa-flash"):
         row: dict[str, Any] = {"model": model, "contender": f"{name}, compiled" if compiler else name}
-        row["error"] = error_of(model, name, device, compiler, right)
+        row["error"] = error_of(model, name, device, compiler, expected)
         if model in TEXT and not compiler:
             tokens = decoded(model, name, device)
             flash = tokens if name == "sdpa-flash" else flash

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..core import jsonl, registry
+from ..core import jsonl
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
 from .decode import bytes_of_keys, is_reading
 from .timing import Timing
 
-# Stored rows keep the names that kernels had when they were measured: "bwd_" and what it is called now.
-_RENAMED = {"heads": "wgmma_head", "ordered": "wgmma_deterministic", "stays": "wgmma_persistent"}
 _FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
 
 
@@ -116,27 +114,17 @@ def _with_new_names(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, kernels by their present names; [] without a file. A truncated last line is ignored."""
+    """The rows of a file, [] if it does not exist; former names of kernels are replaced. An incomplete last line is
+    left out."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(_with_present_names(json.loads(line)))
+            rows.append(_with_new_names(json.loads(line)))
         except ValueError:
             if number != len(lines):
                 raise UnsupportedProblem(f"{path}, line {number}, is not JSON: {line[:40]!r}") from None
     return rows
-
-
-def _with_present_names(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {key: _present_name(row[key]) for key in ("contender", "kernel") if key in row}
-
-
-def _present_name(name: str) -> str:
-    """The name that the registry has for a kernel that was renamed; any other name as it is. A tile may follow it."""
-    old, space, tile = name.partition(" ")
-    new = f"bwd_{_RENAMED.get(old.removeprefix('bwd_'), '')}"
-    return f"{new}{space}{tile}" if old.startswith("bwd_") and new in registry.kernels() else name
 
 
 def problem_of(row: Mapping[str, Any]) -> Problem:
