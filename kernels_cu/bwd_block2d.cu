@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const f
 // Whether a pair counts, of an owned and a walked row: the one is a query's and the other a key's.
 template <bool BY_KEY>
 __device__ __forceinline__ bool counts(const Head& head, int owned, int walked) {
-    return BY_KEY ? head.counts(walked, owned) : head.counts(owned, walked);
+    return BY_KEY ? head.visible_in_bounds(walked, owned) : head.visible_in_bounds(owned, walked);
 }
 
 // gradient += P X, P passed on through P_smem. WHOLE: each pair of the tile counts. Otherwise only pairs that do are
@@ -141,9 +141,9 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
     float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * V_PITCH;
     float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * V_PITCH;
     const int tx = threadIdx.x, ty = threadIdx.y, owned0 = tile.row0, own_head = blockIdx.y, b = tile.b;
-    const Sequence sequence(score, b);
-    if (BY_KEY) sequence.to_keys(A, B, dA, dB), sequence.to_queries(X, Y);
-    else sequence.to_queries(A, B, dA, dB), sequence.to_keys(X, Y);
+    const SeqlenInfo sequence(score, b);
+    if (BY_KEY) sequence.offset_keys(A, B, dA, dB), sequence.offset_queries(X, Y);
+    else sequence.offset_queries(A, B, dA, dB), sequence.offset_keys(X, Y);
     const int owned_end = BY_KEY ? sequence.key_rows() : sequence.Sq, heads = BY_KEY ? group : 1;
 
     load_rows<HEAD_DIM, OWNED>(A_smem, A, b, own_head, owned0, owned_end);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
         const int query_head = BY_KEY ? own_head * group + n : own_head, walked_head = BY_KEY ? query_head : own_head / group;
         const Head head(score, b, query_head);
         const Range walk = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
-        const long long row = head.first_row(gridDim.y * heads, query_head);  // of LSE and delta
+        const long long row = head.lse_offset(gridDim.y * heads, query_head);  // of LSE and delta
         for (int walked0 = walk.begin / WALKED * WALKED; walked0 < walk.end; walked0 += WALKED) {
             __syncthreads();  // every row has used the previous tile before it is overwritten
             load_rows<HEAD_DIM, WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? head.Sq : head.Sk);
@@ -170,9 +170,9 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                 for (int i = 0; i < ROWS; ++i) {
                     const int owned = owned0 + ty + i * THREADS_Y, walked = walked0 + tx + j * THREADS_X;
                     const int query_row = BY_KEY ? walked : owned, key_col = BY_KEY ? owned : walked;
-                    const bool pair = head.counts(query_row, key_col);
+                    const bool pair = head.visible_in_bounds(query_row, key_col);
                     const Dual p = head.P(P[i][j], pair ? LSE[row + query_row] : 0.0f, query_row, key_col);
-                    const bool kept = head.keeps(query_row, key_col);
+                    const bool kept = head.keep(query_row, key_col);
                     P[i][j] = pair ? head.apply_dropout(p.value, kept) : 0.0f;
                     const float dP = head.apply_dropout(dS[i][j], kept);
                     dS[i][j] = pair ? p.value * (dP - delta[row + query_row]) * p.derivative : 0.0f;

@@ -38,8 +38,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     const RowTile tile = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile.invalid()) return;
     const int t = threadIdx.x, kv_head = blockIdx.y, b = tile.b, n0 = tile.row0, key_col = n0 + t;
-    const Sequence sequence(score, b);
-    sequence.to_queries(dO, Q), sequence.to_keys(K, V, dK, dV);
+    const SeqlenInfo sequence(score, b);
+    sequence.offset_queries(dO, Q), sequence.offset_keys(K, V, dK, dV);
     float *K_own = smem + t, *V_own = K_own + HEAD_DIM * BLOCK_N, *dK_own = V_own + HEAD_DIM_V * BLOCK_N;
     float *dV_own = dK_own + HEAD_DIM * BLOCK_N, *Q_smem = smem + 2 * (HEAD_DIM + HEAD_DIM_V) * BLOCK_N;
     float* dO_smem = Q_smem + BLOCK_M * HEAD_DIM;
@@ -50,7 +50,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     for (int d = 0; d < HEAD_DIM_V; ++d) dV_own[d * BLOCK_N] = 0.0f;
     for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const Head head(score, b, h);
-        const long long first = head.first_row(gridDim.y * group, h);  // of its LSE and delta
+        const long long first = head.lse_offset(gridDim.y * group, h);  // of its LSE and delta
         const Range queries = head.queries(n0, n0 + BLOCK_N);
         for (int m0 = queries.begin / BLOCK_M * BLOCK_M; m0 < queries.end; m0 += BLOCK_M) {
             __syncthreads();  // every row has used the previous Q/dO tile before it is overwritten
@@ -69,12 +69,12 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
                 const float v = V_own[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i) dS_rmem[i] += dO_smem[i * HEAD_DIM_V + d] * v;  // dP
             }
-            const unsigned long long seen = head.look_up<BLOCK_M>(m0, key_col, false);
-            const auto counting = [&](int i) { return Head::ELEMENT_MASK ? seen >> i & 1 : head.counts(m0 + i, key_col); };
+            const unsigned long long seen = head.visible_bits<BLOCK_M>(m0, key_col, false);
+            const auto counting = [&](int i) { return Head::ELEMENT_MASK ? seen >> i & 1 : head.visible_in_bounds(m0 + i, key_col); };
             for (int i = 0; i < BLOCK_M; ++i) {
                 const bool counts = counting(i);
                 const Dual P = head.P(P_rmem[i], counts ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
-                const bool kept = head.keeps(m0 + i, key_col);
+                const bool kept = head.keep(m0 + i, key_col);
                 P_rmem[i] = counts ? head.apply_dropout(P.value, kept) : 0.0f;
                 const float dP = head.apply_dropout(dS_rmem[i], kept);
                 dS_rmem[i] = counts ? P.value * (dP - delta[first + m0 + i]) * P.derivative : 0.0f;
@@ -117,8 +117,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
     float *Q_own = smem + t, *dQ_own = Q_own + HEAD_DIM * BLOCK_M, *dO_own = dQ_own + HEAD_DIM * BLOCK_M;
     float *K_smem = smem + (2 * HEAD_DIM + HEAD_DIM_V) * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
     const Head head(score, b, h);
-    head.to_queries(dO, Q, dQ), head.to_keys(K, V);
-    const long long row = head.first_row(gridDim.y, h) + query_row;
+    head.offset_queries(dO, Q, dQ), head.offset_keys(K, V);
+    const long long row = head.lse_offset(gridDim.y, h) + query_row;
     const float lse = query_row < head.Sq ? LSE[row] : 0.0f, own_delta = query_row < head.Sq ? delta[row] : 0.0f;
 
     load_own<BLOCK_M, HEAD_DIM>(Q_own, Q, b, h, query_row, head.Sq);
@@ -142,10 +142,10 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
             const float g = dO_own[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j) dS_rmem[j] += g * V_smem[j * HEAD_DIM_V + d];  // dP
         }
-        const unsigned long long seen = head.look_up<BLOCK_N>(query_row, n0, true);
+        const unsigned long long seen = head.visible_bits<BLOCK_N>(query_row, n0, true);
         for (int j = 0; j < BLOCK_N; ++j) {
             const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
-            const float dP = head.apply_dropout(dS_rmem[j], head.keeps(query_row, n0 + j));
+            const float dP = head.apply_dropout(dS_rmem[j], head.keep(query_row, n0 + j));
             dS_rmem[j] = P.value * (dP - own_delta) * P.derivative;
         }
 #pragma unroll 1

@@ -112,8 +112,8 @@ struct Warp {
 };
 
 // Whether a pair's P is not 0. Rows from Sq on are zeros, and so are their dot products: raw scores may be anything.
-__device__ __forceinline__ bool counts(const Head& head, At at) {
-    return head.counts(at.query_row(), at.key_col());
+__device__ __forceinline__ bool counts(const Head& head, ScoreIndex at) {
+    return head.visible_in_bounds(at.query_row(), at.key_col());
 }
 
 // The warp's own queries: P^T and dS^T, in registers for its own columns of dV and dK, in shared memory for everybody else.
@@ -133,7 +133,7 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
         float S[2][SUB_M / 8][4] = {};
         dot_products(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
         const auto at = [&](int mt, int half, int nt, int odd) {
-            return At(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
+            return ScoreIndex(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
         unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
@@ -152,7 +152,7 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
 #pragma unroll
             for (int i = 0; i < SUB_M; ++i) {
                 const int mt = i % 2, half = i / 2 % 2, nt = i / 4 % (SUB_M / 8), odd = i / 4 / (SUB_M / 8);
-                const At place = at(mt, half, nt, odd);
+                const ScoreIndex place = at(mt, half, nt, odd);
                 if (!counts(head, place)) S[mt][nt][2 * half + odd] = -INF;
             }
         }
@@ -276,7 +276,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
 }
 
 template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void store_rows(const View<dtype>& to, const Sequence& sequence, int h, int n0, const char* tile) {
+__device__ __forceinline__ void store_rows(const View<dtype>& to, const SeqlenInfo& sequence, int h, int n0, const char* tile) {
     using Tile = Swizzled<COLUMNS>;
     for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
@@ -311,18 +311,18 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && own.invalid()) return;
     const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
-    const Sequence sequence(score, b);
+    const SeqlenInfo sequence(score, b);
     // A ragged batch's anew, from L1, in each part of a step: kept, it would take registers that the accumulators need.
-    const auto again = [&] { return RAGGED ? Sequence(score, b) : sequence; };
+    const auto again = [&] { return RAGGED ? SeqlenInfo(score, b) : sequence; };
     const SmemAddr K_tile = smem_address(smem);
     const auto request_stage = [&](unsigned at, int h, int m0) {
         const SmemAddr stage = K_tile + at;
         const unsigned thread = thread_index_x();
-        const Sequence sequence = again();
+        const SeqlenInfo sequence = again();
         cp_async_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
         cp_async_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
                                                            sequence.Sq, thread);
-        const long long row = sequence.first_row(H, h) + m0;
+        const long long row = sequence.lse_offset(H, h) + m0;
         for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
             const int query = t % BLOCK_M;
             cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < sequence.Sq);
@@ -422,7 +422,7 @@ extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postpro
     const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && own.invalid()) return;
     const int h = blockIdx.y, b = own.b, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Sequence sequence(score, b);
+    const SeqlenInfo sequence(score, b);
     const int row0 = own.row0 + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);

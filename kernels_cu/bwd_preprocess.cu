@@ -27,8 +27,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
     if (RAGGED && tile.invalid()) return griddepcontrol_wait();
     const int lane = threadIdx.x % LANES, h = blockIdx.y, b = tile.b;
     const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
-    const Sequence sequence(score, b);
-    sequence.to_queries(dO, O);
+    const SeqlenInfo sequence(score, b);
+    sequence.offset_queries(dO, O);
     const auto aligned = [&](const View<const dtype>& tensor) {  // each row of the head
         return (reinterpret_cast<unsigned long long>(tensor.row(b, h, 0)) | tensor.stride_s * sizeof(dtype)) % 16 == 0;
     };
@@ -49,7 +49,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
             for (int d = lane; d < columns; d += LANES) sums[i] += to_float(dO_row[d]) * to_float(O_row[d]);
         }
     }
-    const long long first = sequence.first_row(gridDim.y, h) + first_row;
+    const long long first = sequence.lse_offset(gridDim.y, h) + first_row;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
         const float sum = row_sum<LANES>(sums[i]);
@@ -129,8 +129,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
         for (int h = own_h; h < H; h += bias_h) {
             const Head head(score, b, h);
             View<const dtype> q = Q, k = K, v = V, g = dO;
-            head.to_queries(q, g), head.to_keys(k, v);
-            const long long first = head.first_row(H, h);
+            head.offset_queries(q, g), head.offset_keys(k, v);
+            const long long first = head.lse_offset(H, h);
             const int row_end = bias_i == 1 ? head.Sq : min(own_m0 + BIAS_M, head.Sq);
             for (int m0 = own_m0; m0 < row_end; m0 += BIAS_M) {
                 const Range keys = head.keys(m0, m0 + BIAS_M);
@@ -146,10 +146,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
 #pragma unroll
                         for (int c = 0; c < COLS; ++c) {
                             const int query_row = m0 + ty + r * SIDE, key_col = n0 + tx + c * SIDE;
-                            if (!head.counts(query_row, key_col)) continue;
+                            if (!head.visible_in_bounds(query_row, key_col)) continue;
                             const long long row = first + query_row;
                             const Dual P = head.P<true>(S[r][c], LSE[row], query_row, key_col);
-                            const float left = head.apply_dropout(dP[r][c], head.keeps(query_row, key_col));
+                            const float left = head.apply_dropout(dP[r][c], head.keep(query_row, key_col));
                             sums[r][c] += P.value * (left - delta[row]) * P.derivative;
                         }
                 }
@@ -195,8 +195,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess_sink(
 #if SINK
     const float sink = score.sink[h * score.sink_stride];
     for (int b = 0; b < batch_size(score, heads / H) && sink != -INF; ++b) {
-        const Sequence sequence(score, b);
-        const long long first = sequence.first_row(H, h);
+        const SeqlenInfo sequence(score, b);
+        const long long first = sequence.lse_offset(H, h);
         for (int i = threadIdx.x; i < sequence.Sq; i += 32 * WARPS) sum -= expf(sink - LSE[first + i]) * delta[first + i];
     }
 #endif

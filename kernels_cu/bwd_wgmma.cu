@@ -247,7 +247,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
                 const bool of_LSE = lane < 16;                          // the other half: delta
                 const int row = m0 + lane % 16, rows = head0.Sq - row;  // from the lane's first on
-                const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
+                const float* const from = (of_LSE ? LSE : delta) + head0.lse_offset(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
@@ -531,7 +531,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             unsigned derivative[QUERIES / 16][4];  // of x: 16 bits are as good as those of dS
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : QUERIES / 2); k += 2) {
-                const At at0 = place.at(k), at1 = place.at(k + 1);
+                const ScoreIndex at0 = place.at(k), at1 = place.at(k + 1);
                 const float2 bias = BIAS_TILES ? unpack(shift[k / 8][k / 2 % 4]) : float2{};
                 if (Head::HAS_DERIVATIVE) {
                     const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
@@ -730,7 +730,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     griddepcontrol_wait();
     const RowTile own = query_tile_by_warp<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && own.invalid()) return;
-    const Sequence sequence(score, own.b);
+    const SeqlenInfo sequence(score, own.b);
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row0 = own.row0 + (BLOCK_M == 128 ? 64 * consumer : 0) + 16 * warp;
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;

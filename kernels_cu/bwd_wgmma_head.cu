@@ -101,7 +101,7 @@ struct SemaphoreOrder {
             if (item(n) < D_PAD) load_fragment_rows(sums[n], from + chunk(n) * 512, row(n));
     }
     // Of query rows row0 .. row0 + 16, scaled; zeros of rows that nobody has added to. Returns whether all of the lane's are finite.
-    __device__ __forceinline__ bool put(const View<dtype>& dQ, const Sequence& sequence, int h, int row0, float scale, bool untouched) {
+    __device__ __forceinline__ bool put(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0, float scale, bool untouched) {
         float zero = 0.0f;
 #pragma unroll
         for (int n = 0; n < ITEMS; ++n) {
@@ -199,7 +199,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
                 const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
                 const bool of_LSE = lane < 16;                          // the other half: delta
                 const int row = m0 + lane % 16, rows = head0.Sq - row;  // from the lane's first on
-                const float* const from = (of_LSE ? LSE : delta) + head0.first_row(H, kv_head * group) +
+                const float* const from = (of_LSE ? LSE : delta) + head0.lse_offset(H, kv_head * group) +
                                           static_cast<long long>(head) * query_rows(score) + row;
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !of_LSE) * BLOCK_M + lane % 16;
                 TIMELINE(wait_empty);
@@ -443,7 +443,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
             if (first + t >= group * tiles) break;
             const int h = kv_head * group + (first + t) / tiles, m0 = (first + t) % tiles * BLOCK_M;
             const Range keys = head0.keys(m0, m0 + BLOCK_M);
-            const bool fine = rows[t].put(dQ, Sequence(score, b), h, m0 + row0, score.scale, keys.begin >= keys.end);
+            const bool fine = rows[t].put(dQ, SeqlenInfo(score, b), h, m0 + row0, score.scale, keys.begin >= keys.end);
             if (!__all_sync(0xffffffffu, fine))  // NaN or inf of keys that some of these rows do not see, or a large LSE
                 query_gradients(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, H, m0 + row0);
         }

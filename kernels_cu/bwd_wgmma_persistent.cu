@@ -94,7 +94,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 // The number-th piece. With a last key (causal) the first keys of a head are the longest piece: the heads of a section come side by
 // side, as in dq_semaphore.cuh, a round of blocks in each section, or of short rows half of one.
 __device__ __forceinline__ WorkTileRange work_tile_at(unsigned number, const Score& score, unsigned Hk, unsigned B) {
-    const unsigned key_tiles = (anew(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = anew(Hk) * B;
+    const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
     unsigned width = 1;  // of a section
     if (Head::LAST) {
         const unsigned round = key_tiles > 4 ? BLOCKS : (BLOCKS + 1) / 2;
@@ -105,7 +105,7 @@ __device__ __forceinline__ WorkTileRange work_tile_at(unsigned number, const Sco
     const unsigned place = number - first * key_tiles, head = first + place % own;
     WorkTileRange piece{static_cast<int>(place / own), static_cast<int>(head % Hk), head < heads ? static_cast<int>(head / Hk) : -1};
     if (piece.b < 0) return piece;
-    const Sequence sequence(score, piece.b);
+    const SeqlenInfo sequence(score, piece.b);
     const Head bound(sequence, 0);  // which keys are seen does not depend on the head
     const int n0 = piece.key_tile * BLOCK_N;
     const Range seen = bound.queries(n0, n0 + BLOCK_N);
@@ -150,7 +150,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     // Whether a consumer's gradients are not to be sent, since it writes others by itself.
     const auto non_finite_flags = [&](unsigned consumer) -> volatile int& { return reinterpret_cast<volatile int*>(smem + NON_FINITE_AT)[consumer]; };
     const auto await_piece = [&](unsigned round) { mbarrier_wait(base + FULL_TILE + 8 * (round % 2), round / 2 % 2); };
-    const auto leave_piece = [&](unsigned round) { mbarrier_arrive(base + EMPTY_TILE + 8 * (anew(round) % 2)); };
+    const auto leave_piece = [&](unsigned round) { mbarrier_arrive(base + EMPTY_TILE + 8 * (opaque(round) % 2)); };
     // A piece's walk: head of the group and row of the first tile, or head = group; of the next one.
     const auto start = [&](unsigned round, int& head, int& m0) {
         const volatile WorkTileRange& piece = slot(round);
@@ -249,7 +249,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                     TIMELINE(wait_empty);
                     const unsigned lane = thread_index_x() % 32;  // asked again: registers are few
                     const int row = m0 + lane, rows = score.Sq - row;  // from the lane's first on
-                    const unsigned own = (piece.b * anew(Hk) + piece.kv_head) * group + head;
+                    const unsigned own = (piece.b * opaque(Hk) + piece.kv_head) * group + head;
                     const unsigned long long from = static_cast<unsigned long long>(own) * static_cast<unsigned>(score.Sq) + row;
                     const unsigned to = STATS_AT + 4 * (2 * stage_of(i) * BLOCK_M + lane);
                     mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
@@ -308,7 +308,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                 } else {
                     if (held >= 0) tma_reduce_add(dQ_accum + SUMS_AT + static_cast<unsigned long long>(held) * DQ_TILE + consumer * DQ_SHARE, from,
                                              4 * DQ_SHARE);
-                    if (what >= 0) held = (told.b * anew(Hk) * group + told.h) * query_tiles<BLOCK_M>(score) + what / BLOCK_M;
+                    if (what >= 0) held = (told.b * opaque(Hk) * group + told.h) * query_tiles<BLOCK_M>(score) + what / BLOCK_M;
                 }
                 left();
                 if (what == StagedStore::LAST) break;
@@ -515,7 +515,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postpr
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
-    const Sequence sequence(score, blockIdx.z);
+    const SeqlenInfo sequence(score, blockIdx.z);
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row0 = blockIdx.x * BLOCK_M + 64 * consumer + 16 * warp;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;

@@ -92,7 +92,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     const int tx = threadIdx.x, ty = threadIdx.y, m0 = tile.row0;
     const int h = blockIdx.y, b = tile.b, kv_head = h / group;
     const Head head(score, b, h);
-    head.to_queries(Q, O), head.to_keys(K, V);
+    head.offset_queries(Q, O), head.offset_keys(K, V);
     const int query_row = m0 + ty;  // the first of this thread's; then every THREADS_Y-th
 
     for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D)
@@ -128,7 +128,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             }
         }
 
-        const auto keeps = [&](int i, int j) { return head.keeps(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
+        const auto keeps = [&](int i, int j) { return head.keep(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
         unsigned kept[ROWS] = {};  // with dropout, of each row a bit for each key: all drawn at once would spill
 #pragma unroll 1
         for (int j = 0; DROPOUT && j < COLS; ++j)
@@ -174,17 +174,17 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     }
 
     dtype_o* to = O.row(b, h, query_row) + 4 * tx;
-    float* lse = LSE + head.first_row(gridDim.y, h) + query_row;
+    float* lse = LSE + head.lse_offset(gridDim.y, h) + query_row;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
-        const Total total = head.total<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));
+        const FinalizedRow final_row = head.finalize<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));
         if (query_row + i * THREADS_Y >= head.Sq) continue;
 #pragma unroll
         for (int c = 0; c < O_COLS; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * tx on
             if (HEAD_DIM_V % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM_V)
-                to[d] = dtype_o(O_rmem[i][c] * total.inverse);
+                to[d] = dtype_o(O_rmem[i][c] * final_row.inverse);
         }
-        if (tx == 0) lse[i * THREADS_Y] = total.lse;
+        if (tx == 0) lse[i * THREADS_Y] = final_row.lse;
     }
 }

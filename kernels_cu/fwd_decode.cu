@@ -151,7 +151,7 @@ __device__ __forceinline__ void request_rows(SmemAddr tile, const T* from, long 
 }
 
 // One tile of keys, from n0 on, that lies in `stage`. `masked`: some row may not see all of it.
-__device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int row0, int kv_head, int group, int n0, bool masked,
+__device__ __forceinline__ void attend(Rows& rows, const SeqlenInfo& sequence, int row0, int kv_head, int group, int n0, bool masked,
                                        SmemAddr Q_smem, SmemAddr stage, const Place& place, const Place& key_address,
                                        const VPlace& value_place) {
     const float unit = Head::unit_of(sequence.score), exponent = unit * Head::LOG2E, margin = RESCALE_THRESHOLD / exponent;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) {
                 float& s = S[mt][i / 2][2 * half + i % 2];
-                const At at(row.i, n0 + 2 * q, 0, i / 2 * 8 + i % 2);
+                const ScoreIndex at(row.i, n0 + 2 * q, 0, i / 2 * 8 + i % 2);
                 s = head.raw(s, at);
                 if (masked && !head.visible(at.query_row(), at.key_col())) s = -INF;
                 top[mt][half] = fmaxf(top[mt][half], s);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Sequence& sequence, int
                 for (int i = 0; i < 2; ++i) {
                     p[i] = ex2(fmaf(S[mt][nt][2 * half + i], exponent, shift));
                     rows.l[mt][half] += p[i];
-                    if (!head.keeps(row.i, n0 + 8 * nt + 2 * q + i)) p[i] = 0.0f;
+                    if (!head.keep(row.i, n0 + 8 * nt + 2 * q + i)) p[i] = 0.0f;
                 }
                 P[mt][nt / 2][nt % 2 * 2 + half] = pack_P(p[0], p[1]);
             }
@@ -259,7 +259,7 @@ __device__ __forceinline__ void leave(const Rows& rows, float* O_smem, float2* s
 __device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype_v>& V,
                                               const Score& score, int b, int row0, int kv_head, int group, int first, int end,
                                               float* O_smem, float2* sums) {
-    const Sequence sequence(score, b);
+    const SeqlenInfo sequence(score, b);
     const int lane = threadIdx.x % 32;
     for (int r = 0; r < BLOCK_M; ++r) {
         const PackedRow row(row0 + r, kv_head, group);
@@ -274,9 +274,9 @@ __device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(head.query(Q, row.h, row.i)[d]) * to_float(head.key(K, kv_head, j)[d]);
-            const float s = head.raw(row_sum<32>(dot), At(row.i, j)), m_new = fmaxf(m, s);
+            const float s = head.raw(row_sum<32>(dot), ScoreIndex(row.i, j)), m_new = fmaxf(m, s);
             const float alpha = share(m, m_new, exponent), p = ex2((s - (m_new == -INF ? 0.0f : m_new)) * exponent);
-            const float kept = head.keeps(row.i, j) ? p : 0.0f;
+            const float kept = head.keep(row.i, j) ? p : 0.0f;
             for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = alpha * O[d] + kept * to_float(head.key(V, kv_head, j)[d]);
             l = alpha * l + p;
             m = m_new;
@@ -289,12 +289,12 @@ __device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q
 __device__ __forceinline__ void put(const View<dtype_o>& O, float* LSE, const Head& head, int h, int i, long long number, int quad,
                                     const CombinedRow& sum) {
     constexpr bool WIDE = sizeof(dtype_o) == 4;  // of float8 O may be fp32
-    const Total total = head.total(sum.m, sum.l);
-    const float4 o = make_float4(sum.O.x * total.inverse, sum.O.y * total.inverse, sum.O.z * total.inverse, sum.O.w * total.inverse);
+    const FinalizedRow final_row = head.finalize(sum.m, sum.l);
+    const float4 o = make_float4(sum.O.x * final_row.inverse, sum.O.y * final_row.inverse, sum.O.z * final_row.inverse, sum.O.w * final_row.inverse);
     dtype_o* const to = head.query(O, h, i) + 4 * quad;
     if (WIDE) *reinterpret_cast<float4*>(to) = o;
     else *reinterpret_cast<uint2*>(to) = make_uint2(pack(o.x, o.y), pack(o.z, o.w));
-    if (quad == 0) LSE[number] = total.lse;
+    if (quad == 0) LSE[number] = final_row.lse;
 }
 
 // A window with a left bound and float8 may have more registers than those at which ptxas stops by itself: 4 bytes spilled.
@@ -318,7 +318,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, own.b, group);
     if (RAGGED && tile.invalid()) return;
     cluster_arrive();
-    const Sequence sequence(score, tile.b);
+    const SeqlenInfo sequence(score, tile.b);
     const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, sequence.Sq * group);  // of packed rows
     const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                     // their queries
 
@@ -394,7 +394,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     const int rows_there = rows_end - row0, member = cluster_cta_rank();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), own);
     const auto finish = [&](const PackedRow& row, const Head& head, int quad, const CombinedRow& sum) {
-        const long long number = head.first_row(H, row.h) + row.i;
+        const long long number = head.lse_offset(H, row.h) + row.i;
         if (own.splits == 1) put(O, LSE, head, row.h, row.i, number, quad, sum);
         else parts.put(number, own.split, quad, sum);
     };
@@ -463,7 +463,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(
     griddepcontrol_wait();
     if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && of.splits == 1)) return;
     const Head head(score, tile.b, h);
-    const long long number = head.first_row(H, h) + tile.row0;
+    const long long number = head.lse_offset(H, h) + tile.row0;
     const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits, static_cast<long long>(H) * query_rows(score), of);
     const float exponent = head.unit * Head::LOG2E;
 

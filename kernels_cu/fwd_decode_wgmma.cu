@@ -150,7 +150,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const auto barrier = [] { named_barrier_sync(ALL_CONSUMERS, CONSUMERS); };
     // Q of a piece, 16 bytes of a row at a time; rows and columns that there are not become zeros.
     const auto request_Q = [&](const WorkTileRange& piece) {
-        const Sequence sequence(score, piece.b);
+        const SeqlenInfo sequence(score, piece.b);
 #pragma unroll 1
         for (int i = threadIdx.x; i < BLOCK_M * Queries::SLABS * 8; i += CONSUMERS) {
             const int row = i / (Queries::SLABS * 8), chunk = i % (Queries::SLABS * 8);
@@ -210,19 +210,19 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         };
 
         const auto finish_scores = [&](int key) {  // raw scores of dot products, -INF where a row does not see
-            const int column = anew(q);            // so that nothing of it is kept over the loop
+            const int column = opaque(q);            // so that nothing of it is kept over the loop
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const int row = row_of(own_row(k), column);
                 const Head head(any, piece.head(row));
-                const At at(piece.query(row), key, 0, k / 2 % 2 * 8);
+                const ScoreIndex at(piece.query(row), key, 0, k / 2 % 2 * 8);
                 S[k] = head.visible(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
             }
         };
         const auto kept = [&](int k, float x, int key) {  // what dropout leaves of an element of P
             if (!DROPOUT) return x;
-            const int row = row_of(own_row(k), anew(q));
-            return Head(any, piece.head(row)).keeps(piece.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
+            const int row = row_of(own_row(k), opaque(q));
+            return Head(any, piece.head(row)).keep(piece.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
         };
 
         // Of the i-th tile that goes through the ring: S^T, begun; O^T, begun to grow; and a stage, free again.
@@ -352,7 +352,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             const auto total = [&](const Head& head, int row, float m) {
                 float sum = 0.0f;
                 for (int w = 0; w < 4; ++w) sum += numbers[w * BLOCK_M + row];
-                return head.total<!NATURAL, APPROXIMATE>(m, sum);
+                return head.finalize<!NATURAL, APPROXIMATE>(m, sum);
             };
             const auto head_of = [&](int row) { return Head(any, piece.has(row) ? piece.head(row) : piece.h * group); };
 #pragma unroll
@@ -374,7 +374,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             }
             if (const int row = threadIdx.x; row < BLOCK_M && piece.has(row)) {  // a thread a row
                 const Head head = head_of(row);
-                LSE[head.first_row(H, piece.head(row)) + piece.query(row)] = total(head, row, maxima[row]).lse;
+                LSE[head.lse_offset(H, piece.head(row)) + piece.query(row)] = total(head, row, maxima[row]).lse;
             }
         }
         if (!more) return;

@@ -30,7 +30,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
     if (RAGGED && tile.invalid()) return;
     const int t = threadIdx.x, h = blockIdx.y, b = tile.b, m0 = tile.row0, query_row = m0 + t;
     const Head head(score, b, h);
-    head.to_queries(Q, O), head.to_keys(K, V);
+    head.offset_queries(Q, O), head.offset_keys(K, V);
 
     for (int d = 0; d < HEAD_DIM; ++d)
         Q_smem[d * BLOCK_M + t] = query_row < head.Sq ? to_float(Q.row(b, h, query_row)[d]) : 0.0f;
@@ -60,11 +60,11 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
         for (int j = 0; j < BLOCK_N; ++j) {
             S_rmem[j] = expf(S_rmem[j] - shift);  // P
             row_sum += S_rmem[j];
-            if (!head.keeps(query_row, n0 + j)) S_rmem[j] = 0.0f;
+            if (!head.keep(query_row, n0 + j)) S_rmem[j] = 0.0f;
         }
         l = alpha * l + row_sum;
         m = m_new;
-        const unsigned long long seen = head.look_up<BLOCK_N>(query_row, n0, true);
+        const unsigned long long seen = head.visible_bits<BLOCK_N>(query_row, n0, true);
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
@@ -76,7 +76,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
     }
 
     if (query_row >= head.Sq) return;  // no barrier below
-    const Total total = head.total<NATURAL>(m, l);
-    for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * total.inverse);
-    LSE[head.first_row(gridDim.y, h) + query_row] = total.lse;
+    const FinalizedRow final_row = head.finalize<NATURAL>(m, l);
+    for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * final_row.inverse);
+    LSE[head.lse_offset(gridDim.y, h) + query_row] = final_row.lse;
 }

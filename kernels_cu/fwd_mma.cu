@@ -191,7 +191,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
-                    const At at(first_row + g, n0 + n + 2 * q, 16 * mt + 8 * half, i / 2 * 8 + i % 2);
+                    const ScoreIndex at(first_row + g, n0 + n + 2 * q, 16 * mt + 8 * half, i / 2 * 8 + i % 2);
                     s = head.raw(s, at);
                     if (MASKED && !head.visible(at.query_row(), at.key_col())) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
@@ -219,7 +219,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
             Head::Kept kept[KEYS / 16];
             head.keep_along_queries(kept, first_row + 16 * mt, n0 + n);
 #pragma unroll
-            for (int i = 0; i < KEYS / 4; ++i) P[mt][i / 4][i % 4] = kept[i / 4].left(i % 4, P[mt][i / 4][i % 4]);
+            for (int i = 0; i < KEYS / 4; ++i) P[mt][i / 4][i % 4] = kept[i / 4].apply(i % 4, P[mt][i / 4][i % 4]);
         }
 
         TIMELINE(PV);
@@ -349,16 +349,16 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
             float l = rows.l[mt][half];
             l += __shfl_xor_sync(0xffffffffu, l, 1);
             l += __shfl_xor_sync(0xffffffffu, l, 2);
-            const Total total = head.total(rows.m[mt][half], l);
+            const FinalizedRow final_row = head.finalize(rows.m[mt][half], l);
             const int row = 16 * mt + 8 * half + g;
 #pragma unroll
             for (int nt = 0; nt < DV_PAD / 8; ++nt) {
                 const unsigned pair =
-                    pack(rows.O[mt][nt][2 * half] * total.inverse, rows.O[mt][nt][2 * half + 1] * total.inverse);
+                    pack(rows.O[mt][nt][2 * half] * final_row.inverse, rows.O[mt][nt][2 * half + 1] * final_row.inverse);
                 *reinterpret_cast<unsigned*>(O_warp + VTile::at(row, nt) + 4 * q) = pair;
             }
             if (q == 0 && first_row + row < head.Sq)
-                LSE[head.first_row(gridDim.y, h) + first_row + row] = total.lse;
+                LSE[head.lse_offset(gridDim.y, h) + first_row + row] = final_row.lse;
         }
     }
     __syncwarp();  // the warp's rows of O are whole before its lanes copy them, 16 bytes each, neighbours side by side

@@ -96,7 +96,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
-                    const At at(first_row + g, n0 + n + 2 * q, 16 * mt + 8 * half, i / 2 * 8 + i % 2);
+                    const ScoreIndex at(first_row + g, n0 + n + 2 * q, 16 * mt + 8 * half, i / 2 * 8 + i % 2);
                     s = head.raw(s, at);
                     if (MASKED && !head.visible(at.query_row(), at.key_col())) s = -INF;
                     top = fmaxf(top, s);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void attend(Rows& rows, const Head& head, int first_r
                     float& s = S[mt][i / 2][2 * half + i % 2];
                     s = ex2(fmaf(s, exponent, shift));
                     sum += s;
-                    if (!kept[i / 4].keeps(i / 2 % 2 * 2 + half, i % 2)) s = 0.0f;
+                    if (!kept[i / 4].keep(i / 2 % 2 * 2 + half, i % 2)) s = 0.0f;
                 }
                 rows.l[mt][half] = fmaf(rows.l[mt][half], alpha[mt][half], sum);
 #pragma unroll
@@ -206,11 +206,11 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const Total total = head.total(rows.m[mt][half], row_sum<4>(rows.l[mt][half]) * (1.0f / P_MAX));
-            const float inverse = total.inverse * (1.0f / P_MAX);
+            const FinalizedRow final_row = head.finalize(rows.m[mt][half], row_sum<4>(rows.l[mt][half]) * (1.0f / P_MAX));
+            const float inverse = final_row.inverse * (1.0f / P_MAX);
             const int query_row = first_row + 16 * mt + 8 * half + g;
             if (query_row >= head.Sq) continue;
-            if (q == 0) LSE[head.first_row(gridDim.y, h) + query_row] = total.lse;
+            if (q == 0) LSE[head.lse_offset(gridDim.y, h) + query_row] = final_row.lse;
             dtype_o* const to = head.query(O, h, query_row) + 4 * q;
 #pragma unroll
             for (int dt = 0; dt < HEAD_DIM_V / 16; ++dt) {

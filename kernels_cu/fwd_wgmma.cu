@@ -218,7 +218,7 @@ __device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, i
         unsigned some[2] = {};
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const At at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
+            const ScoreIndex at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
             some[i / 2 % 2] |= static_cast<unsigned>(head.visible(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
         }
         seen[0] |= some[0] << first, seen[1] |= some[1] << first;
@@ -358,7 +358,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             while (pieces.take(!SCHEDULE_LATE)) {
                 const WorkTileRange piece(pieces.dealt, score);
                 const int h = piece.h() / group, b = piece.b;
-                const Sequence sequence = piece.sequence(score);
+                const SeqlenInfo sequence = piece.sequence(score);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
@@ -404,7 +404,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             while (pieces.take()) {
                 const WorkTileRange piece(pieces.dealt, score);
                 const int h = Q.stride_h ? piece.h() : 0, b = Q.stride_b ? piece.b : 0;
-                const Sequence sequence = piece.sequence(score);
+                const SeqlenInfo sequence = piece.sequence(score);
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     TIMELINE(wait_empty_Q);
@@ -500,7 +500,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         };
         const auto finish_scores = [&](int j, Told tile, Seen visible_by_pair) {  // raw scores of dot products, -INF where a row does not see
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
-            const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
+            const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
             const SmemAddr bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
 #pragma unroll
             for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
@@ -556,7 +556,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             Head::Kept kept[BLOCK_N / 16];
             bound.keep_along_queries(kept, first_row, tile.n0);
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].left(i % 4, P[i / 4][i % 4]);
+            for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].apply(i % 4, P[i / 4][i % 4]);
         };
         const auto warp_scheduler_barrier_arrive = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
             if (!STAGGERED && j > 0 && j < turns) {
@@ -633,10 +633,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const auto meanwhile = [&] {  // while the last P V is under way
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Total total = bound.total<!NATURAL, APPROXIMATE>(rows.m[half], row_sum<4>(rows.l[half]));
-                inverse[half] = total.inverse;
+                const FinalizedRow final_row = bound.finalize<!NATURAL, APPROXIMATE>(rows.m[half], row_sum<4>(rows.l[half]));
+                inverse[half] = final_row.inverse;
                 const int query_row = first_row + 8 * half + g;
-                if (q == 0 && query_row < bound.Sq) LSE[bound.first_row(piece.head) + query_row] = total.lse;
+                if (q == 0 && query_row < bound.Sq) LSE[bound.lse_offset(piece.head) + query_row] = final_row.lse;
             }
             if (!SCHEDULE_LATE || last + 1 >= walked) more = pieces.take();
         };

@@ -379,7 +379,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         if (warp == 0 && elect()) {
             for_each_piece(heads, H, in_rounds, score, [&](const WorkTileRange& piece) {
                 const int h = piece.h / group, b = piece.b;
-                const Sequence sequence(score, b);
+                const SeqlenInfo sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
                 const auto request = [&](auto tiles, const TensorMap& map, const auto& tensor, unsigned tile, unsigned empty,
                                          unsigned full, int j) {
@@ -480,7 +480,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         };
         const auto mask = [&](float (&S)[BLOCK_N / 2], int j) {  // raw scores of tile j, -INF where a row does not see
             const int n0 = piece.keys_at(j), column = n0 + 2 * q, row = first_row + g;
-            const auto at = [&](int i) { return At(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
+            const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
             if ((!Head::FIRST || whole.begin <= n0) && n0 + BLOCK_N <= whole.end) return;
@@ -504,7 +504,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             bound.keep_along_queries(kept, first_row, piece.keys_at(j));
 #pragma unroll
             for (int i = 0; i < (DROPOUT ? BLOCK_N / 2 : 0); ++i)
-                if (!kept[i / 8].keeps(i / 4 % 2 * 2 + i / 2 % 2, i % 2)) S[i] = 0.0f;
+                if (!kept[i / 8].keep(i / 4 % 2 * 2 + i / 2 % 2, i % 2)) S[i] = 0.0f;
         };
         const auto operand = [&](unsigned (&P)[BLOCK_N / 32][4], const float (&S)[BLOCK_N / 2]) {
 #pragma unroll
@@ -648,14 +648,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         }
         const int thread = thread_index_x() - 128, row = own_piece.m0 + thread / 32 * 16 + thread % 32 / 4;  // likewise
         const float sum[2] = {row_sum<4>(rows.l[0]), row_sum<4>(rows.l[1])};
-        float* const lse = LSE + scaled.first_row(H, own_piece.h) + row;
+        float* const lse = LSE + scaled.lse_offset(H, own_piece.h) + row;
         dtype_o* const to = scaled.query(O, own_piece.h, row) + 4 * q;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const Total total = scaled.total<!NATURAL, APPROXIMATE>(rows.m[half], sum[half] * (1.0f / P_MAX));
-            const float inverse = total.inverse * (1.0f / P_MAX);
+            const FinalizedRow final_row = scaled.finalize<!NATURAL, APPROXIMATE>(rows.m[half], sum[half] * (1.0f / P_MAX));
+            const float inverse = final_row.inverse * (1.0f / P_MAX);
             if (row + 8 * half >= scaled.Sq) continue;
-            if (q == 0) lse[8 * half] = total.lse;
+            if (q == 0) lse[8 * half] = final_row.lse;
 #pragma unroll
             for (int i = 0; i < HEAD_DIM_V / 16; ++i) {  // even columns of each 16 in one block of 8, odd ones in the next
                 const float* o = rows.O + 8 * i + 2 * half;

@@ -10,7 +10,7 @@ struct Place {
         const unsigned thread = thread_index_x() % 128;
         row = first_query + thread % 4 * 2, key = first_key + thread / 32 * 16 + thread / 4 % 8;
     }
-    __device__ __forceinline__ At at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
+    __device__ __forceinline__ ScoreIndex at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
 };
 
 // Calls `hide` with those of the lane's elements of S^T, 2 N keys, whose query does not see their key.

@@ -3,7 +3,7 @@
 #include "score_mod.cuh"
 
 // Rows row0 and row0 + 8 of dQ, eight columns from `col` on, as load_fragment_rows brings their sums; `zero` stays so while all are finite.
-__device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Sequence& sequence, int h, int row0, int col,
+__device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0, int col,
                                          const float (&sums)[2][8], float scale, float& zero) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seque
 // floats from one to that of the next eight columns, 16 rows after 16 rows; zeros where `untouched`. Returns whether one is NaN or inf: it may
 // come of a key which its row does not see, or of a large LSE.
 template <int ROWS, int COLUMNS, int APART>
-__device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const Sequence& sequence, int h, int row0, int col0, int lane,
+__device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0, int col0, int lane,
                                               const float* from, float scale, bool untouched = false) {
     constexpr int CHUNKS = COLUMNS / 8;
     float zero = 0.0f;

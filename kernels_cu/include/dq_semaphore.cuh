@@ -50,13 +50,13 @@ struct WorkTileRange {
         }
     }
 #if RAGGED
-    Extent extent;
+    SeqlenOffsets extent;
     __device__ __forceinline__ WorkTileRange(const volatile WorkTile& dealt)
         : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)),
           extent{dealt.extent.first_query, dealt.extent.Sq, dealt.extent.first_key, dealt.extent.all_keys, dealt.extent.Sk} {}
-    __device__ __forceinline__ Sequence sequence(const Score& score) const { return Sequence(score, b, extent); }
+    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b, extent); }
 #else
-    __device__ __forceinline__ Sequence sequence(const Score& score) const { return Sequence(score, b); }
+    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b); }
 #endif
     // How many pieces of the head add to query tile m0 before this one.
     __device__ __forceinline__ int before(const Head& head, int m0) const {

@@ -36,33 +36,33 @@ __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long
 }
 
 // Which of a lane's elements of a 16 x 16 block are kept: two in each register of the A operand.
-struct SomeKept {
+struct KeepMask {
     unsigned word[4], least;
 
     // What is left of register i, two elements packed to 16 bits. Two predicated instructions; with `mask` it takes three.
-    __device__ __forceinline__ unsigned left(int i, unsigned packed) const {
-        if (!keeps_low(i)) packed &= 0xffff0000u;
-        if (!keeps_high(i)) packed &= 0x0000ffffu;
+    __device__ __forceinline__ unsigned apply(int i, unsigned packed) const {
+        if (!keep_low(i)) packed &= 0xffff0000u;
+        if (!keep_high(i)) packed &= 0x0000ffffu;
         return packed;
     }
     // All ones in the halves of register i whose elements are kept.
     __device__ __forceinline__ unsigned mask(int i) const {
-        return (keeps_low(i) ? 0x0000ffffu : 0) | (keeps_high(i) ? 0xffff0000u : 0);
+        return (keep_low(i) ? 0x0000ffffu : 0) | (keep_high(i) ? 0xffff0000u : 0);
     }
 
     // Whether element `which` of register i is kept, the one in the low half or the other.
-    __device__ __forceinline__ bool keeps(int i, int which) const { return which ? keeps_high(i) : keeps_low(i); }
+    __device__ __forceinline__ bool keep(int i, int which) const { return which ? keep_high(i) : keep_low(i); }
 
   private:
-    __device__ __forceinline__ bool keeps_low(int i) const { return word[i] << 16 >= least; }
-    __device__ __forceinline__ bool keeps_high(int i) const { return word[i] >= least; }
+    __device__ __forceinline__ bool keep_low(int i) const { return word[i] << 16 >= least; }
+    __device__ __forceinline__ bool keep_high(int i) const { return word[i] >= least; }
 };
 
 // Where nothing is dropped.
-struct AllKept {
-    __device__ __forceinline__ unsigned left(int, unsigned packed) const { return packed; }
+struct KeepAll {
+    __device__ __forceinline__ unsigned apply(int, unsigned packed) const { return packed; }
     __device__ __forceinline__ unsigned mask(int) const { return ~0u; }
-    __device__ __forceinline__ bool keeps(int, int) const { return true; }
+    __device__ __forceinline__ bool keep(int, int) const { return true; }
 };
 
 // Dropout in head h of batch entry b. An element is kept where its 16 bits reach `least`, shifted up by 16.
@@ -71,7 +71,7 @@ struct Dropout {
     unsigned least, h, b;
 
     // Whether element (i, j) is kept.
-    __device__ __forceinline__ bool keeps(unsigned i, unsigned j) const {
+    __device__ __forceinline__ bool keep(unsigned i, unsigned j) const {
         unsigned words[1][4];
         draw(words, i, j, i % 8 * 4 + j % 8 / 2);
         const unsigned left = i & 8 ? words[0][1] : words[0][0], right = i & 8 ? words[0][3] : words[0][2];
@@ -81,7 +81,7 @@ struct Dropout {
 
     // Of N blocks side by side, the first at (i, j), multiples of 16: this lane's elements in operands with queries along rows.
     template <int N>
-    __device__ __forceinline__ void along_queries(SomeKept (&kept)[N], unsigned i, unsigned j) const {
+    __device__ __forceinline__ void along_queries(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         unsigned words[N][4];
         draw(words, i, j, thread_index_x() % 32);
 #pragma unroll
@@ -90,7 +90,7 @@ struct Dropout {
 
     // The same with keys along rows. Every lane of the warp has to ask.
     template <int N>
-    __device__ __forceinline__ void along_keys(SomeKept (&kept)[N], unsigned i, unsigned j) const {
+    __device__ __forceinline__ void along_keys(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         const unsigned thread = thread_index_x(), g = thread % 32 / 4, q = thread % 4;
         unsigned words[N][4];
         draw(words, i, j, (2 * q + g % 2) * 4 + g / 2);

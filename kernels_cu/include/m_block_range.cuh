@@ -13,7 +13,7 @@ struct GroupBlockMap {
 
     // By all WARPS warps of the block. Heads are those from `first_head` on.
     template <unsigned WARPS>
-    __device__ __forceinline__ void fill(const Sequence& sequence, int first_head, int group, int n0) {
+    __device__ __forceinline__ void fill(const SeqlenInfo& sequence, int first_head, int group, int n0) {
         const Score& score = sequence.score;
         for (int word = threadIdx.x / 32; word < group * words(score); word += WARPS) {
             const Head head(sequence, first_head + word / words(score));

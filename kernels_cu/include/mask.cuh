@@ -8,7 +8,7 @@ struct Range {
 };
 
 // Of head h of batch entry b.
-struct Mask : Sequence {
+struct Mask : SeqlenInfo {
     static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // a row's keys have a first, a last one
     static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;               // what is seen has to be looked up
     static constexpr bool HIDES = FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some key within Sk, from some row
@@ -23,7 +23,7 @@ struct Mask : Sequence {
     int h;
 #endif
 
-    __device__ __forceinline__ Mask(const Sequence& sequence, int h) : Sequence(sequence) {
+    __device__ __forceinline__ Mask(const SeqlenInfo& sequence, int h) : SeqlenInfo(sequence) {
 #if MASK
         mask = score.mask.head(b, h);
 #endif
@@ -74,17 +74,17 @@ struct Mask : Sequence {
     }
 
     // As `sees`, of a row in a query tile that may reach beyond the last: for walks over query rows.
-    __device__ __forceinline__ bool counts(int query_row, int key_col) const {
+    __device__ __forceinline__ bool visible_in_bounds(int query_row, int key_col) const {
         return query_row < Sq && visible(query_row, key_col);
     }
 
-    // `counts` of a row, or a key, and others that follow one another, up to 64: a bit each, where it takes a look into memory.
+    // `visible_in_bounds` of a row, or a key, and others that follow one another, up to 64: a bit each, where it takes a look into memory.
     template <int COUNT>
-    __device__ __forceinline__ unsigned long long look_up(int query_row, int key_col, bool along_keys) const {
+    __device__ __forceinline__ unsigned long long visible_bits(int query_row, int key_col, bool along_keys) const {
         static_assert(!ELEMENT_MASK || COUNT <= 64, "a bit for each pair");
         unsigned long long bits = 0;
         for (int k = 0; ELEMENT_MASK && k < COUNT; ++k)
-            bits |= static_cast<unsigned long long>(counts(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
+            bits |= static_cast<unsigned long long>(visible_in_bounds(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
         return bits;
     }
 

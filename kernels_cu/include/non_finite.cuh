@@ -30,18 +30,18 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(head.query(Q, h, i)[d]) * to_float(head.key(K, h / group, j)[d]);
-            const float s = head.steps<float, NATURAL>(row_sum<32>(dot), {i, j}), m_new = fmaxf(m, s);
+            const float s = head.apply_score_mod<float, NATURAL>(row_sum<32>(dot), {i, j}), m_new = fmaxf(m, s);
             const float shift = m_new == -INF ? 0.0f : m_new;
-            const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keeps(i, j) ? p : 0.0f;
+            const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keep(i, j) ? p : 0.0f;
             for (int d = 0; d < OWNED_COLS_V; ++d)
                 if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);
             l = alpha * l + p;
             m = m_new;
         }
-        const Total total = head.total<NATURAL>(m, l);
+        const FinalizedRow final_row = head.finalize<NATURAL>(m, l);
         for (int d = 0; d < OWNED_COLS_V; ++d)
-            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * total.inverse);
-        if (lane == 0) LSE[head.first_row(H, h) + i] = total.lse;
+            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * final_row.inverse);
+        if (lane == 0) LSE[head.lse_offset(H, h) + i] = final_row.lse;
     }
 }
 
@@ -54,7 +54,7 @@ struct Pair {
         for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
         for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
         const Dual P = head.P(row_sum<32>(s), lse, i, j);
-        const bool kept = head.keeps(i, j);
+        const bool kept = head.keep(i, j);
         const float before = lse == -INF ? 0.0f : P.value;  // dropout
         p = head.apply_dropout(before, kept);
         ds = before * (head.apply_dropout(row_sum<32>(dp), kept) - delta) * P.derivative;
@@ -70,12 +70,12 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
                                                       const View<dtype>& dV, int group, const Score& score, int b, int kv_head, int H,
                                                       int n0, int warp) {
     const int lane = threadIdx.x % 32;
-    const Sequence own(score, b);
+    const SeqlenInfo own(score, b);
     for (int j = n0 + warp; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);
-            const long long first = head.first_row(H, h);
+            const long long first = head.lse_offset(H, h);
             const Range queries = head.queries(j, j + 1);
             for (int i = queries.begin; i < queries.end; ++i) {
                 if (!head.visible(i, j)) continue;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, c
                                                    int d0) {
     const int lane = threadIdx.x % 32;
     const Head head(score, b, h);
-    const long long first = head.first_row(H, h);
+    const long long first = head.lse_offset(H, h);
     for (int i = m0; i < min(m0 + ROWS, head.Sq); ++i) {
         float dq[OWNED_COLS] = {};
         const Range keys = head.keys(i, i + 1);

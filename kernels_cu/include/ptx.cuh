@@ -40,7 +40,7 @@ __device__ __forceinline__ unsigned thread_index_x() {
 }
 
 // Likewise a number that is seldom asked for: what follows from it is not kept in registers over a loop.
-__device__ __forceinline__ unsigned anew(unsigned x) {
+__device__ __forceinline__ unsigned opaque(unsigned x) {
     unsigned y;
     asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x) : "memory");
     return y;

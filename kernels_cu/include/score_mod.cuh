@@ -119,7 +119,7 @@ struct Score {
     float softcap;
 #endif
 #if DROPOUT
-    unsigned dropout_least;  // what an element's 16 bits, shifted up by 16, must reach to be kept
+    unsigned dropout_threshold;  // what an element's 16 bits, shifted up by 16, must reach to be kept
     float dropout_factor;    // of what is kept: 1 / (1 - p), or 0 where nothing is
 #endif
 #if KEY_LENGTHS || RAGGED
@@ -188,7 +188,7 @@ static_assert(sizeof(Score) == SCORE_BYTES, "Score differs from sandbox/core/opt
 #include "seqlen.cuh"
 #include "mask.cuh"
 
-struct Total {  // of a row: what its accumulated O is multiplied by
+struct FinalizedRow {  // of a row: what its accumulated O is multiplied by
     float lse, inverse;
 };
 
@@ -197,9 +197,9 @@ constexpr bool APPROXIMATE = true;
 
 // The element of row i and column j of S: a place that all elements of a thread share, and a distance from it that is known
 // when loops are unrolled.
-struct At {
+struct ScoreIndex {
     int i, j, down, right;
-    __device__ __forceinline__ At(int i, int j, int down = 0, int right = 0) : i(i), j(j), down(down), right(right) {}
+    __device__ __forceinline__ ScoreIndex(int i, int j, int down = 0, int right = 0) : i(i), j(j), down(down), right(right) {}
     __device__ __forceinline__ int query_row() const { return i + down; }
     __device__ __forceinline__ int key_col() const { return j + right; }
 };
@@ -251,8 +251,8 @@ struct Head : Mask {
     // Whether a row's maximum m, a raw score, is beyond LARGE. Not of a row that has seen no key.
     static __device__ __forceinline__ bool is_large(float m, float exponent) { return fabsf(m * exponent) > LARGE && m != -INF; }
 
-    __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(Sequence(score, b), h) {}
-    __device__ __forceinline__ Head(const Sequence& sequence, int h) : Mask(sequence, h), unit(unit_of(score)) {
+    __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}
+    __device__ __forceinline__ Head(const SeqlenInfo& sequence, int h) : Mask(sequence, h), unit(unit_of(score)) {
 #if DESCALE % 4
         scale = score.scale;
 #if DESCALE & 1
@@ -278,13 +278,13 @@ struct Head : Mask {
         sink = score.sink[h * score.sink_stride];
 #endif
 #if DROPOUT
-        dropout = {score.seed, score.dropout_least, static_cast<unsigned>(h), static_cast<unsigned>(b)};
+        dropout = {score.seed, score.dropout_threshold, static_cast<unsigned>(h), static_cast<unsigned>(b)};
 #endif
     }
 
     // ---- what a dot product becomes
 
-    __device__ __forceinline__ float bias_of(At at) const {
+    __device__ __forceinline__ float bias_of(ScoreIndex at) const {
 #if BIAS
         const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
         return BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
@@ -297,13 +297,13 @@ struct Head : Mask {
     // scaled dot product, or OF_BIAS, to the bias. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
     // `shift` is the pair's bias, looked up unless somebody else brought it.
     template <class T, bool IN_X, bool OF_BIAS = false>
-    __device__ __forceinline__ T steps(float dot, At at) const { return steps<T, IN_X, OF_BIAS>(dot, at, bias_of(at)); }
+    __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const { return apply_score_mod<T, IN_X, OF_BIAS>(dot, at, bias_of(at)); }
     template <class T, bool IN_X, bool OF_BIAS = false>
-    __device__ __forceinline__ T steps(float dot, At at, float shift) const {
+    __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float shift) const {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
-        T x = number<T>(IN_UNITS_OF_1 ? dot * own_scale() : dot, 1.0f);
+        T x = number<T>(IN_UNITS_OF_1 ? dot * head_scale() : dot, 1.0f);
 #if SOFTCAP
-        const float y = expression::tanh(dot * (own_scale() * (1.0f / score.softcap)));
+        const float y = expression::tanh(dot * (head_scale() * (1.0f / score.softcap)));
         x = number<T>(IN_UNITS_OF_1 ? score.softcap * y : y, 1.0f - y * y);
 #endif
 #if ALIBI
@@ -323,14 +323,14 @@ struct Head : Mask {
 
     // x, or -INF where it is not seen, whatever NaN the dot product holds.
     __device__ __forceinline__ float masked(float dot, int query_row, int key_col) const {
-        return visible(query_row, key_col) ? steps<float, NATURAL>(dot, {query_row, key_col}) : -INF;
+        return visible(query_row, key_col) ? apply_score_mod<float, NATURAL>(dot, {query_row, key_col}) : -INF;
     }
 
     // Of a pair in the backward: P, recomputed from its row's LSE, and the derivative of x. 0 where it is not seen, unless the
     // LSE is NaN.
     template <bool OF_BIAS = false>
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
-        const Dual x = steps<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
+        const Dual x = apply_score_mod<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
         const bool steep = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
         // __fadd_rn: contracted to fma(dot, scale, -shift), the difference would not cancel the rounding of LSE.
@@ -343,20 +343,20 @@ struct Head : Mask {
     static __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > LARGE_LSE && lse != -INF; }
 
     // Raw scores, for whoever applies the mask afterwards.
-    __device__ __forceinline__ float raw(float dot, At at) const { return LINEAR ? dot : steps<float, !NATURAL>(dot, at); }
-    __device__ __forceinline__ float raw(float dot, At at, float shift) const {
-        return steps<float, !NATURAL>(dot, at, shift);
+    __device__ __forceinline__ float raw(float dot, ScoreIndex at) const { return LINEAR ? dot : apply_score_mod<float, !NATURAL>(dot, at); }
+    __device__ __forceinline__ float raw(float dot, ScoreIndex at, float shift) const {
+        return apply_score_mod<float, !NATURAL>(dot, at, shift);
     }
-    __device__ __forceinline__ Dual raw_dual(float dot, At at) const { return steps<Dual, !NATURAL>(dot, at); }
-    __device__ __forceinline__ Dual raw_dual(float dot, At at, float shift) const {
-        return steps<Dual, !NATURAL>(dot, at, shift);
+    __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at) const { return apply_score_mod<Dual, !NATURAL>(dot, at); }
+    __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at, float shift) const {
+        return apply_score_mod<Dual, !NATURAL>(dot, at, shift);
     }
 
     // LSE, and 1 / l, of a row whose scores were exponentiated less `m`; natural: of a maximum of x. A row that sees no key: 0.
     // APPROXIMATELY: to a few ulp, for an l of 0 or not much below 1, as every row has; without a call, a jump or a long chain.
     template <bool IN_X = false, bool APPROXIMATELY = false>
-    __device__ __forceinline__ Total total(float m, float l) const {
-        Total row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
+    __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
+        FinalizedRow row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
                      l == 0.0f ? 0.0f : APPROXIMATELY ? reciprocal(l) : 1.0f / l};
 #if SINK
         const float without = row.lse, gap = sink - without;  // one more summand, of no value
@@ -364,19 +364,19 @@ struct Head : Mask {
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
         if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
 #endif
-        row.inverse *= dropout_factor(score) * own_descale();
+        row.inverse *= dropout_factor(score) * head_descale();
         return row;
     }
 
     // What dot products are multiplied by, and the sums over V.
-    __device__ __forceinline__ float own_scale() const {
+    __device__ __forceinline__ float head_scale() const {
 #if DESCALE % 4
         return scale;
 #else
         return score.scale;
 #endif
     }
-    __device__ __forceinline__ float own_descale() const {
+    __device__ __forceinline__ float head_descale() const {
 #if DESCALE & 4
         return descale;
 #elif DESCALE
@@ -397,9 +397,9 @@ struct Head : Mask {
     }
 
     // Whether P of a pair is kept.
-    __device__ __forceinline__ bool keeps(int query_row, int key_col) const {
+    __device__ __forceinline__ bool keep(int query_row, int key_col) const {
 #if DROPOUT
-        return dropout.keeps(query_row, key_col);
+        return dropout.keep(query_row, key_col);
 #else
         return true;
 #endif
@@ -413,9 +413,9 @@ struct Head : Mask {
     // Which of a lane's elements of N blocks of 16 x 16 side by side, the first at (i, j), are kept: in an A operand with
     // queries along rows (P), or with keys along rows (P^T; all lanes of a warp together).
 #if DROPOUT
-    using Kept = SomeKept;
+    using Kept = KeepMask;
 #else
-    using Kept = AllKept;
+    using Kept = KeepAll;
 #endif
     template <int N>
     __device__ __forceinline__ void keep_along_queries(Kept (&kept)[N], int i, int j) const {

@@ -142,7 +142,7 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 }
 
 #if RAGGED
-struct Extent {  // where a sequence lies, as its `Sequence` found it
+struct SeqlenOffsets {  // where a sequence lies, as its `Sequence` found it
     int first_query, Sq, first_key, all_keys, Sk;
 };
 #endif
@@ -153,7 +153,7 @@ struct KeyAddress {
     long long row;
 };
 
-struct Sequence {
+struct SeqlenInfo {
     const Score& score;
     int b;
     int Sq, Sk;    // rows of queries, and of keys that count
@@ -161,7 +161,7 @@ struct Sequence {
 #if RAGGED
     int first_query, first_key, all_keys;
 
-    __device__ __forceinline__ Sequence(const Score& score, int b) : score(score), b(b) {
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b) : score(score), b(b) {
         const Offsets queries = query_offsets(score), keys = key_offsets(score);
         if (CHECKED) queries.check(), keys.check();
         first_query = queries.begin(b), Sq = queries.length(b);
@@ -172,10 +172,10 @@ struct Sequence {
         diagonal = score.bottom_right ? Sk - Sq : 0;
     }
     // The same, of what somebody has found before.
-    __device__ __forceinline__ Sequence(const Score& score, int b, Extent found)
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets found)
         : score(score), b(b), Sq(found.Sq), Sk(found.Sk), diagonal(score.bottom_right ? found.Sk - found.Sq : 0),
           first_query(found.first_query), first_key(found.first_key), all_keys(found.all_keys) {}
-    __device__ __forceinline__ Extent extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
+    __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
     __device__ __forceinline__ int key_rows() const { return all_keys; }  // that are there
 
     // The address of query row i, or key j, in head h of a tensor.
@@ -191,19 +191,19 @@ struct Sequence {
 
     // Moves tensors so that row 0 of batch entry b, as of every other, is this sequence's first.
     template <class... T>
-    __device__ __forceinline__ void to_queries(View<T>&... tensors) const {
+    __device__ __forceinline__ void offset_queries(View<T>&... tensors) const {
         ((tensors.data += first_query * tensors.stride_s, tensors.stride_b = 0), ...);
     }
     template <class... T>
-    __device__ __forceinline__ void to_keys(View<T>&... tensors) const {
+    __device__ __forceinline__ void offset_keys(View<T>&... tensors) const {
         ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
     }
 
     // Where query row 0 of a head, one of all of the tensors' or h of H, stands in LSE and delta; and how many query tiles of
     // all heads come before its first.
-    __device__ __forceinline__ long long first_row(long long head) const { return head * score.rows_q + first_query; }
+    __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.rows_q + first_query; }
     template <class Number>
-    __device__ __forceinline__ long long first_row(Number, int h) const { return first_row(h); }
+    __device__ __forceinline__ long long lse_offset(Number, int h) const { return lse_offset(h); }
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
@@ -220,7 +220,7 @@ struct Sequence {
     __device__ __forceinline__ int key_row_box(int j) const { return j - all_keys; }
     __device__ __forceinline__ int key_row_batch(int) const { return first_key + all_keys; }
 #else
-    __device__ __forceinline__ Sequence(const Score& score, int b)
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b)
         : score(score), b(b), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal) {
 #if KEY_LENGTHS
         Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), score.Sk);
@@ -255,13 +255,13 @@ struct Sequence {
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const { return tensor.row(b, h, j); }
 #endif
     template <class... T>
-    __device__ __forceinline__ void to_queries(View<T>&...) const {}
+    __device__ __forceinline__ void offset_queries(View<T>&...) const {}
     template <class... T>
-    __device__ __forceinline__ void to_keys(View<T>&...) const {}
-    __device__ __forceinline__ long long first_row(long long head) const { return head * score.Sq; }
+    __device__ __forceinline__ void offset_keys(View<T>&...) const {}
+    __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.Sq; }
     template <class Number>
-    __device__ __forceinline__ long long first_row(Number H, int h) const {
-        return first_row(static_cast<long long>(b) * H + h);
+    __device__ __forceinline__ long long lse_offset(Number H, int h) const {
+        return lse_offset(static_cast<long long>(b) * H + h);
     }
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int H, int h) const {

@@ -17,10 +17,10 @@
 #if RAGGED
 struct WorkTile {  // a piece as one warp of a block tells the others, whom it saves looking up its sequence
     int b, row0, head;
-    Extent extent;
+    SeqlenOffsets extent;
     __device__ __forceinline__ bool none() const { return b < 0; }
     __device__ __forceinline__ int h() const { return head; }
-    __device__ __forceinline__ Sequence sequence(const Score& score) const { return {score, b, extent}; }
+    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b, extent}; }
 };
 
 constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));  // of K and V, or of Q and dO: a third of L2
@@ -35,7 +35,7 @@ __device__ __forceinline__ int bucket_begin(int level) {
 struct QueryTiles {  // of a sequence that lies so
     static constexpr int ROWS = BLOCK_M, BUCKET = 2 * BLOCK_N;  // keys
     int tiles, Sk, diagonal;
-    __device__ __forceinline__ QueryTiles(const Score& score, const Extent& own)
+    __device__ __forceinline__ QueryTiles(const Score& score, const SeqlenOffsets& own)
         : tiles((own.Sq + BLOCK_M - 1) / BLOCK_M), Sk(own.Sk), diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     // So many see keys of level `level` or beyond: the last ones. Of level -1: all there are.
@@ -48,7 +48,7 @@ struct QueryTiles {  // of a sequence that lies so
     __device__ __forceinline__ int first(int, int last) const { return tiles - last; }
     // Whether a piece walks so little of its keys that the next one comes late unless it is dealt ahead (16 x 512: +1%).
     static __device__ __forceinline__ bool is_short(const Score& score, const WorkTile& piece) {
-        const Extent& own = piece.extent;
+        const SeqlenOffsets& own = piece.extent;
         return CAUSAL && own.Sk > BUCKET && piece.row0 + ROWS + (score.bottom_right ? own.Sk - own.Sq : 0) <= BUCKET;
     }
     // How far levels go, of so many queries and keys; how many heads have a section.
@@ -62,7 +62,7 @@ struct KeyTiles {  // likewise
     static constexpr int ROWS = BLOCK_N, BUCKET = 4 * BLOCK_M;  // queries
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     int tiles, Sq, Sk, diagonal;
-    __device__ __forceinline__ KeyTiles(const Score& score, const Extent& own)
+    __device__ __forceinline__ KeyTiles(const Score& score, const SeqlenOffsets& own)
         : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
           diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     // So many are seen by more than `level` levels of queries: the first ones, of keys that count.
@@ -84,16 +84,16 @@ struct KeyTiles {  // likewise
 template <class Tiles>
 struct LongestFirst {
     const Score& score;
-    const Extent own;  // where the lane's sequence lies: few batches have more than 32
+    const SeqlenOffsets own;  // where the lane's sequence lies: few batches have more than 32
 
     __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), own(extent(threadIdx.x % 32)) {}
 
     // Where sequence b lies; of one that there is not, nowhere.
-    __device__ __forceinline__ Extent extent(int b) const {
-        return b < score.sequences ? Sequence(score, b).extent() : Extent{};
+    __device__ __forceinline__ SeqlenOffsets extent(int b) const {
+        return b < score.sequences ? SeqlenInfo(score, b).extent() : SeqlenOffsets{};
     }
     // Of sequences b0 .. b0 + 32 the lane's. (The lane is asked for anew: addresses would be kept.)
-    __device__ __forceinline__ Extent of(int b0) const { return b0 == 0 ? own : extent(b0 + thread_index_x() % 32); }
+    __device__ __forceinline__ SeqlenOffsets of(int b0) const { return b0 == 0 ? own : extent(b0 + thread_index_x() % 32); }
 
     // How many tiles of all sequences are of level `level` or beyond.
     __device__ __forceinline__ int count(int level) const {
@@ -105,7 +105,7 @@ struct LongestFirst {
 
     struct Found {
         RowTile rows;
-        Extent extent;
+        SeqlenOffsets extent;
     };
     // The number-th tile of a head.
     __device__ __forceinline__ Found tile(int number) const {
@@ -123,7 +123,7 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // those of the level, one sequence after the other
-            const Extent lies = of(b0);
+            const SeqlenOffsets lies = of(b0);
             const Tiles tiles(score, lies);
             const int last = tiles.beyond(level), beyond = tiles.beyond(Tiles::FIRST_BUCKET_HALVED ? end : level + 1);
             const int here = last - beyond, lane = threadIdx.x % 32;
@@ -168,7 +168,7 @@ struct WorkTile {  // likewise of a dense batch, whom it saves divisions: head `
         : b(head / H), row0(row0), head(head), head_of_b(head % H) {}
     __device__ __forceinline__ bool none() const { return b < 0; }
     __device__ __forceinline__ int h() const { return head_of_b; }
-    __device__ __forceinline__ Sequence sequence(const Score& score) const { return {score, b}; }
+    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b}; }
 };
 #endif
 

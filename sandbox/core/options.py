@@ -98,7 +98,7 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
     if problem.softcap:
         fields += [("softcap", ctypes.c_float)]
     if problem.dropout:
-        fields += [("dropout_least", ctypes.c_uint32), ("dropout_factor", ctypes.c_float)]
+        fields += [("dropout_threshold", ctypes.c_uint32), ("dropout_factor", ctypes.c_float)]
     if problem.key_lengths or problem.ragged:
         fields += [("bottom_right", _INT)]
     if problem.ragged:

@@ -218,7 +218,7 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
         "descale": of_v, "group": problem.group, "left": left or 0, "right": right or 0,
         "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
         "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
-        "pages": problem.pages, "dropout_least": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
+        "pages": problem.pages, "dropout_threshold": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
     }  # fmt: skip
     for field in value._fields_:
         if field[0] in numbers:
