@@ -1,4 +1,4 @@
-"""`bench`: how fast, beside whom?"""
+"""`bench`: time kernels and peers."""
 
 from __future__ import annotations
 
@@ -36,35 +36,39 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 @cli.command("bench")
 @kernels_argument
 @click.option(
-    "--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named problems; gpt2 where no --shape is given."
+    "--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named set of problems. Default without --shape: gpt2."
 )
 @shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
 @score_options
-@click.option("--tile", "tiles", multiple=True, help="Use this tile, as BLOCK_M=64,BLOCK_N=32. Repeatable.")
+@click.option("--tile", "tiles", multiple=True, help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Repeatable.")
 @click.option(
-    "--peers", "names", default=",".join(peers.DEFAULT), show_default=True, help="Also flex, a file, or none."
+    "--peers",
+    "names",
+    default=",".join(peers.DEFAULT),
+    show_default=True,
+    help="Peers. Also: flex, a Python file, none.",
 )
-@click.option("--backward", is_flag=True, help="Time the backward: delta, dQ, dK and dV; of peers, autograd's.")
-@click.option("--against", help="The peer that kernels are compared with; by default the first that has a time.")
+@click.option("--backward", is_flag=True, help="Time the backward; for peers, that of autograd.")
+@click.option("--against", help="Peer for the ratio column. Default: the first peer with a time.")
 @click.option("--mode", type=click.Choice(list(benchmark.MODES)), default="events", show_default=True,
-              help="Single launches after an L2 flush, or CUDA graphs, without host time or flush.")  # fmt: skip
+              help="events: single launches after an L2 flush. graph: CUDA graphs, no flush.")  # fmt: skip
 @click.option(
     "--seconds",
     type=Seconds(),
     default=0.5,
     show_default=True,
-    help="GPU time for each contender and problem, at most.",
+    help="Maximum GPU time per implementation and problem.",
 )
-@click.option("--out", type=OutputPath(dir_okay=False), help="Append rows to this file, JSON lines.")
-@click.option("--resume", is_flag=True, help="Skip what --out has already, of the same commit, device and mode.")
+@click.option("--out", type=OutputPath(dir_okay=False), help="Append the rows to this JSON-lines file.")
+@click.option("--resume", is_flag=True, help="Skip what --out has for the same commit, device and mode.")
 @click.option(
     "--show",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Measure nothing: show the rows of this file.",
+    help="Show the rows of this file; measure nothing.",
 )
-@click.option("--plot", "prefix", type=OutputPath(), help="Draw TFLOP/s to PREFIX.png and PREFIX.svg.")
+@click.option("--plot", "prefix", type=OutputPath(), help="Plot TFLOP/s to PREFIX.png and PREFIX.svg.")
 @html_option
 @json_option
 def bench_(
@@ -73,13 +77,13 @@ def bench_(
     out: Path | None, resume: bool, show: Path | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Time kernels beside peers, correct ones only.
+    """Time kernels and peers. Only correct kernels are timed.
 
-    TFLOP/s, % of the measured peak, ratios. Needs a GPU and PyTorch.
-    --causal goes with --shape; a grid has its own masks.
+    Prints TFLOP/s, percent of the measured peak, and the ratio to a peer. Needs a GPU and PyTorch.
+    --causal needs --shape; a grid has its own masks.
     """
     if resume and not out:
-        raise click.UsageError("--resume needs --out, the file to go on with")
+        raise click.UsageError("--resume needs --out, the file with the earlier rows")
     computes = "backward" if backward else "forward"
     rows, stopped = [row for row in read_rows(show) if row["computes"] == computes] if show else [], None
     if not show:
@@ -104,7 +108,7 @@ def bench_(
     if html and rows:
         save_page(html, reports.bench(rows, against))
     if stopped:
-        say(f"interrupted: {len(rows)} rows are kept{f' in {out}' if out else ', here alone'}", stderr=True)
+        say(f"interrupted after {len(rows)} rows{f', saved in {out}' if out else ', not saved'}", stderr=True)
         if isinstance(stopped, SandboxError):
             raise stopped
     ours = [r["ok"] for r in rows if r["kind"] == "kernel"] or [r["ok"] for r in rows]

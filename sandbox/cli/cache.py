@@ -14,13 +14,13 @@ from .output import print_json
 
 @cli.group("cache")
 def cache_() -> None:
-    """The compiled objects kept on disk."""
+    """Compiled objects on disk."""
 
 
 @cache_.command("ls")
 @json_option
 def cache_ls(as_json: bool) -> None:
-    """Every entry: what, size, age."""
+    """List every entry: name, size, age."""
     rows = [
         {"key": entry.key, "name": entry.meta.get("name", ""), "bytes": entry.nbytes, "made": entry.made}
         for entry in disk_cache.entries()

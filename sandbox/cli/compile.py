@@ -1,4 +1,4 @@
-"""`compile`: what tiles cost, without a GPU."""
+"""`compile`: registers, shared memory and occupancy of tiles, without a GPU."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .output import exit_status, followed, print_json, say, screen
 @cli.command("compile")
 @kernels_argument
 @click.option("--arch", "archs", multiple=True,
-              help=f"Repeatable, or several with commas between; by default {pipeline.DEFAULT_ARCH}.")  # fmt: skip
-@shape_option("Repeatable; by default any with D 64, and with 128.", multiple=True)
-@click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # as --shape was spelled once
+              help=f"Architectures, separated by commas. Repeatable. Default: {pipeline.DEFAULT_ARCH}.")  # fmt: skip
+@shape_option("Repeatable. Default: D = 64 and D = 128.", multiple=True)
+@click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # older spelling of --shape
 @dtype_option
 @causal_option
 @score_options
@@ -48,15 +48,15 @@ def compile_(
     kernels: tuple[str, ...], archs: tuple[str, ...], shapes: tuple[str, ...], widths: str, dtype: str,
     causal: str | None, scored: Scored, tile: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """What every tile costs, without a GPU.
+    """Compile kernels and report what each tile needs.
 
-    Registers, spills, shared memory, occupancy, compile time.
+    Registers, spills, shared memory, occupancy, compile time; without --tile, for every tile. Needs no GPU.
     """
     head_dims = numbers(widths, "--head-dim", "64,128")
     targets = [*dict.fromkeys(name.strip() for names in archs for name in names.split(","))]
     if stray := [name for name in kernels if architectures.PATTERN.fullmatch(name)]:
         options = " ".join(f"--arch {name}" for name in (*targets, *stray))
-        raise click.UsageError(f"{stray[0]} is an architecture and stands where kernels do: write {options}")
+        raise click.UsageError(f"{stray[0]} is an architecture, not a kernel: write {options}")
     targets = targets or [pipeline.DEFAULT_ARCH]
     shapes = shapes or tuple(f"1,1,1,{D}" for D in head_dims)
     problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
@@ -80,7 +80,7 @@ def compile_(
 
 
 def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[Cost]:
-    """One for each entry of the kernel; a single one where there are no numbers."""
+    """One Cost per entry point of the kernel; a single one with a message if it does not compile."""
     arch = architectures.parse(target)
     where = (problem, tile, target)
     try:
@@ -100,5 +100,5 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
 
 
 def _distinct(messages: Iterable[str]) -> Iterable[str]:
-    """Of compilers' messages that differ in nothing but the options, the first."""
+    """The first of the compiler messages that differ only in the options."""
     return {without_options(message): message for message in reversed([*messages])}.values()

@@ -1,4 +1,4 @@
-"""`sass` and `ptx`: what the compiler made of a kernel."""
+"""`sass` and `ptx`: machine code and PTX of a kernel."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from .output import print_json, save_page, say, screen
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
     @entry_argument
-    @shape_option("By default what watch looks at first.")
-    @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # as --shape was spelled once
+    @shape_option("Default: the first problem of watch.")
+    @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # older spelling of --shape
     @dtype_option
     @causal_option
     @score_options
     @tile_option
-    @click.option("--arch", help="Compile for this architecture; by default this machine's, or sm_90a.")
+    @click.option("--arch", help="Architecture. Default: this machine's GPU, else sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
-                  help="Show what changed from a git revision, a tile, a .cu file, or history:N of watch.")  # fmt: skip
-    @click.option("--summary", is_flag=True, help="Leave the instructions out.")
+                  help="Compare with a git revision, tile, .cu file, or version history:N of watch.")  # fmt: skip
+    @click.option("--summary", is_flag=True, help="Omit the list of instructions.")
     @html_option
     @json_option
     def show(
@@ -69,7 +69,7 @@ def _command(language: str, doc: str) -> None:
             old = listing.version(spec, reference)
             entry = old.name + kernel.removeprefix(spec.name)
             before = read(old, tile=wanted, label=reference, entry=entry)
-            now = spec.source.name if reference.endswith(".cu") else "now"  # in the other's terms
+            now = spec.source.name if reference.endswith(".cu") else "now"
             _show_changes(before, read(spec, tile=wanted, label=now, entry=kernel), html, as_json)
 
 
@@ -91,7 +91,7 @@ def _show_code(shown: listing.Code, summary: bool, html: Path | None, as_json: b
 def _show_changes(before: listing.Code, after: listing.Code, html: Path | None, as_json: bool) -> None:
     changed = code_report.changes_table(before, after)
     if html:
-        save_page(html, pages.page([before, after], tables=[of_terminal(changed, "What changed, in numbers")]))
+        save_page(html, pages.page([before, after], tables=[of_terminal(changed, "Changes")]))
     if as_json:
         print_json(listing.changes_as_json(before, after))
         return
@@ -101,6 +101,6 @@ def _show_changes(before: listing.Code, after: listing.Code, html: Path | None, 
     screen().print(changed)
 
 
-_ENTRIES = "\n\nKERNEL may also be an entry that a kernel launches later, such as bwd_mma_postprocess."
-_command("sass", f"Machine code below its source lines, counted by class; no GPU.{_ENTRIES}")
-_command("ptx", f"PTX below its source lines, counted by class; no GPU.{_ENTRIES}")
+_ENTRIES = "\n\nKERNEL may also be a later entry point of a kernel, such as bwd_mma_postprocess."
+_command("sass", f"Machine code by source line, with instruction counts. Needs no GPU.{_ENTRIES}")
+_command("ptx", f"PTX by source line, with instruction counts. Needs no GPU.{_ENTRIES}")

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has."""
+"""`doctor`: the software and hardware of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .output import print_json, screen
 @cli.command("doctor")
 @json_option
 def doctor_(as_json: bool) -> None:
-    """What this machine has, what is missing, and how to get it."""
+    """Check this machine: driver, GPU, NVRTC, compilers, tools; how to install what is missing."""
     findings = doctor.examine()
     if as_json:
         print_json(findings)

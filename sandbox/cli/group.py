@@ -1,4 +1,4 @@
-"""`python -m sandbox …`: the group that every command joins, and what an exception becomes."""
+"""`python -m sandbox …`: the command group, and the conversion of exceptions to messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _USAGE = (UnsupportedProblem, SpecError, UnknownKernel, HistoryError)
 
 
 class _Command(click.Command):
-    """Attaches its value, said or left out, to every option whose value may be left out."""
+    """Attaches the value, given or default, to every OptionalValue option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         optional = {name: p for p in self.params if isinstance(p, OptionalValue) for name in p.opts}
@@ -33,17 +33,17 @@ class _Command(click.Command):
         return super().parse_args(ctx, attached + left)
 
     def _refuse_blanks(self, ctx: click.Context, args: list[str]) -> None:
-        """An option whose value is blank, as of a shell variable that is not set, must not count as left out."""
+        """A blank value, such as that of an unset shell variable, is an error and not an absent option."""
         given, _, _ = self.make_parser(ctx).parse_args(args=[*args])
         for param in self.params:
             values = given.get(param.name or "")
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 if isinstance(value, str) and not value.strip():
-                    raise click.BadParameter(f"{value!r} is blank: give it a value, or leave it out", ctx, param)
+                    raise click.BadParameter(f"{value!r} is blank: pass a value, or omit the option", ctx, param)
 
 
 class _Commands(click.Group):
-    """Turns this project's exceptions into one message and an exit status."""
+    """Converts this project's exceptions to one message and an exit status."""
 
     command_class = _Command
 
@@ -54,7 +54,7 @@ class _Commands(click.Group):
             say(f"sandbox: {error}", stderr=True)
             ctx.exit(2 if isinstance(error, _USAGE) else 1)
         except OSError as error:  # a file that cannot be written, a disk that is full
-            if error.errno == errno.EPIPE:  # the reader went away: click ends in silence
+            if error.errno == errno.EPIPE:  # the reader of the pipe has exited; click handles it silently
                 raise
             say(f"sandbox: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", stderr=True)
             ctx.exit(1)
@@ -64,7 +64,7 @@ class _Commands(click.Group):
 def cli() -> None:
     """A research sandbox for attention kernels in raw CUDA C++: edit a .cu, compile, launch, verify, measure.
 
-    A command's own --help says more.
+    Each command has its own --help.
     """
 
 
@@ -72,5 +72,5 @@ def main() -> None:
     """Entry point of `sandbox` and `python -m sandbox`."""
     interrupts.restore()
     open_standard_streams()
-    faulthandler.enable()  # a kernel that leaves its tensors on the CPU backend does not die in silence
+    faulthandler.enable()  # report the stack if a kernel on the CPU backend crashes the process
     cli(prog_name="sandbox")

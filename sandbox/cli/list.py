@@ -1,4 +1,4 @@
-"""`list`: the kernels there are, and which of them a problem would get."""
+"""`list`: the available kernels, and which one would be chosen for a problem."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .output import print_json, screen
 
 
 @cli.command("list")
-@shape_option("What would be chosen for it, and why not the others.")
-@click.option("--problem", hidden=True)  # as --shape was spelled once
+@shape_option("Shows the kernel that would be chosen, and why others would not.")
+@click.option("--problem", hidden=True)  # older spelling of --shape
 @dtype_option
 @causal_option
 @score_options
-@click.option("--arch", help="Choose as for this architecture, sm_80 and so on, or cpu; by default as on this machine.")
+@click.option("--arch", help="Architecture to choose for, such as sm_80, or cpu. Default: this machine.")
 @json_option
 def list_(
     shape: str | None,
@@ -49,9 +49,9 @@ def list_(
     arch: str | None,
     as_json: bool,
 ) -> None:
-    """The kernels, and which of them a problem would get.
+    """List the kernels, or the choice of kernel for a problem.
 
-    The ladder: kernel, rung, dtypes, head widths, architecture, idea. --dtype, --causal and --arch go with --shape.
+    Columns: kernel, rung, dtypes, head dimensions, architecture, idea. --dtype, --causal and --arch need --shape.
     """
     shape = shape or problem
     if shape is None:
@@ -63,15 +63,15 @@ def list_(
         else:
             screen().print(_ladder_table(kernels))
         return
-    asked = problem_of(shape, dtype, causal, scored)
+    wanted = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
     found = [
-        candidate for computes in ("forward", "backward") for candidate in choose.candidates(asked, computes, target)
+        candidate for computes in ("forward", "backward") for candidate in choose.candidates(wanted, computes, target)
     ]
     if as_json:
         print_json([_row(candidate) for candidate in found])
     else:
-        screen().print(_offers_table(found))
+        screen().print(_candidates_table(found))
     sys.exit(0 if any(candidate.tile and not candidate.reason for candidate in found) else 2)
 
 
@@ -93,26 +93,26 @@ def _arch(name: str | None) -> Arch | None:
 
 
 def _ladder_table(kernels: Iterable[Kernel]) -> Table:
-    """What `list` prints."""
+    """The table of `list`."""
     shown = table("kernel", "rung", "dtypes", "D", "arch", "idea")
     for k in kernels:
-        arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a: that very one
+        arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a runs on that architecture only
         shown.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
     return shown
 
 
-def _offers_table(candidates: Iterable[choose.Candidate]) -> Table:
-    """What `list --shape` prints: what would be chosen, what else would do, and why the rest would not."""
+def _candidates_table(candidates: Iterable[choose.Candidate]) -> Table:
+    """The table of `list --shape`: the chosen kernel, other possible kernels, and why the rest do not apply."""
     shown = table("kernel", "computes", "", "tile, or why not")
     chosen = set()
     for candidate in candidates:
         name, computes = candidate.kernel.name, candidate.kernel.computes
         if candidate.tile is None:
-            shown.add_row(name, computes, Text("refuses", "yellow"), candidate.reason.removeprefix(f"{name}: "))
+            shown.add_row(name, computes, Text("unsupported", "yellow"), candidate.reason.removeprefix(f"{name}: "))
         elif candidate.reason:
             shown.add_row(name, computes, "by name", str(candidate.tile))
         else:
-            state = "takes it" if computes in chosen else Text("chosen", "green")
+            state = "supported" if computes in chosen else Text("chosen", "green")
             shown.add_row(name, computes, state, str(candidate.tile))
             chosen.add(computes)
     return shown

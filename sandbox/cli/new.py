@@ -1,4 +1,4 @@
-"""`new`: the files of a kernel or an experiment."""
+"""`new`: create a kernel or an experiment."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .output import print_json
 
 @cli.group("new")
 def new_() -> None:
-    """Files to begin with, which work as they are."""
+    """Create a kernel or an experiment from a template that runs unchanged."""
 
 
 @new_.command("experiment")
 @click.argument("name")
 @json_option
 def new_experiment(name: str, as_json: bool) -> None:
-    """experiments/NNN_NAME: question, prediction, verdict, and a script that measures."""
+    """Create experiments/NNN_NAME: a README and a script that measures."""
     _say(new.experiment(name), as_json)
 
 
 @new_.command("kernel")
 @click.argument("name")
 @click.option("--from", "source", default="fwd_minimal", show_default=True, shell_complete=kernel_names,
-              help="The kernel to copy.")  # fmt: skip
+              help="Kernel to copy.")  # fmt: skip
 @json_option
 def new_kernel(name: str, source: str, as_json: bool) -> None:
-    """kernels_cu/NAME.cu and its spec, copied from another kernel: list, run, check, bench and the tests find it."""
+    """Create kernels_cu/NAME.cu and its spec as copies of another kernel. All commands and tests find them."""
     _say(new.kernel(name, source), as_json)
 
 

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and what they stand for."""
+"""Options and arguments shared by several commands, and their conversion to problems, kernels and tiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 
 class OutputPath(click.Path):
-    """A file, or a prefix of files, that will be written. Checked before any work is done: its folder can be made."""
+    """An output file, or a prefix of output files. Checked before any work starts: its folder can be created."""
 
     def __init__(self, **more: Any):
         super().__init__(path_type=Path, **more)
@@ -37,7 +37,7 @@ class OutputPath(click.Path):
 
 
 class Seconds(click.FloatRange):
-    """A time limit, which may not be NaN either: that is in no range, and passes the comparisons of one."""
+    """A time limit in seconds. NaN is rejected separately, because it passes the comparisons of FloatRange."""
 
     name = "seconds"
 
@@ -52,17 +52,17 @@ class Seconds(click.FloatRange):
 
 
 html_option = click.option(
-    "--html", type=OutputPath(dir_okay=False), metavar="FILE", help="Write a page to look at, one file."
+    "--html", type=OutputPath(dir_okay=False), metavar="FILE", help="Write the result as a self-contained HTML file."
 )
 
 
 def kernel_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """For the shell's completion."""
+    """Kernel names for shell completion."""
     return [name for name in registry.kernels() if name.startswith(incomplete)]
 
 
 def entry_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """The same with the entries that kernels launch later."""
+    """Kernel names and the names of their later entry points, for shell completion."""
     entries = (entry.name for kernel in registry.kernels().values() for entry in kernel.entries)
     return [name for name in entries if name.startswith(incomplete)]
 
@@ -70,14 +70,16 @@ def entry_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
 kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names)
 kernel_argument = click.argument("kernel", shell_complete=kernel_names)
 entry_argument = click.argument("kernel", shell_complete=entry_names)
-tile_option = click.option("--tile", help="Use this tile, as BLOCK_M=64,BLOCK_N=32.")
+tile_option = click.option(
+    "--tile", help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Default: the kernel's own."
+)
 backend_option = click.option(
-    "--backend", type=click.Choice(["cuda", "cpu"]), help="By default cuda if there is a GPU."
+    "--backend", type=click.Choice(["cuda", "cpu"]), help="Default: cuda if a GPU is present, else cpu."
 )
 
 
 class OptionalValue(click.Option):
-    """A choice that stands for `flag_value` where none of its values follows: `--causal fwd_mma` names a kernel."""
+    """A choice whose value may be omitted. `--causal fwd_mma` means `--causal=flag_value` and the kernel fwd_mma."""
 
     type: click.Choice[str]
 
@@ -88,39 +90,53 @@ causal_option = click.option(
     is_flag=False,
     flag_value="bottom-right",
     type=click.Choice(["bottom-right", "top-left"]),
-    help="Mask the future; alone it means bottom-right.",
+    help="Causal mask. Without a value: bottom-right.",
 )
-dtype_option = click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="float16", show_default=True)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(list(ITEMSIZE)),
+    default="float16",
+    show_default=True,
+    help="Element type of q, k and v.",
+)
 
 
 def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
-    """How every command is told a problem; `said` is what this one makes of it. `multiple=True` gives `shapes`."""
+    """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`."""
     name = "shapes" if more.get("multiple") else "shape"
-    form = "B,H,S,D or B,H,Sq,Sk,D; grouped heads as B,H/Hk,S,D."
+    form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped heads: B,H/Hk,…; another width of v: …,D/Dv."
     return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 
 _SCORE = (
-    click.option("--window", metavar="L,R", help="Keys to the left, to the right of a query's place; none: no bound."),
-    click.option("--softcap", type=float, default=0.0, help="x becomes SOFTCAP tanh(x / SOFTCAP)."),
-    click.option("--alibi", is_flag=True, help="Slopes, one for each head."),
-    click.option("--bias", metavar="SHAPE", help="Of this shape, as 1,H,Sq,Sk or 1,1,512,512."),
-    click.option("--mask", metavar="SHAPE", help="Of this shape, likewise."),
-    click.option("--sink", is_flag=True, help="A sink for each head."),
-    click.option("--key-lengths", is_flag=True, help="So many keys of each batch entry count."),
-    click.option("--lengths", help="A ragged batch: 64,128x256,… rows (queries x keys), instead of B and S."),
-    click.option("--page-size", type=int, default=0, metavar="ROWS", help="Keys lie in pages of so many rows."),
-    click.option("--score", metavar="FILE.py", help="A file that defines `score`, a sandbox.Score."),
-    click.option("--dropout", type=float, default=0.0, metavar="P", help="The probability that an element is dropped."),
+    click.option("--window", metavar="L,R", help="Window: keys visible to the left and right. none: unbounded."),
+    click.option("--softcap", type=float, default=0.0, help="Scores become SOFTCAP * tanh(x / SOFTCAP). Default: off."),
+    click.option("--alibi", is_flag=True, help="Random ALiBi slopes, one per head."),
+    click.option("--bias", metavar="SHAPE", help="Random bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."),
+    click.option("--mask", metavar="SHAPE", help="Random boolean mask of SHAPE, such as B,1,1,Sk."),
+    click.option("--sink", is_flag=True, help="Random attention sink, one per head."),
+    click.option("--key-lengths", is_flag=True, help="Random number of valid keys per batch entry."),
+    click.option(
+        "--lengths", help="Ragged batch: rows per sequence, or queries x keys: 64,128x256,… Replaces B and S."
+    ),
+    click.option(
+        "--page-size",
+        type=int,
+        default=0,
+        metavar="ROWS",
+        help="Paged keys and values: keys per page. Default: not paged.",
+    ),
+    click.option("--score", metavar="FILE.py", help="Python file that defines `score`, a sandbox.Score."),
+    click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout probability. Default: 0."),
 )
-Scored = Mapping[str, Any]  # the options of a score, as they were given
+Scored = Mapping[str, Any]  # values of the score options, by name
 SCORE_NAMES = (
     *("window", "softcap", "alibi", "bias", "mask", "sink", "key-lengths", "lengths", "page-size", "score", "dropout"),
 )
 
 
 def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What a score is beyond --causal: one argument `scored` of the command, for `problem_of`."""
+    """Adds the score options. The command receives them as one argument `scored`, for `problem_of`."""
 
     @functools.wraps(command)
     def gathered(*args: Any, **given: Any) -> Any:
@@ -133,7 +149,7 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problem_of(shape: str, dtype: str, causal: str | None, scored: Scored) -> Problem:
-    """The problem that --shape, --dtype, --causal and the options of a score pose."""
+    """The problem described by --shape, --dtype, --causal and the score options."""
     options = {name.replace("-", "_"): value for name, value in scored.items() if value}
     if "window" in options:
         options["window"] = tuple(_bound(options["window"], text) for text in options["window"].split(","))
@@ -161,15 +177,15 @@ def parsed_tile(text: str | None) -> Tile | None:
 
 
 def numbers(text: str, option: str, example: str) -> list[int]:
-    """Whole numbers with commas between, of `option`. Raises BadParameter."""
+    """The comma-separated integers in the value of `option`. Raises BadParameter."""
     if not all(part.strip().isdecimal() for part in text.split(",")):
         raise click.BadParameter(f"{text!r} is not a list of numbers, such as {example}", param_hint=option)
     return [int(part) for part in text.split(",")]
 
 
 def given_without(needed: str, *names: str) -> None:
-    """Raises UsageError when one of these options stands on the command line without the one that it goes with."""
+    """Raises UsageError if one of the options `names` is on the command line without the option `needed`."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name.replace("-", "_")) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name} goes with {needed}")
+            raise click.UsageError(f"--{name} needs {needed}")

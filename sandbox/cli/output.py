@@ -1,4 +1,4 @@
-"""What commands print, and the exit status that verdicts amount to."""
+"""Output of the commands, and their exit status."""
 
 from __future__ import annotations
 
@@ -25,35 +25,34 @@ T = TypeVar("T")
 
 
 def open_standard_streams() -> None:
-    """A standard stream that is closed (`>&-`) becomes the null device: Python has None for it, and the next file that
-    is opened would get its number, such as one that a compiler is to write."""
+    """Open a closed standard stream (`>&-`) as the null device. Otherwise the next opened file, such as a compiler's
+    output, would get its file descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115  for as long as the process runs
-            os.set_inheritable(stream.fileno(), True)  # which is the closed one's: the lowest that is free
+            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115  open until the process ends
+            os.set_inheritable(stream.fileno(), True)  # the lowest free descriptor, which is the closed one
             setattr(sys, name, stream)
 
 
 def _console(**more: Any) -> Console:
-    # What is printed may hold a user's own text, such as the expressions of a score: "[h & 1]" is no markup, ":x:" no
-    # emoji.
+    # Output may contain user text, such as score expressions: "[h & 1]" is not markup, ":x:" is not an emoji.
     return Console(highlight=False, markup=False, emoji=False, **more)
 
 
 def screen() -> Console:
-    # A table in a file or a pipe is as wide as it needs to be, unless somebody says how wide; on a screen it folds.
+    # In a file or a pipe a table is as wide as needed unless COLUMNS is set; on a screen it folds.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     return _console(width=None if known else 200)
 
 
 def say(text: str | Text, **where: Any) -> None:
-    """Prose, unbroken: the terminal breaks it where it must, and a path can be copied."""
-    with suppress(OSError) if where.get("stderr") else nullcontext():  # that stderr is full is not the command's fault
+    """Print text without line breaks, so that paths can be copied; the terminal wraps it."""
+    with suppress(OSError) if where.get("stderr") else nullcontext():  # a full stderr must not fail the command
         _console(soft_wrap=True, **where).print(text)
 
 
 def save_page(path: Path, page: str) -> None:
-    """Write what --html asks for, and say where."""
+    """Write the page of --html and report its path."""
     try:
         render.write(path, page)
     except OSError as error:
@@ -66,7 +65,7 @@ def print_json(value: object) -> None:
 
 
 def print_json_rows(rows: Iterable[T]) -> Iterator[T]:
-    """The same rows, each printed when it is there, as an element of one JSON list."""
+    """The same rows; each is printed when it is available, as an element of one JSON list."""
     before = "[\n"
     for row in rows:
         click.echo(before + textwrap.indent(json.dumps(plain(row), indent=2), "  "), nl=False)
@@ -76,9 +75,8 @@ def print_json_rows(rows: Iterable[T]) -> Iterator[T]:
 
 
 def plain(value: object) -> object:
-    """As JSON has it: a NaN or an infinity, which it cannot write, becomes null; what a dataclass keeps out of its repr
-    is for this process alone."""
-    if isinstance(value, Problem):  # which options are absent it knows itself
+    """The value as JSON types. NaN and infinity become null; fields with repr=False are omitted."""
+    if isinstance(value, Problem):  # omits absent options
         return plain(value.as_json())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
@@ -92,7 +90,7 @@ def plain(value: object) -> object:
 
 
 def followed(results: Iterable[T], describe: Callable[[T], str], total: int | None = None) -> Iterator[T]:
-    """The same results, with the latest one shown on the terminal while work goes on: below what is printed there."""
+    """The same results, with a progress line on the terminal that describes the latest one."""
     done = (BarColumn(), MofNCompleteColumn()) if total else (SpinnerColumn(), TextColumn("{task.completed} done"))
     on_screen = sys.stdout.isatty()
     console = _console(stderr=not on_screen)
@@ -108,6 +106,6 @@ def followed(results: Iterable[T], describe: Callable[[T], str], total: int | No
 
 
 def exit_status(verdicts: Iterable[bool | None]) -> int:
-    """1 when anything is wrong; 2 when nothing could be tried at all."""
+    """1 when any verdict is False; 2 when none is True or False; else 0."""
     seen = set(verdicts)
     return 1 if False in seen else 0 if True in seen else 2

@@ -1,4 +1,4 @@
-"""`profile`: what does a launch spend its time on?"""
+"""`profile`: one launch under Nsight Compute or Nsight Systems."""
 
 from __future__ import annotations
 
@@ -39,20 +39,18 @@ from .output import print_json, save_page, say, screen
 @cli.command("profile")
 @entry_argument
 @click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
-              help="Nsight Compute: one launch in every detail. Nsight Systems: the time line.")  # fmt: skip
+              help="ncu: Nsight Compute, metrics of one launch. nsys: Nsight Systems, a time line.")  # fmt: skip
 @shape_option(default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
 @score_options
 @tile_option
-@click.option(
-    "--compare", nargs=2, metavar="A B", help="Two profiles side by side: tiles, git revisions, history:N, .cu files."
-)
-@click.option("--out", type=OutputPath(), help="Prefix of the files; by default in .sandbox/profiles.")
+@click.option("--compare", nargs=2, metavar="A B", help="Compare two tiles, git revisions, history:N or .cu files.")
+@click.option("--out", type=OutputPath(), help="Prefix of the output files. Default: a name in .sandbox/profiles.")
 @click.option("--show", "shown", type=click.Path(path_type=Path), multiple=True,
-              help="Profile nothing: show what has this prefix. Twice compares.")  # fmt: skip
-@click.option("--plot", "prefix", type=OutputPath(), help="Draw the roofline to PREFIX.png and PREFIX.svg.")
-@click.option("--dry-run", is_flag=True, help="Print the command, and run nothing.")
+              help="Show the stored profile with this prefix; measure nothing. Given twice: compare.")  # fmt: skip
+@click.option("--plot", "prefix", type=OutputPath(), help="Plot the roofline to PREFIX.png and PREFIX.svg.")
+@click.option("--dry-run", is_flag=True, help="Print the profiler's command line; run nothing.")
 @html_option
 @json_option
 def profile_(
@@ -60,10 +58,10 @@ def profile_(
     compare: tuple[str, str] | None, out: Path | None, shown: tuple[Path, ...], prefix: Path | None, dry_run: bool,
     html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """One launch under Nsight, as a page to act on.
+    """Profile one launch with Nsight.
 
-    Time, tensor cores, bytes beside the IO model, stalls by line. The report itself is kept, to be opened in Nsight;
-    its pages are kept as text that --show reads anywhere.
+    Prints time, tensor-core use, memory traffic compared with the IO model, and stalls by source line. The Nsight
+    report is stored, and also its pages as text, which --show reads without Nsight and without a GPU.
     """
     registry.entry_owner(kernel)  # raises UnknownKernel
     prefixes, commands = list(shown), []
@@ -93,7 +91,7 @@ def profile_(
     if html:
         save_page(html, reports.profile(profiles, profiler.executed(prefixes[0]) if len(prefixes) == 1 else None))
     if not shown:
-        say(f"kept {', '.join(f'{place}.ncu-rep' for place in prefixes)}", stderr=True)
+        say(f"wrote {', '.join(f'{place}.ncu-rep' for place in prefixes)}", stderr=True)
 
 
 def _subject(entry: str, problem: Problem, tile: str | None, version: str, dry_run: bool) -> Subject:

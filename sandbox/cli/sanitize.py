@@ -1,4 +1,4 @@
-"""`sanitize`: does a kernel do what it may not?"""
+"""`sanitize`: run a kernel under sanitizers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@shape_option("By default small ones, and the shipped tiles on some a little larger.")
+@shape_option("Default: small problems with the smallest tile, larger ones with the spec's tiles.")
 @dtype_option
 @causal_option
 @score_options
 @tile_option
 @backend_option
-@click.option("--timeout", type=Seconds(), default=120.0, show_default=True, help="Seconds that one tool may take.")
+@click.option("--timeout", type=Seconds(), default=120.0, show_default=True, help="Time limit per tool, in seconds.")
 @json_option
 def sanitize_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
     backend: str | None, timeout: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """What a kernel does and may not do, by line of its .cu.
+    """Find memory and synchronisation errors, by line of the .cu.
 
-    Out of bounds, races, reads of what nobody wrote, missing waits and barriers, results that depend on order. On a GPU
-    under compute-sanitizer; on the CPU backend under the host compiler's sanitizers, which see more of shared
-    memory.
+    Out-of-bounds accesses, races, uninitialised reads, missing waits and barriers, results that depend on the order of
+    threads. Tools: compute-sanitizer on a GPU; on the CPU backend the host compiler's sanitizers, which check more of
+    shared memory.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)

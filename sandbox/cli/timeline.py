@@ -1,4 +1,4 @@
-"""`timeline`: what does each warp do when?"""
+"""`timeline`: the steps of each warp over time."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .output import exit_status, print_json, save_page, say, screen
 @score_options
 @tile_option
 @backend_option
-@click.option("--blocks", metavar="N,N…", help="Show these blocks of the grid; by default four.")
-@click.option("--between", metavar="A,B", help="Draw from tick A to tick B; by default what can be told apart.")
-@click.option("--plot", "prefix", type=OutputPath(), help="Draw it to PREFIX.png and PREFIX.svg.")
+@click.option("--blocks", metavar="N,N…", help="Blocks of the grid to show, at most four. Default: four.")
+@click.option("--between", metavar="A,B", help="First and last tick to plot. Default: where steps are distinguishable.")
+@click.option("--plot", "prefix", type=OutputPath(), help="Plot to PREFIX.png and PREFIX.svg.")
 @click.option("--trace", "trace_file", type=OutputPath(dir_okay=False),
-              help="Write FILE.json, for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
+              help="Write a trace for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
 @html_option
 @json_option
 def timeline_(
@@ -52,16 +52,17 @@ def timeline_(
     blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """When each warp begins which step, by the marks TIMELINE(name) in the kernel.
+    """Show when each warp begins each step, from the marks TIMELINE(name) in the kernel.
 
-    Marks are compiled in here alone. A GPU's ticks are cycles; the CPU backend shows the order of the fibers.
+    Only this command compiles the marks in. Ticks are cycles on a GPU; on the CPU backend they show the order of the
+    threads, not time.
     """
     spec, problem, device = registry.get(kernel), problem_of(shape, dtype, causal, scored), pick_device(backend)
     chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
     wanted = numbers(blocks, "--blocks", "0,1") if blocks else None
     window = numbers(between, "--between", "0,20000") if between else None
     if window and (len(window) != 2 or window[0] >= window[1]):
-        raise click.BadParameter(f"{between} must be two rising numbers, such as 0,20000", param_hint="--between")
+        raise click.BadParameter(f"{between} must be two increasing numbers, such as 0,20000", param_hint="--between")
     found = record.record(spec, problem, chosen, device, wanted)
     if as_json:
         print_json(report.as_json(found))

@@ -1,4 +1,4 @@
-"""`tune`: which tile is fastest?"""
+"""`tune`: search for the fastest tile."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .output import followed, print_json, save_page, say, screen
 
 @cli.command("tune")
 @kernel_argument
-@click.option("--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named problems, each with a search of its own.")
+@click.option("--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named set of problems; one search for each.")
 @shape_option("Repeatable.", multiple=True)
 @dtype_option
 @causal_option
 @score_options
-@click.option("--fix", help="Hold these numbers of the tile, as BLOCK_M=64,WARPS=4.")
-@click.option("--gpus", help="GPUs to spread the work over, as 0,1; by default all.")
-@click.option("--dask", "cluster", metavar="ADDRESS", help="Spread it over the workers of this Dask cluster instead.")
-@click.option("--fresh", is_flag=True, help="Measure again what an earlier search has measured.")
-@click.option("--plot", "prefix", type=OutputPath(), help="Draw the space to PREFIX.png and PREFIX.svg.")
+@click.option("--fix", help="Numbers of the tile to keep fixed, such as BLOCK_M=64,WARPS=4.")
+@click.option("--gpus", help="GPUs to use, such as 0,1. Default: all.")
+@click.option("--dask", "cluster", metavar="ADDRESS", help="Scheduler of a Dask cluster whose workers run the search.")
+@click.option("--fresh", is_flag=True, help="Ignore the measurements of earlier searches.")
+@click.option("--plot", "prefix", type=OutputPath(), help="Plot the search space to PREFIX.png and PREFIX.svg.")
 @backend_option
 @html_option
 @json_option
@@ -51,20 +51,21 @@ def tune_(
     fix: str | None, gpus: str | None, cluster: str | None, fresh: bool, prefix: Path | None, backend: str | None,
     html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Find the fastest tile, which attention then takes.
+    """Find and store the fastest tile of a kernel.
 
-    Of the spec's space: compile in parallel, drop what spills, check, time by successive halving. The best is kept, and
-    `attention` takes it for problems of the class on that GPU, until the source changes. An interrupted search goes
-    on where it stopped. --backend cpu is for trying this command: its times say nothing.
+    Candidates come from the spec's search space. They are compiled in parallel; those that spill are dropped; the rest
+    are checked and timed by successive halving. `attention` uses the best tile for problems of the same class on the
+    same GPU model until the kernel's source changes. An interrupted search resumes. --backend cpu only tests this
+    command: its times are meaningless.
 
-    --dask tcp://HOST:8786 names the scheduler of a Dask cluster whose workers have one GPU each (dask cuda worker) and
-    the same state of this project. They compile and time; results are kept on this machine.
+    --dask tcp://HOST:8786 is the scheduler of a Dask cluster. Its workers (dask cuda worker) have one GPU each and the
+    same version of this project. They compile and time; results are stored on this machine.
     """
     if not shapes and not grid:
-        raise click.UsageError("name a problem: --shape B,H,S,D, or --grid")
+        raise click.UsageError("no problem given: pass --shape B,H,S,D or --grid")
     ordinals = numbers(gpus, "--gpus", "0,1") if gpus else ()
     if gpus and cluster:
-        raise click.UsageError("--gpus counts this machine's, and --dask asks others: name one of the two")
+        raise click.UsageError("--gpus and --dask cannot be combined: one selects local GPUs, the other remote ones")
     problems = [problem_of(s, dtype, causal, scored) for s in shapes]
     problems += benchmark.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}

@@ -1,4 +1,4 @@
-"""`run` and `check`: is it right?"""
+"""`run` and `check`: compare results with the reference."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from .options import (
 from .output import exit_status, followed, print_json_rows, save_page, say, screen
 
 map_option = click.option(
-    "--map", "prefix", type=OutputPath(), help="Draw where a result is wrong to PREFIX.png and .svg."
+    "--map", "prefix", type=OutputPath(), help="Plot the errors of a wrong result to PREFIX.png and .svg."
 )
 
 
 @cli.command("run")
 @kernels_argument
-@shape_option("By default the named problems.")
+@shape_option("Default: the named problems.")
 @dtype_option
 @causal_option
 @score_options
@@ -55,9 +55,9 @@ def run_(
     kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
     backend: str | None, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile, launch, verify: a line for each kernel and problem.
+    """Compile, launch and verify; one line per kernel and problem.
 
-    --dtype and --causal go with --shape; the named problems have their own.
+    --dtype and --causal need --shape; the named problems have their own.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)
@@ -66,7 +66,7 @@ def run_(
     if shape:
         cases = [Case("--shape", problem_of(shape, dtype, causal, scored))]
     chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
-    with IsolatedRunner(_overhear) as apart:
+    with IsolatedRunner(_forward_output) as apart:
         found = followed(checking.run_cases(chosen, cases, device, wanted, apart.verify), lambda r: r.case)
         if as_json:
             results = list(print_json_rows(found))
@@ -80,11 +80,11 @@ def run_(
 def _shown(
     found: Iterable[checking.Result], expected: Sequence[checking.Result], everything: bool
 ) -> Iterator[checking.Result]:
-    """Each result on a line when it is there; then what is to be said of them."""
+    """Prints each result when it is available; then notes, failures and hints."""
     console, shown, results = screen(), 0, []
     for r in found:
         results.append(r)
-        # A kernel that nobody asked for by name, and that does not take a named problem, gets a note and no line.
+        # A kernel that was not named and does not support the problem gets a note instead of a line.
         if r.ok is not None or everything:
             console.print(report.results_table([r], console.width, expected=expected, head=not shown))
             shown += 1
@@ -104,16 +104,16 @@ def check_(
     kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """The correctness sweep.
+    """Run the correctness sweep.
 
-    Ragged lengths, masks, dtypes, layouts, and inputs that point at a fault.
+    Odd lengths, masks, dtypes, layouts, score options, and inputs that isolate a fault.
     """
     device, wanted = checking.pick_device(backend), parsed_tile(tile)
     chosen = chosen_kernels(kernels)
-    with IsolatedRunner(_overhear) as apart:
+    with IsolatedRunner(_forward_output) as apart:
         swept = checking.sweep(chosen, device, wanted, apart.verify)
         found = followed(swept, lambda r: f"{r.kernel} {r.case}")
-        results = list(print_json_rows(found) if as_json else _told(found))
+        results = list(print_json_rows(found) if as_json else _reported(found))
     if not as_json and len(chosen) > 1:
         say(f"{report.counts(results)}, on {device[0]}")
     _draw_map(results, prefix)
@@ -122,15 +122,15 @@ def check_(
     sys.exit(exit_status(r.ok for r in results))
 
 
-def _told(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
-    """What is wrong when it is found, each reason once, and a line for each kernel that has been through."""
+def _reported(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
+    """Prints failures when they occur, each reason once, and one line per finished kernel."""
     for kernel, of_kernel in itertools.groupby(found, lambda r: r.kernel):
         results: list[checking.Result] = []
-        said: set[str] = set()
+        shown: set[str] = set()
         for r in of_kernel:
             results.append(r)
-            if (r.ok is False or r.message == NOT_TRIED) and (reason := report.reason(r)) not in said:
-                said.add(reason)
+            if (r.ok is False or r.message == NOT_TRIED) and (reason := report.reason(r)) not in shown:
+                shown.add(reason)
                 for text in report.failures([r]):
                     say(text)
             yield r
@@ -139,13 +139,13 @@ def _told(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
         say(f"{kernel}: {report.counts(results)}, on {results[0].backend}")
 
 
-def _overhear(printed: str) -> None:
-    """What kernels print is no part of the results."""
+def _forward_output(printed: str) -> None:
+    """Forward a kernel's own output to stderr; it is not part of the results."""
     click.echo(printed, err=True, nl=False)
 
 
 def _draw_map(results: Iterable[checking.Result], prefix: Path | None) -> None:
-    """Of the wrong result with the most elements, which shows most."""
+    """Plot the error map of the wrong result with the most elements."""
     wrong = [(r, r.where) for r in results if r.where]
     if prefix and wrong:
         r, where = max(wrong, key=lambda pair: pair[1].heat.size)

@@ -39,22 +39,22 @@ from .output import plain, print_json, save_page, say, screen
 
 @cli.command("watch")
 @kernel_argument
-@shape_option("By default a quick set.")
+@shape_option("Default: a small set of problems.")
 @dtype_option
 @causal_option
 @score_options
 @tile_option
 @backend_option
 @click.option(
-    "--timeout", type=Seconds(), default=10.0, show_default=True, help="Seconds that one run of the kernel may take."
+    "--timeout", type=Seconds(), default=10.0, show_default=True, help="Time limit per run of the kernel, in seconds."
 )
-@click.option("--once", is_flag=True, help="Examine the kernel as it is now, and end.")
-@click.option("--history", is_flag=True, help="List the versions so far.")
+@click.option("--once", is_flag=True, help="Examine the current version and exit.")
+@click.option("--history", is_flag=True, help="List the stored versions.")
 @click.option("--show", type=int, metavar="N", help="Print version N.")
 @click.option(
-    "--diff", "old", type=int, metavar="N [M]", help="What changed from version N to M, or to the files as they are."
+    "--diff", "old", type=int, metavar="N [M]", help="Differences from version N to M, or to the current files."
 )
-@click.option("--restore", type=int, metavar="N", help="Put the .cu and its spec back to version N.")
+@click.option("--restore", type=int, metavar="N", help="Restore the .cu and its spec from version N.")
 @click.argument("new", type=int, required=False, metavar="")
 @html_option
 @json_option
@@ -63,14 +63,14 @@ def watch_(
     backend: str | None, timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
     restore: int | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Edit and relaunch: every save examined and compared.
+    """Edit and relaunch: examine the kernel on every save.
 
-    On every save of the .cu, its spec or a header: compile, sanitize, verify, time, compare with the versions before.
-    --dtype and --causal go with --shape. With --json, a line of JSON for each version; --html shows the history.
+    On every save of the .cu, its spec or a header: compile, sanitize, verify, time, and compare with earlier versions.
+    --dtype and --causal need --shape. --json prints one line per version; --html writes the history.
     """
     chosen = registry.get(kernel)
     if new is not None and old is None:
-        raise click.UsageError(f"{new} is not an option's: --diff N M takes two versions")
+        raise click.UsageError(f"unexpected argument {new}: only --diff takes a second version, --diff N M")
     if html:
         save_page(html, pages.page(kernel, History(chosen).versions()))
         return
@@ -89,7 +89,7 @@ def watch_(
 
 
 def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
-    """Show every version; whether the last was good."""
+    """Print every version; returns whether the last one was good."""
     console, ok = screen(), False
     with closing(session.watch(kernel, job, once=once)) as iterations, console.status("") as status:
         status.stop()
@@ -100,7 +100,7 @@ def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
                     status.start()
                 continue
             if now.found.counting and (as_json or once or not console.is_terminal):
-                continue  # what is read later is read once, and whole
+                continue  # instruction counts are pending; print this version once, when complete
             status.stop()
             ok = now.found.ok
             if as_json:
@@ -119,9 +119,9 @@ def _look_back(
 ) -> None:
     if restore is not None:
         keep, headers = history.restore(restore)
-        say(f"version {restore} is back" + (f"; what it replaced is version {keep.number}" if keep else ""))
+        say(f"restored version {restore}" + (f"; the replaced files are version {keep.number}" if keep else ""))
         if headers:
-            say(f"left as they are, since other kernels share them: {', '.join(headers)}")
+            say(f"not restored, because other kernels include them: {', '.join(headers)}")
     elif old is not None:
         before = history.get(old).texts
         after = history.get(new).texts if new is not None else read_texts(history.kernel) or {}
@@ -139,6 +139,6 @@ def _look_back(
     else:
         console, versions = screen(), history.versions()
         if not versions:
-            say(f"{history.kernel.name} has no versions yet: watch keeps one of every save", stderr=True)
+            say(f"{history.kernel.name} has no versions yet: watch stores one at every save", stderr=True)
         for line in watch_report.history_lines(versions):
             console.print(line, no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and its exit status."""
+"""The command line: its output and its exit status."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def call(*arguments: str, **environment: str) -> Result:
 
 
 def parsed(*arguments: str):
-    """What a command prints as JSON, which must be strict: no NaN."""
+    """The JSON output of a command, parsed strictly: NaN is an error."""
     result = call(*arguments, "--json")
     assert result.stderr == ""
 
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads(result.stdout, parse_constant=refuse)
+    return json.loads(result.stdout, parse_constant=reject)
 
 
 @pytest.fixture
 def short_sweep(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A sweep of a few cases."""
+    """A sweep reduced to four cases."""
     whole = cases.sweep_cases
     monkeypatch.setattr(check, "sweep_cases", lambda kernel: itertools.islice(whole(kernel), 4))
     return 4
 
 
-# ---- each command, for people and for programs
+# ---- each command, as a table and as JSON
 
 
 def test_list() -> None:
@@ -76,7 +76,7 @@ def test_list() -> None:
 
 
 def test_list_for_a_problem() -> None:
-    """What would be chosen, and why not the others."""
+    """The chosen kernel, and the reasons against the others."""
     rows = parsed("list", "--shape", "1,2,77,60", "--arch", "sm_90a")
     by_name = {row["kernel"]: row for row in rows}
     assert by_name["fwd_mma"]["tile"] is None
@@ -84,40 +84,40 @@ def test_list_for_a_problem() -> None:
     assert by_name["fwd_block2d"]["tile"]["BLOCK_M"]
     shown = call("list", "--shape", "1,2,77,60", "--arch", "sm_90a").stdout.splitlines()
     assert [line.split()[0] for line in shown if "chosen" in line] == ["fwd_block2d", "bwd_block2d"]
-    assert [line.split()[0] for line in shown if "takes it" in line] == ["fwd_minimal", "bwd_minimal"]
+    assert [line.split()[0] for line in shown if "supported" in line.split()] == ["fwd_minimal", "bwd_minimal"]
     (line,) = [line for line in shown if line.startswith("fwd_mma ")]
-    assert "refuses" in line
+    assert "unsupported" in line
     assert "multiple of 8" in line
 
 
-def test_list_for_what_32_bits_cannot_count() -> None:
+def test_list_rejects_more_rows_than_32_bits_count() -> None:
     for shape in ("1,1,2147483648,64", "1,1,64,4294967296,64"):
         refused = call("list", "--shape", shape)
         assert refused.exit_code == 2
         assert "is not supported: kernels count rows in 32 bits" in refused.stderr
 
 
-def test_list_for_more_blocks_than_a_grid_has() -> None:
-    """65535 along y and z: kernels whose grid is smaller take the problem."""
+def test_list_reports_grids_that_are_too_large() -> None:
+    """At most 65535 blocks along y and z; kernels with a smaller grid support the problem."""
     by_name = {row["kernel"]: row for row in parsed("list", "--shape", "65536,1,64,64", "--arch", "sm_90a")}
     assert "needs 65536 blocks along z, over 65535: split the batch" in by_name["fwd_mma"]["reason"]
     assert by_name["fwd_wgmma"]["tile"]
-    assert by_name["bwd_wgmma"]["tile"] is None  # its last entry has a block in z for each batch entry
+    assert by_name["bwd_wgmma"]["tile"] is None  # its postprocess kernel has one block in z per batch entry
 
 
-def test_list_for_the_cpu_and_for_nobody() -> None:
-    assert {"chosen", "takes it"} <= {*re.findall("chosen|takes it", call("list", "--shape", "1,2,7,64").stdout)}
+def test_list_for_the_cpu_and_for_an_unsupported_problem() -> None:
+    assert {"chosen", "supported"} <= {*re.findall(r"\w+", call("list", "--shape", "1,2,7,64").stdout)}
     on_old = call("list", "--shape", "1,2,7,64", "--arch", "sm_75").stdout
     assert "needs compute capability 8.0 or later, this is 7.5" in on_old
-    nobody = call("list", "--shape", "1,2,7,300", "--arch", "cpu")
-    assert nobody.exit_code == 2
-    assert "D=300 is too large" in nobody.stdout
+    too_large = call("list", "--shape", "1,2,7,300", "--arch", "cpu")
+    assert too_large.exit_code == 2
+    assert "D=300 is too large" in too_large.stdout
 
 
-def test_options_that_need_another() -> None:
+def test_options_that_need_shape() -> None:
     for arguments, message in (
-        (("list", "--arch", "sm_90a"), "--arch goes with --shape"),
-        (("run", "--causal"), "--causal goes with --shape"),
+        (("list", "--arch", "sm_90a"), "--arch needs --shape"),
+        (("run", "--causal"), "--causal needs --shape"),
     ):
         result = call(*arguments)
         assert result.exit_code == 2
@@ -135,7 +135,7 @@ def test_doctor() -> None:
         assert finding["ok"] or finding["remedy"]
 
 
-def test_doctor_names_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_missing_software(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     shown = call("doctor", SANDBOX_CACHE_DIR=str(tmp_path / "file"), CXX="no-such-compiler", COLUMNS="400")
     assert shown.exit_code == 1
@@ -166,17 +166,17 @@ def test_compile() -> None:
 
 
 @pytest.mark.parametrize("command", ["compile", "ptx"])
-def test_options_are_compiled_in(command: str, tmp_path: Path) -> None:
-    """What is shown is the code of the problem that is named, not the plain kernel's."""
-    asked = (command, "fwd_minimal", "--shape", "1,1,64,16", "--tile", "BLOCK_M=64,BLOCK_N=32", "--score")
-    for expression, status in (("x - 0.5", 0), ("x - nobody", 1)):
+def test_score_options_are_compiled_in(command: str, tmp_path: Path) -> None:
+    """The code shown is that of the given problem, with its score."""
+    arguments = (command, "fwd_minimal", "--shape", "1,1,64,16", "--tile", "BLOCK_M=64,BLOCK_N=32", "--score")
+    for expression, status in (("x - 0.5", 0), ("x - undeclared", 1)):
         file = tmp_path / f"{status}.py"
         file.write_text(f"import sandbox\nscore = sandbox.Score({expression!r})\n")
-        shown = call(*asked, str(file))
-        assert (shown.exit_code, "nobody" in shown.stderr) == (status, bool(status)), shown.output
+        shown = call(*arguments, str(file))
+        assert (shown.exit_code, "undeclared" in shown.stderr) == (status, bool(status)), shown.output
 
 
-def test_compile_says_what_it_left_out() -> None:
+def test_compile_reports_unsupported_problems() -> None:
     options = (
         "compile",
         "fwd_minimal",
@@ -194,8 +194,8 @@ def test_compile_says_what_it_left_out() -> None:
     assert "D=512 is too large" in parsed(*options)[1]["message"]
 
 
-def test_spellings_of_a_problem() -> None:
-    """`--shape` everywhere; what it was called before still does, and is not shown."""
+def test_older_spellings_of_shape() -> None:
+    """Every command takes --shape; older spellings still work and are hidden."""
     for command, old, value, shapes in (
         (("list", "--arch", "sm_90a"), "--problem", "1,2,77,60", ["1,2,77,60"]),
         (("compile", "bwd_preprocess"), "-D", "32,64", ["1,1,1,32", "1,1,1,64"]),
@@ -209,13 +209,13 @@ def test_spellings_of_a_problem() -> None:
 
 
 def untimed(rows: list[dict] | dict) -> list[dict]:
-    """What is the same whenever it is compiled."""
+    """The rows without the fields that differ between compilations."""
     return [{k: v for k, v in row.items() if k not in ("seconds", "cached", "resources")}
             for row in (rows if isinstance(rows, list) else [rows])]  # fmt: skip
 
 
 def command_line(command: click.Command, *words: str) -> dict[str, Any]:
-    """What a command would be given."""
+    """The parameters of a command, parsed from `words`."""
     group = click.Context(cli, **cli.context_settings)
     return command.make_context(command.name, [*words], group).params
 
@@ -224,8 +224,8 @@ ON_KERNELS = [c for c in cli.commands.values() if {p.name for p in c.params} & {
 
 
 @pytest.mark.parametrize("command", ON_KERNELS, ids=lambda command: command.name)
-def test_an_option_without_a_value_takes_no_kernel_for_one(command: click.Command) -> None:
-    """Of every command, every option that may stand alone: in front of a kernel's name and behind it."""
+def test_an_option_without_a_value_does_not_consume_the_kernel(command: click.Command) -> None:
+    """Every option that may have no value, before and after the kernel's name."""
     alone = set()
     for option in (opt for p in command.params if isinstance(p, click.Option) and not p.is_eager for opt in p.opts):
         try:
@@ -240,7 +240,7 @@ def test_an_option_without_a_value_takes_no_kernel_for_one(command: click.Comman
     assert ("--causal" in alone) == any(p.name == "causal" for p in command.params)
 
 
-def test_causal_takes_its_own_values() -> None:
+def test_causal_takes_only_its_own_values() -> None:
     for words, causal in (
         (["--causal", "fwd_mma"], "bottom-right"),
         (["--causal", "top-left", "fwd_mma"], "top-left"),
@@ -254,7 +254,7 @@ def test_causal_takes_its_own_values() -> None:
 
 
 def test_sass_shows_what_watch_compiles() -> None:
-    """The same problem, tile and architecture, unless somebody says otherwise."""
+    """The same problem, tile and architecture by default."""
     kernel, device = registry.get("fwd_mma"), check.pick_device(None)
     problem = quick_cases(kernel, device)[0].problem
     shown = parsed("ptx", "fwd_mma")
@@ -267,8 +267,8 @@ def test_run() -> None:
     options = ("run", "fwd_minimal", "--shape", "1,4/2,70,50,64", "--dtype", "bfloat16", "--causal", "--backend", "cpu")
     (row,) = parsed(*options)
     assert (row["ok"], row["backend"]) == (True, "cpu")
-    asked = {"B": 1, "H": 4, "Hk": 2, "Sq": 70, "Sk": 50, "D": 64, "dtype": "bfloat16", "causal": "bottom-right"}
-    assert row["problem"].items() >= asked.items()
+    expected = {"B": 1, "H": 4, "Hk": 2, "Sq": 70, "Sk": 50, "D": 64, "dtype": "bfloat16", "causal": "bottom-right"}
+    assert row["problem"].items() >= expected.items()
     assert row["tile"] == dict(registry.get("fwd_minimal").tiles[0])
     assert 0 < row["error"] <= row["bound"]
     assert row["seconds"] > 0
@@ -279,8 +279,8 @@ def test_run() -> None:
     assert " ok" in shown.stdout
 
 
-def test_a_backward_is_one_kernel_of_several_entries() -> None:
-    """One line in `list` and in `run`; `compile` has a line for each entry. A failure names the worst gradient."""
+def test_a_backward_is_one_kernel_with_several_entry_points() -> None:
+    """`list` and `run` print one line; `compile` prints one per entry point. A failure names the worst gradient."""
     assert [row["name"] for row in parsed("list") if row["name"].startswith("bwd_minimal")] == ["bwd_minimal"]
     options = ("run", "bwd_minimal", "--shape", "1,4/2,40,50,16", "--causal", "--backend", "cpu")
     (row,) = parsed(*options)
@@ -337,7 +337,7 @@ def test_help(command: tuple[str, ...]) -> None:
     assert result.stdout.startswith("Usage: sandbox")
 
 
-# ---- exit status 2: what was asked for makes no sense, or cannot be done
+# ---- exit status 2: usage errors and unsupported problems
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_help(command: tuple[str, ...]) -> None:
         (("run", "--shape", "1,2,3"), "sandbox: shape '1,2,3' must be B,H,S,D or B,H,Sq,Sk,D, such as "),
         (("run", "--shape", "1,3/2,5,64"), "sandbox: H=3 query heads are not a multiple of Hk=2 key/value heads"),
         (("list", "--shape", "1,0,64,64"), "sandbox: shape '1,0,64,64': H=0: a problem has at least one query head"),
-        (("run", "--shape", ""), "Invalid value for '--shape': '' is blank: give it a value, or leave it out"),
+        (("run", "--shape", ""), "Invalid value for '--shape': '' is blank: pass a value, or omit the option"),
         (("bench", "--shape", "1,1,5,64", "--shape", " "), "Invalid value for '--shape': ' ' is blank"),
         (("tune", "fwd_minimal", "--shape", "1,1,5,64", "--dask", ""), "Invalid value for '--dask': '' is blank"),
         (("sanitize", "fwd_minimal", "--timeout", "nan"), "nan is not a number of seconds, 0 < seconds <= 1e+06"),
@@ -372,9 +372,9 @@ def test_help(command: tuple[str, ...]) -> None:
         ),
         (
             ("compile", "--arch", "sm_80", "sm_89"),
-            "sm_89 is an architecture and stands where kernels do: write --arch sm_80 --arch sm_89",
+            "sm_89 is an architecture, not a kernel: write --arch sm_80 --arch sm_89",
         ),
-        (("compile", "sm_90a"), "sm_90a is an architecture and stands where kernels do: write --arch sm_90a"),
+        (("compile", "sm_90a"), "sm_90a is an architecture, not a kernel: write --arch sm_90a"),
         (("compile", "--arch", "sm_42"), 'sandbox: arch "sm_42" is not known: choose one of sm_75'),
         (
             ("compile", "-D", "64,wide"),
@@ -408,15 +408,15 @@ def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
         (("profile", "fwd_minimal", "--dry-run"), "--out"),
     ],
 )
-def test_a_file_where_a_folder_should_be(command: tuple[str, ...], option: str, tmp_path: Path) -> None:
-    """It is said before any work is done."""
+def test_an_output_path_below_a_file(command: tuple[str, ...], option: str, tmp_path: Path) -> None:
+    """The error is reported before any work is done."""
     (tmp_path / "file").write_text("")
     result = call(*command, option, str(tmp_path / "file" / "below"))
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"Invalid value for '{option}': {tmp_path}/file/below cannot be written: " in result.stderr
 
 
-def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "prefix.png").mkdir()
     options = ("--shape", "1,1,17,16", "--backend", "cpu", "--plot", str(tmp_path / "prefix"))
     result = call("timeline", "fwd_mma", *options)
@@ -451,7 +451,7 @@ def test_an_unsupported_problem(options: tuple[str, ...], message: str) -> None:
     assert message.partition("]: ")[2] in row["message"]
 
 
-# ---- exit status 1: something is wrong
+# ---- exit status 1: wrong results and failures
 
 
 def test_cuda_without_a_gpu() -> None:
@@ -475,7 +475,7 @@ def test_an_unusable_cache(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -> None:
-    """One kernel is right, one wrong, one broken: each is reported, whatever the others do."""
+    """One kernel is correct, one wrong, one does not compile; each is reported."""
     new_kernel(project_copy, "fwd_wrong")
     new_kernel(project_copy, "fwd_broken")
     wrong, broken = (project_copy / f"kernels_cu/{name}.cu" for name in ("fwd_wrong", "fwd_broken"))
@@ -498,7 +498,7 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     assert "WRONG fwd_wrong on --shape [cpu]: O error " in done.stdout
     assert "FAIL fwd_broken on --shape [cpu]: " in done.stdout
     hints = [line for line in done.stdout.splitlines() if line.startswith("hint")]
-    assert [line.split()[2] for line in hints] == ["fwd_wrong"]  # a compiler's word is enough
+    assert [line.split()[2] for line in hints] == ["fwd_wrong"]  # no hint after a compile error
     assert f"{broken}:{line}:15: error: " in done.stdout
     assert "int missing = undeclared;" in done.stdout
     assert " ^~" in done.stdout
@@ -506,7 +506,7 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     done = in_project(project_copy, "sandbox", "compile", *names, "--shape", "1,1,1,32")
     assert done.returncode == 1
     assert {line.split()[0] for line in done.stdout.splitlines()} >= {"kernel", "fwd_minimal", "fwd_wrong"}
-    assert done.stderr.count("not compiled: ") == 1  # the same for every tile, and said once
+    assert done.stderr.count("not compiled: ") == 1  # reported once, not per tile
     assert f'{broken}({line}): error: identifier "undeclared" is undefined' in done.stderr
     assert "  int missing = undeclared;\n                ^" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -524,8 +524,8 @@ def edit(project: Path, name: str, old: str, new: str) -> None:
     source.write_text(text.replace(old, new))
 
 
-def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
-    """A store far past the end ends the process: not ours, and not before the others have their results."""
+def test_a_crashing_kernel_does_not_stop_the_others(project_copy: Path) -> None:
+    """A store far out of bounds ends the worker process; the command continues with the other kernels."""
     new_kernel(project_copy, "fwd_far")
     edit(project_copy, "fwd_far", STORE, FAR)
     options = ("--shape", "1,1,70,32", "--backend", "cpu")
@@ -540,14 +540,14 @@ def test_a_kernel_that_crashes_costs_its_own_row(project_copy: Path) -> None:
     assert done.returncode == 1
     assert "FAIL fwd_far on " in done.stdout
     assert "its process ended: it accessed memory that is not there (SIGSEGV), while running it" in done.stdout
-    assert done.stdout.count("SIGSEGV") == 1  # said once
+    assert done.stdout.count("SIGSEGV") == 1  # reported once
     assert "not tried: its process has ended 3 times already" in done.stdout
     assert "hint sanitize fwd_far --backend cpu looks for races" in done.stdout
     assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
 
 
-def test_what_a_compiler_refused_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a run, for one variant; until the source is another."""
+def test_compile_errors_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one run and for one variant, until the source changes."""
     kernel = dataclasses.replace(registry.get("fwd_minimal"), source=tmp_path / "fwd_minimal.cu")
     text = registry.get("fwd_minimal").source.read_text()
     kernel.source.write_text(text + "int missing = undeclared;\n")
@@ -563,8 +563,8 @@ def test_what_a_compiler_refused_is_remembered(tmp_path: Path, monkeypatch: pyte
     assert pipeline.load(*what).functions
 
 
-def test_rows_are_printed_when_they_are_there(project_copy: Path) -> None:
-    """Also into a pipe, and while another kernel never ends: Ctrl-C does."""
+def test_rows_are_printed_immediately(project_copy: Path) -> None:
+    """Also into a pipe, and while another kernel hangs; Ctrl-C ends the command."""
     new_kernel(project_copy, "fwd_endless")
     edit(project_copy, "fwd_endless", RETURN, f"while (*static_cast<volatile int*>(&group)) {{}}\n    {RETURN}")
     command = [*INTERRUPTIBLE, sys.executable, "-m", "sandbox", "run", "fwd_minimal", "fwd_endless"]
@@ -578,7 +578,7 @@ def test_rows_are_printed_when_they_are_there(project_copy: Path) -> None:
     assert process.returncode == 1
 
 
-def test_what_kernels_print_is_no_part_of_the_results(project_copy: Path) -> None:
+def test_output_of_kernels_goes_to_stderr(project_copy: Path) -> None:
     new_kernel(project_copy, "fwd_prints")
     edit(project_copy, "fwd_prints", RETURN, RETURN + ' printf("row %d\\n", query_row);')
     run = ("sandbox", "run", "fwd_prints", "--shape", "1,1,2,32", "--backend", "cpu", "--json")
@@ -608,7 +608,7 @@ def test_a_spec_that_is_wrong(project_copy: Path) -> None:
     (project_copy / "kernels_cu/fwd_x.py").write_text("kernel = undefined\n")
     done = in_project(project_copy, "sandbox", "list")
     assert done.returncode == 0
-    assert "fwd_minimal" in done.stdout  # the others go on
+    assert "fwd_minimal" in done.stdout  # the other kernels still work
     assert done.stderr.count("\n") == 1
     assert "kernels_cu/fwd_x.py, line 1: NameError: name 'undefined' is not defined" in done.stderr
     done = in_project(project_copy, "sandbox", "run", "fwd_x")
@@ -616,7 +616,7 @@ def test_a_spec_that_is_wrong(project_copy: Path) -> None:
     assert "NameError: name 'undefined' is not defined" in done.stderr
 
 
-# ---- interrupted
+# ---- interrupts
 
 
 SLEEPS = """
@@ -634,7 +634,7 @@ cli.main()
 
 
 def interrupted(*command: str, **environment: str) -> tuple[int, str]:
-    """Status and stderr of a process that is sent SIGINT when it says that it is ready."""
+    """Exit status and stderr of a process that receives SIGINT after it prints "ready"."""
     process = subprocess.Popen(
         [*INTERRUPTIBLE, sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -652,26 +652,26 @@ def test_control_c() -> None:
     assert interrupted("-c", SLEEPS, "check", "--backend", "cpu") == (1, "Aborted!")
 
 
-def test_watch_once_that_is_interrupted_has_no_verdict() -> None:
+def test_exit_status_of_an_interrupted_watch() -> None:
     assert interrupted("-c", SLEEPS, "watch", "fwd_minimal", "--once", "--backend", "cpu") == (1, "Aborted!")
     assert interrupted("-c", SLEEPS, "watch", "fwd_minimal", "--backend", "cpu") == (0, "")
 
 
-@pytest.mark.parametrize("library", ["numpy", "click"])  # which the package imports, and which the command line does
-def test_control_c_in_the_middle_of_an_import(library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("library", ["numpy", "click"])  # imported by the package, and by the command line
+def test_control_c_during_an_import(library: str, tmp_path: Path) -> None:
     slow = 'import sys, time\nprint("ready", file=sys.stderr, flush=True)\ntime.sleep(60)\n'
     (tmp_path / f"{library}.py").write_text(slow)
     assert interrupted("-m", "sandbox", "list", PYTHONPATH=str(tmp_path)) == (-signal.SIGINT, "")
 
 
-def test_a_program_that_imports_the_package_keeps_its_handler_of_control_c() -> None:
+def test_importing_the_package_keeps_the_sigint_handler() -> None:
     program = "import signal, sandbox; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     command = [*INTERRUPTIBLE, sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_standard_streams_that_are_closed(closed: str) -> None:
+def test_closed_standard_streams(closed: str) -> None:
     run = "run fwd_minimal --shape 1,1,17,16 --backend cpu"
     for command, status in ((run, 0), ("run nothing", 2)):
         shell = ["sh", "-c", f'exec "$0" -m sandbox {command} {closed}', sys.executable]
@@ -681,7 +681,7 @@ def test_standard_streams_that_are_closed(closed: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_disk_that_is_full() -> None:
+def test_a_full_disk() -> None:
     for arguments in (("list",), ("list", "--json")):
         with open("/dev/full", "w") as full:
             command = [sys.executable, "-m", "sandbox", *arguments]
@@ -690,7 +690,7 @@ def test_a_disk_that_is_full() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("doctor",), ("cache", "ls"), ("--help",)])
-def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
+def test_a_closed_pipe(arguments: tuple[str, ...]) -> None:
     """As with `| head -1`."""
     read, write = os.pipe()
     os.close(read)
@@ -709,8 +709,8 @@ def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
 # ---- tables
 
 
-def test_a_score_is_shown_as_it_is_written(tmp_path: Path) -> None:
-    """A table parses no markup and no emoji codes in it."""
+def test_score_expressions_are_not_parsed_as_markup(tmp_path: Path) -> None:
+    """A table interprets neither markup nor emoji codes in an expression."""
     text = 'h ? x : i ? j ? x:x:x + "ab"[h & 1] * 0.0f /* [/*] [bold] */'
     (tmp_path / "score.py").write_text(f"import sandbox\nscore = sandbox.Score({text!r})\n")
     options = ("--shape", "1,2,17,16", "--score", str(tmp_path / "score.py"))
@@ -719,7 +719,9 @@ def test_a_score_is_shown_as_it_is_written(tmp_path: Path) -> None:
     assert f"score=({text})" in result.stdout
 
 
-def test_progress_shows_what_it_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_text_is_not_parsed_as_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     assert list(output.followed([1], lambda _: "x[h & 1] [/*] :x:")) == [1]
     assert "x[h & 1] [/*] :x:" in capsys.readouterr().err
@@ -742,7 +744,7 @@ def lines(table, width: int) -> list[str]:
     return captured.get().splitlines()
 
 
-def test_results_are_one_line_a_case_at_120_columns() -> None:
+def test_results_take_one_line_per_case_at_120_columns() -> None:
     shown = lines(report.results_table(RESULTS, 120), 120)
     assert len(shown) == 1 + len(RESULTS)
     assert shown[0].split() == [
@@ -788,13 +790,13 @@ def test_costs(width: int) -> None:
 @pytest.mark.parametrize(
     "command", [("list",), ("doctor",), ("run", "fwd_minimal", "--shape", "1,1,70,64", "--backend", "cpu")]
 )
-def test_columns_and_no_color_are_heeded(command: tuple[str, ...]) -> None:
+def test_columns_and_no_color_are_respected(command: tuple[str, ...]) -> None:
     shown = call(*command, COLUMNS="80", NO_COLOR="1").stdout
     assert max(map(len, shown.splitlines())) <= 80
     assert "\x1b" not in shown
 
 
-def test_a_reason_that_several_cases_share_is_said_once() -> None:
+def test_a_shared_reason_is_reported_once() -> None:
     same = [
         check.Result("k", f"case {i}", PROBLEM, "cpu", False, message=f"refused\n\nx.cu:1: error\n\noptions: -D{i}")
         for i in range(6)
