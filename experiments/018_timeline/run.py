@@ -35,7 +35,7 @@ def problems(small: bool) -> list[Problem]:
 
 
 def measure(name: str, problem: Problem, device: Device, prefix: Path) -> None:
-    """Appends a row to results.jsonl; writes the lanes of a block to PREFIX.lanes.json.gz."""
+    """Appends a row to results.jsonl; writes the tracks of a block to PREFIX.lanes.json.gz."""
     kernel = registry.get(name)
     try:
         tile = pipeline.tile_on(device, kernel, problem)
@@ -44,32 +44,33 @@ def measure(name: str, problem: Problem, device: Device, prefix: Path) -> None:
         return
     found = record.record(kernel, problem, tile, device, [0, math.prod(kernel.grid(problem, tile)) // 2])
     row = {**report.as_json(found), "problem": str(problem), "tile": str(tile)}
-    del row["lanes"], row["longest_waits"]
+    del row["tracks"], row["longest_waits"]
     row["shares"] = [dataclasses.asdict(share) for share in row["shares"]]
     jsonl.append(prefix.parent / "results.jsonl", {**environment.describe(), **row})
-    last = found.lanes[-1].block
-    lanes = [
-        {**vars(lane), "steps": [dataclasses.astuple(step) for step in lane.steps]}
-        for lane in found.lanes
-        if lane.block == last
+    last = found.tracks[-1].block
+    tracks = [
+        {**vars(track), "steps": [dataclasses.astuple(step) for step in track.steps]}
+        for track in found.tracks
+        if track.block == last
     ]
-    stored = {**vars(found), "problem": None, "tile": str(tile), "lanes": lanes}
+    stored = {**vars(found), "problem": None, "tile": str(tile), "tracks": tracks}
     prefix.with_suffix(".lanes.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode(), mtime=0))
     slowdown = "-" if found.slowdown is None else f"{found.slowdown:+.1%}"
     print(f"{name:10} {problem!s:36} {slowdown:>7}  same bits: {found.same}", flush=True)
 
 
 def read(problem: Problem, prefix: Path) -> record.Timeline:
-    """The lanes that `measure` wrote."""
+    """The tracks that `measure` wrote."""
     found = json.loads(gzip.decompress(prefix.with_suffix(".lanes.json.gz").read_bytes()))
-    lanes = (
-        record.Lane(**{**lane, "steps": tuple(record.Step(*step) for step in lane["steps"])}) for lane in found["lanes"]
+    stored = found.pop("tracks", None) or found.pop("lanes")  # files of earlier versions call them lanes
+    tracks = tuple(
+        record.Track(**{**track, "steps": tuple(record.Step(*step) for step in track["steps"])}) for track in stored
     )
-    return record.Timeline(**{**found, "problem": problem, "tile": Tile.parse(found["tile"]), "lanes": tuple(lanes)})
+    return record.Timeline(**{**found, "problem": problem, "tile": Tile.parse(found["tile"]), "tracks": tracks})
 
 
 def draw(found: record.Timeline, prefix: Path) -> None:
-    begin = min(lane.steps[0].begin for lane in found.lanes)
+    begin = min(track.steps[0].begin for track in found.tracks)
     window = (begin + BETWEEN[0], begin + BETWEEN[1]) if found.rate else None
     picture.compact(plot.draw(found, prefix, window))
 

@@ -1,4 +1,4 @@
-"""The page of a timeline: lanes to zoom into, and its tables."""
+"""The page of a timeline: tracks to zoom into, and its tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def page(timeline: Timeline) -> str:
     """HTML. Raises ToolchainMissing without jinja2."""
     colours, shares = plot.colours(timeline), "Share of time by step" if timeline.timed else "Share of marks by step"
     return render(
-        "lanes.html", title=f"{timeline.kernel}: timeline", about=[report.headline(timeline)], colours=colours,
+        "tracks.html", title=f"{timeline.kernel}: timeline", about=[report.headline(timeline)], colours=colours,
         data=_data(timeline, [*colours]), table=of_terminal(report.shares_table(timeline), shares),
         heading=report.heading(timeline), remarks=report.remarks(timeline), unit=timeline.unit,
         until=plot.shown_until(timeline),
@@ -24,10 +24,12 @@ def page(timeline: Timeline) -> str:
 def _data(timeline: Timeline, names: list[str]) -> dict[str, Any]:
     """Steps as [name's number, begin, ticks, …], a row for each warp."""
     numbers = {name: n for n, name in enumerate(names)}
-    lanes = [
-        {"block": lane.block, "warp": lane.warp, "sm": lane.sm,
-         "steps": [n for s in lane.steps for n in (numbers[s.name], s.begin, s.ticks)]}
-        for lane in timeline.lanes
+    tracks = [
+        {"block": track.block, "warp": track.warp, "sm": track.sm,
+         "steps": [n for s in track.steps for n in (numbers[s.name], s.begin, s.ticks)]}
+        for track in timeline.tracks
     ]  # fmt: skip
-    waits = [name for name in names if any(s.name == name and s.waits for lane in timeline.lanes for s in lane.steps)]
-    return {"names": names, "waits": waits, "lanes": lanes, "unit": timeline.unit}
+    waits = [
+        name for name in names if any(s.name == name and s.waits for track in timeline.tracks for s in track.steps)
+    ]
+    return {"names": names, "waits": waits, "tracks": tracks, "unit": timeline.unit}

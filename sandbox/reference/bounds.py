@@ -27,8 +27,8 @@ def errors(x: ArrayLike, ref: ArrayLike) -> NDArray[np.float64]:
     if x.shape != ref.shape:
         raise ValueError(f"result {x.shape} and reference {ref.shape} must have one shape")
     finite = np.isfinite(x) & np.isfinite(ref)
-    same_signature = (x == ref) | (np.isnan(x) & np.isnan(ref))
-    return np.where(finite, abs(np.where(finite, x, 0) - np.where(finite, ref, 0)), np.where(same_signature, 0, np.inf))
+    equal = (x == ref) | (np.isnan(x) & np.isnan(ref))
+    return np.where(finite, abs(np.where(finite, x, 0) - np.where(finite, ref, 0)), np.where(equal, 0, np.inf))
 
 
 def max_error(x: ArrayLike, ref: ArrayLike) -> float:

@@ -1,4 +1,4 @@
-"""The tapes that marks write to (include/timeline.cuh), and how they are read."""
+"""The buffers that marks write to (include/timeline.cuh), and how they are read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def macros(steps: Sequence[str], grid: Dim3, block: Dim3, device: Device) -> dic
     return {"TIMELINE_MARKS": LENGTH[device[0]], **most, **extents, **numbers}
 
 
-class _Told(ctypes.Structure):  # `Tapes` of timeline.cuh
+class _DeviceBuffers(ctypes.Structure):  # `Tapes` of timeline.cuh
     _fields_ = (
         ("anchors", ctypes.c_uint64), ("high", ctypes.c_uint32), ("low", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
@@ -128,7 +128,7 @@ class MarkBuffers:
         self.clear()
         high, low = divmod(self._clocks.address, 2**32)
         listened = [*blocks, *[_NO_BLOCK] * (MOST_BLOCKS - len(blocks))]
-        told = _Told(self._anchors.address, high, low, (ctypes.c_uint32 * MOST_BLOCKS)(*listened))
+        told = _DeviceBuffers(self._anchors.address, high, low, (ctypes.c_uint32 * MOST_BLOCKS)(*listened))
         if self._gpu:
             driver.write(function.constant(_SYMBOL), ctypes.addressof(told), ctypes.sizeof(told), self._gpu)
         else:
@@ -140,12 +140,12 @@ class MarkBuffers:
         self._anchors.clear()
 
     def read(self) -> Iterator[MarkBuffer]:
-        """The tape of each warp that came to a mark. Where a block ran for longer than tapes are, its end."""
+        """The tape of each warp that came to a mark. Where a block ran for longer than buffers are, its end."""
         count = len(self.blocks) * self._warps
         anchors = self._anchors.fetch(count).reshape(-1, self._warps)
         every = self._clocks.fetch(count * self._length // _CLOCK.itemsize).reshape(*anchors.shape, -1)
-        for block, tapes, ends in zip(self.blocks, every, anchors, strict=True):
-            written = [_marks_on(buffer) for buffer in tapes]
+        for block, buffers, ends in zip(self.blocks, every, anchors, strict=True):
+            written = [_marks_on(buffer) for buffer in buffers]
             latest = _latest(np.concatenate([marks["clock"] for marks in written]))
             for warp, marks in enumerate(written):
                 age = latest - marks["clock"]  # modulo 2^32

@@ -1,4 +1,4 @@
-"""A timeline as a picture: a lane for each warp, a colour for each step."""
+"""A timeline as a picture: a track for each warp, a colour for each step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..core import picture
 from ..core.errors import UnsupportedProblem
-from .record import Lane, Timeline
+from .record import Track, Timeline
 
 # Okabe and Ito's, which colour-blind people can tell apart, and lighter ones of their hues
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5fb0", "#8c6d31", "#b2df8a", "#f0e442")
@@ -17,16 +17,16 @@ _MOST_STEPS = 160  # of a warp, unless somebody says from when to when
 
 def colours(timeline: Timeline) -> dict[str, str]:
     """{step: colour} in the order in which steps appear; all waits are grey."""
-    names = dict.fromkeys(step.name for lane in timeline.lanes for step in lane.steps if not step.waits)
-    waits = dict.fromkeys(step.name for lane in timeline.lanes for step in lane.steps if step.waits)
+    names = dict.fromkeys(step.name for track in timeline.tracks for step in track.steps if not step.waits)
+    waits = dict.fromkeys(step.name for track in timeline.tracks for step in track.steps if step.waits)
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)} | dict.fromkeys(waits, WAITING)
 
 
 def shown_until(timeline: Timeline) -> int:
     """The tick up to which a picture can show steps apart."""
-    ends = (lane.steps[:_MOST_STEPS][-1].end for lane in timeline.lanes if lane.steps)
-    busy = [lane for lane in timeline.lanes if len(lane.steps) > _MOST_STEPS]
-    return min(lane.steps[_MOST_STEPS].begin for lane in busy) if busy else max(ends, default=0)
+    ends = (track.steps[:_MOST_STEPS][-1].end for track in timeline.tracks if track.steps)
+    busy = [track for track in timeline.tracks if len(track.steps) > _MOST_STEPS]
+    return min(track.steps[_MOST_STEPS].begin for track in busy) if busy else max(ends, default=0)
 
 
 def draw(timeline: Timeline, prefix: Path | str, between: tuple[int, int] | None = None) -> list[Path]:
@@ -35,24 +35,24 @@ def draw(timeline: Timeline, prefix: Path | str, between: tuple[int, int] | None
     Raises UnsupportedProblem when there is nothing to show, ToolchainMissing without matplotlib.
     """
     first, last = between or (0, shown_until(timeline))
-    lanes = [lane for lane in timeline.lanes if any(s.begin < last and s.end > first for s in lane.steps)]
-    if not lanes:
+    tracks = [track for track in timeline.tracks if any(s.begin < last and s.end > first for s in track.steps)]
+    if not tracks:
         raise UnsupportedProblem(f"{timeline.kernel}: no warp has a step between ticks {first} and {last}")
     colour = colours(timeline)
-    with picture.figure(11, 1.2 + 0.22 * len(lanes), dpi=110) as figure:
+    with picture.figure(11, 1.2 + 0.22 * len(tracks), dpi=110) as figure:
         axis = figure.add_subplot()
         labelled: set[str] = set()
         for name in colour:
-            for n, lane in enumerate(lanes):
-                spans = [s for s in lane.steps if s.name == name and s.begin < last and s.end > first]
+            for n, track in enumerate(tracks):
+                spans = [s for s in track.steps if s.name == name and s.begin < last and s.end > first]
                 if spans:
                     label, place = ("waits", (n + 0.35, 0.3)) if spans[0].waits else (name, (n + 0.1, 0.8))
                     axis.broken_barh([(s.begin, s.ticks) for s in spans], place, color=colour[name], linewidth=0.3,
                                      edgecolor="white", label=None if label in labelled else label)  # fmt: skip
                     labelled.add(label)
         axis.set_xlim(first, last)
-        axis.set_ylim(len(lanes), 0)
-        axis.set_yticks([n + 0.5 for n in range(len(lanes))], _labels(lanes), fontsize=7)
+        axis.set_ylim(len(tracks), 0)
+        axis.set_yticks([n + 0.5 for n in range(len(tracks))], _labels(tracks), fontsize=7)
         axis.set_xlabel(timeline.unit if timeline.timed else f"{timeline.unit}: order, not time")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.set_title(f"{timeline.kernel} {timeline.problem} on {timeline.device}", loc="left", fontsize=9)
@@ -60,5 +60,5 @@ def draw(timeline: Timeline, prefix: Path | str, between: tuple[int, int] | None
         return picture.save(figure, prefix)
 
 
-def _labels(lanes: Sequence[Lane]) -> list[str]:
-    return [f"block {lane.block} warp {lane.warp}" for lane in lanes]
+def _labels(tracks: Sequence[Track]) -> list[str]:
+    return [f"block {track.block} warp {track.warp}" for track in tracks]

@@ -48,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Lane:
+class Track:
     """What one warp of a block did, on SM `sm`, None without TIMELINE(done). Warps of one `role` have the same
     steps; `lost`: so many earlier marks, or more, found no room."""
 
@@ -75,7 +75,7 @@ class Timeline:
     device: str
     unit: str
     rate: int | None
-    lanes: tuple[Lane, ...]
+    tracks: tuple[Track, ...]
     blocks: int  # of the whole grid
     seconds: tuple[float, float] | None
     same: bool | None
@@ -93,7 +93,7 @@ class Timeline:
     @property
     def lost(self) -> int:
         """So many marks, or more, found no room."""
-        return sum(lane.lost for lane in self.lanes)
+        return sum(track.lost for track in self.tracks)
 
 
 def record(
@@ -109,17 +109,17 @@ def record(
     chosen = _blocks(math.prod(grid), blocks)
     inputs = _inputs(kernel.computes, problem, device)
     repeats = _REPEATS if device != HOST else 1
-    tapes = MarkBuffers(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
-    in_turns = (marked, first, first, marked) if device != HOST else (first, marked)  # a GPU's clock drifts
-    runs = [trial.launch(v, tile, problem, inputs, device, repeats=repeats, before=tapes.clear) for v in in_turns]
-    plain, noted = ([run for run, v in zip(runs, in_turns, strict=True) if v is which] for which in (first, marked))
+    buffers = MarkBuffers(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
+    order = (marked, first, first, marked) if device != HOST else (first, marked)  # a GPU's clock drifts
+    runs = [trial.launch(v, tile, problem, inputs, device, repeats=repeats, before=buffers.clear) for v in order]
+    plain, noted = ([run for run, v in zip(runs, order, strict=True) if v is which] for which in (first, marked))
     gpu = driver.device(device[1]) if device != HOST else None
     pairs = [(plain[0].outputs[name], noted[-1].outputs[name]) for name in plain[0].outputs if name in first.args]
     same = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs) if kernel.deterministic else None
     rate = gpu.clock_rate() if gpu else None
     return Timeline(
         kernel.name, problem, tile, gpu.name if gpu else "the CPU backend", "cycles" if gpu else "marks", rate,
-        tuple(_lanes([*tapes.read()], names, rate)), math.prod(grid),
+        tuple(_tracks([*buffers.read()], names, rate)), math.prod(grid),
         (_mean(plain), _mean(noted)) if gpu else None, same,
     )  # fmt: skip
 
@@ -166,11 +166,11 @@ def _since(clock: int, earlier: int) -> int:
     return (clock - earlier + 2**31) % 2**32 - 2**31
 
 
-def _lanes(tapes: Sequence[MarkBuffer], names: Sequence[str], rate: int | None) -> Iterator[Lane]:
+def _tracks(buffers: Sequence[MarkBuffer], names: Sequence[str], rate: int | None) -> Iterator[Track]:
     """Clocks differ between SMs: a block's marks are placed by its own, and blocks by the clock that SMs share, where a
     warp of theirs was done; others as if all had begun at once."""
     blocks: dict[int, list[MarkBuffer]] = defaultdict(list)
-    for buffer in tapes:
+    for buffer in buffers:
         blocks[buffer.block].append(buffer)
     begins = {block: _begin(own, rate) for block, own in blocks.items()}
     start = min((at for _, at in begins.values() if at is not None), default=0)
@@ -187,32 +187,32 @@ def _lanes(tapes: Sequence[MarkBuffer], names: Sequence[str], rate: int | None) 
             steps = tuple(step for step in named if step.name != DONE)
             if steps:
                 found.append(
-                    Lane(block, buffer.warp, buffer.anchor[0] if buffer.anchor else None, "", steps, buffer.lost)
+                    Track(block, buffer.warp, buffer.anchor[0] if buffer.anchor else None, "", steps, buffer.lost)
                 )
     roles = _roles(found)
-    return (dataclasses.replace(lane, role=roles[lane.warp]) for lane in found)
+    return (dataclasses.replace(track, role=roles[track.warp]) for track in found)
 
 
-def _begin(tapes: Sequence[MarkBuffer], rate: int | None) -> tuple[int, int | None]:
+def _begin(buffers: Sequence[MarkBuffer], rate: int | None) -> tuple[int, int | None]:
     """The clock of a block's first mark, and when that was in ticks of the clock that SMs share."""
-    some = int(tapes[0].marks["clock"][0])
-    first = some + min(_since(int(buffer.marks["clock"][0]), some) for buffer in tapes)
-    for buffer in tapes:
+    some = int(buffers[0].marks["clock"][0])
+    first = some + min(_since(int(buffer.marks["clock"][0]), some) for buffer in buffers)
+    for buffer in buffers:
         if buffer.anchor and rate:
             _, clock, nanoseconds = buffer.anchor
             return first, nanoseconds * rate // 10**9 - _since(clock, first)
     return first, None
 
 
-def _roles(lanes: Sequence[Lane]) -> dict[int, str]:
+def _roles(tracks: Sequence[Track]) -> dict[int, str]:
     """{warp: "warps 4-11"}: together those that had the same steps, in whichever block."""
     steps: dict[int, set[str]] = defaultdict(set)
-    for lane in lanes:
-        steps[lane.warp] |= {step.name for step in lane.steps}
-    same_signature: dict[frozenset[str], list[int]] = defaultdict(list)
+    for track in tracks:
+        steps[track.warp] |= {step.name for step in track.steps}
+    by_steps: dict[frozenset[str], list[int]] = defaultdict(list)
     for warp in sorted(steps):
-        same_signature[frozenset(steps[warp])].append(warp)
-    named = {warp: _numbers(warps) for warps in same_signature.values() for warp in warps}
+        by_steps[frozenset(steps[warp])].append(warp)
+    named = {warp: _numbers(warps) for warps in by_steps.values() for warp in warps}
     return {warp: f"{'warp' if text.isdecimal() else 'warps'} {text}" for warp, text in named.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..verify.report import si_time, table
-from .record import Lane, Step, Timeline
+from .record import Track, Step, Timeline
 
 _WAITS = 5
 
@@ -31,9 +31,9 @@ class Share:
 def shares(timeline: Timeline) -> list[Share]:
     """By role, the largest part first."""
     roles: dict[str, dict[str, list[Step]]] = defaultdict(lambda: defaultdict(list))
-    for lane in sorted(timeline.lanes, key=lambda lane: lane.warp):
-        for step in lane.steps:
-            roles[lane.role][step.name].append(step)
+    for track in sorted(timeline.tracks, key=lambda track: track.warp):
+        for step in track.steps:
+            roles[track.role][step.name].append(step)
     found = []
     for role, named in roles.items():
         whole = sum(step.ticks for steps in named.values() for step in steps) or 1
@@ -46,9 +46,9 @@ def shares(timeline: Timeline) -> list[Share]:
     return found
 
 
-def longest_waits(timeline: Timeline, count: int = _WAITS) -> list[tuple[Lane, Step]]:
+def longest_waits(timeline: Timeline, count: int = _WAITS) -> list[tuple[Track, Step]]:
     """The longest waits of all, longest first."""
-    waits = [(lane, step) for lane in timeline.lanes for step in lane.steps if step.waits]
+    waits = [(track, step) for track in timeline.tracks for step in track.steps if step.waits]
     return sorted(waits, key=lambda pair: -pair[1].ticks)[:count]
 
 
@@ -72,7 +72,7 @@ def heading(timeline: Timeline) -> str:
 
 def headline(timeline: Timeline) -> str:
     """What was launched, where, and which of it is shown."""
-    blocks = ", ".join(str(block) for block in dict.fromkeys(lane.block for lane in timeline.lanes))
+    blocks = ", ".join(str(block) for block in dict.fromkeys(track.block for track in timeline.tracks))
     subject = f"{timeline.kernel} {timeline.problem}, tile {timeline.tile}, on {timeline.device}"
     return f"{subject}: blocks {blocks} of {timeline.blocks}"
 
@@ -80,8 +80,8 @@ def headline(timeline: Timeline) -> str:
 def remarks(timeline: Timeline) -> Sequence[str]:
     """The longest waits, what marks cost, and what is to be known of the figures."""
     said = [
-        f"block {lane.block} warp {lane.warp}: {step.ticks} {timeline.unit} in {step.name}, from {step.begin} on"
-        for lane, step in longest_waits(timeline)
+        f"block {track.block} warp {track.warp}: {step.ticks} {timeline.unit} in {step.name}, from {step.begin} on"
+        for track, step in longest_waits(timeline)
     ]
     if said:
         said.insert(0, "longest waits:" if timeline.timed else "waits with the most marks of other warps in between:")
@@ -99,7 +99,7 @@ def remarks(timeline: Timeline) -> Sequence[str]:
 
 def as_json(timeline: Timeline) -> dict[str, Any]:
     """Lanes with their steps, shares, waits and what marks cost."""
-    waits = [{"block": lane.block, "warp": lane.warp, "step": step} for lane, step in longest_waits(timeline)]
+    waits = [{"block": track.block, "warp": track.warp, "step": step} for track, step in longest_waits(timeline)]
     names = ("kernel", "problem", "tile", "device", "unit", "rate", "blocks", "seconds", "slowdown", "same", "lost")
     about = {name: getattr(timeline, name) for name in names}
-    return {**about, "shares": shares(timeline), "longest_waits": waits, "lanes": timeline.lanes}
+    return {**about, "shares": shares(timeline), "longest_waits": waits, "tracks": timeline.tracks}

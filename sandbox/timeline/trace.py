@@ -21,14 +21,14 @@ def write(timeline: Timeline, path: Path) -> None:
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     microseconds = 1e6 / timeline.rate if timeline.rate else 1.0  # of a tick; a mark is shown as one
     named: set[int] = set()
-    for lane in timeline.lanes:
-        at = {"pid": lane.block, "tid": lane.warp}
-        if lane.block not in named:
-            named.add(lane.block)
-            where = "" if lane.sm is None else f", SM {lane.sm}"
-            yield {**at, "ph": "M", "name": "process_name", "args": {"name": f"block {lane.block}{where}"}}
-        yield {**at, "ph": "M", "name": "thread_name", "args": {"name": f"warp {lane.warp} ({lane.role})"}}
-        for step in lane.steps:
+    for track in timeline.tracks:
+        at = {"pid": track.block, "tid": track.warp}
+        if track.block not in named:
+            named.add(track.block)
+            where = "" if track.sm is None else f", SM {track.sm}"
+            yield {**at, "ph": "M", "name": "process_name", "args": {"name": f"block {track.block}{where}"}}
+        yield {**at, "ph": "M", "name": "thread_name", "args": {"name": f"warp {track.warp} ({track.role})"}}
+        for step in track.steps:
             yield {
                 **at, "ph": "X", "name": step.name, "cat": "wait" if step.waits else "work",
                 "ts": step.begin * microseconds, "dur": step.ticks * microseconds,

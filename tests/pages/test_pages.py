@@ -27,7 +27,7 @@ from sandbox.pages import disassembly as disassembly_page
 from sandbox.pages import history, render, reports, tables
 from sandbox.pages import timeline as timeline_page
 from sandbox.spec import Problem, Tile
-from sandbox.timeline.record import Lane, Step, Timeline
+from sandbox.timeline.record import Track, Step, Timeline
 from sandbox.toolchain import disassembly
 from sandbox.toolchain.disassembly import Instruction
 from sandbox.toolchain.nvrtc import Resources
@@ -82,8 +82,8 @@ def versions(tmp_path: Path) -> tuple[Code, Code]:
 
 def timeline() -> Timeline:
     steps = (Step("wait_load", 0, 40), Step("QK", 40, 60), Step("softmax", 60, 100))
-    lanes_ = tuple(Lane(0, warp, 3, "warps 0-1", steps, 0) for warp in range(2))
-    return Timeline("own", PROBLEM, TILE, "a GPU", "cycles", 10**9, lanes_, 8, (1e-3, 1.02e-3), True)
+    tracks_ = tuple(Track(0, warp, 3, "warps 0-1", steps, 0) for warp in range(2))
+    return Timeline("own", PROBLEM, TILE, "a GPU", "cycles", 10**9, tracks_, 8, (1e-3, 1.02e-3), True)
 
 
 def past() -> list[Version]:
@@ -103,7 +103,7 @@ def every_page(versions: tuple[Code, Code]) -> dict[str, str]:
         "code": disassembly_page.page([versions[1]]),
         "diff": disassembly_page.page(versions),
         "history": history.page("own", past()),
-        "lanes": timeline_page.page(timeline()),
+        "tracks": timeline_page.page(timeline()),
         "check": reports.check(results),
     }
 
@@ -343,7 +343,7 @@ def test_a_click_on_a_head_sorts(browser: Any, versions: tuple[Code, Code], tmp_
 
 
 def test_the_lanes_can_be_zoomed_and_asked(browser: Any, tmp_path: Path) -> None:
-    tab = opened(browser, tmp_path / "lanes.html", timeline_page.page(timeline()))
+    tab = opened(browser, tmp_path / "tracks.html", timeline_page.page(timeline()))
     box = tab.locator("canvas").bounding_box()
     tab.mouse.move(box["x"] + 130 + (box["width"] - 130) / 2, box["y"] + 10)
     assert tab.locator("#said").text_content() == "block 0 (SM 3) warp 0: QK, 20 cycles from 40 on"

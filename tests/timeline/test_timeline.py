@@ -92,9 +92,9 @@ def test_a_kernel_of_ones_own_gets_a_timeline_by_one_line(tmp_path: Path) -> Non
     own.source.write_text(_marked(kernel.source.read_text()))
     found = recorded(own, blocks=[1])
     tile = choose_tile(own, PROBLEM, None)
-    assert {(lane.block, len(lane.steps)) for lane in found.lanes} == {(1, PROBLEM.Sk // tile.BLOCK_N)}
-    assert {step.name for lane in found.lanes for step in lane.steps} == {"tile"}
-    assert len(found.lanes) == tile.BLOCK_M // 32
+    assert {(track.block, len(track.steps)) for track in found.tracks} == {(1, PROBLEM.Sk // tile.BLOCK_N)}
+    assert {step.name for track in found.tracks for step in track.steps} == {"tile"}
+    assert len(found.tracks) == tile.BLOCK_M // 32
     with pytest.raises(UnsupportedProblem, match="has no marks"):
         recorded(kernel)
 
@@ -105,7 +105,7 @@ def test_a_block_of_a_grid_of_three_dimensions_has_a_number(tmp_path: Path) -> N
     own.source.write_text(_marked(kernel.source.read_text()))
     problem = Problem(2, 2, 64, 64, 16, dtype="float16")
     last = math.prod(own.grid(problem, choose_tile(own, problem, None))) - 1
-    assert {lane.block for lane in recorded(own, problem, blocks=[last]).lanes} == {last}
+    assert {track.block for track in recorded(own, problem, blocks=[last]).tracks} == {last}
 
 
 def test_more_steps_than_a_tape_tells_apart_are_refused(tmp_path: Path) -> None:
@@ -121,26 +121,28 @@ def test_each_warp_s_steps_are_in_the_order_of_the_kernel(mma: record.Timeline) 
     assert mma.unit == "marks"
     assert mma.seconds is None
     assert mma.same is True
-    assert [(lane.block, lane.warp) for lane in mma.lanes] == [(block, warp) for block in (0, 1) for warp in range(4)]
+    assert [(track.block, track.warp) for track in mma.tracks] == [
+        (block, warp) for block in (0, 1) for warp in range(4)
+    ]
     step = ["QK", "softmax", "PV"]
     tile = ["wait_load", "load", *step * (mma.tile.BLOCK_N // mma.tile.SUB_N)]
-    for lane in mma.lanes:
-        assert [s.name for s in lane.steps] == tile * (PROBLEM.Sk // mma.tile.BLOCK_N) + ["store"]
-        assert lane.role == "warps 0-3"
-        assert all(a.end == b.begin for a, b in zip(lane.steps, lane.steps[1:], strict=False))
+    for track in mma.tracks:
+        assert [s.name for s in track.steps] == tile * (PROBLEM.Sk // mma.tile.BLOCK_N) + ["store"]
+        assert track.role == "warps 0-3"
+        assert all(a.end == b.begin for a, b in zip(track.steps, track.steps[1:], strict=False))
 
 
 def test_a_block_comes_to_one_mark_at_a_time(mma: record.Timeline) -> None:
     for block in (0, 1):
-        begins = sorted(step.begin for lane in mma.lanes if lane.block == block for step in lane.steps)
+        begins = sorted(step.begin for track in mma.tracks if track.block == block for step in track.steps)
         assert len(begins) == len({*begins})
         assert begins[0] == 0
 
 
 def test_the_roles_of_warps_are_told_apart() -> None:
     found = recorded(registry.get("fwd_wgmma"), dataclasses.replace(PROBLEM, Sq=64), blocks=[0])
-    steps = {role: {step.name for lane in found.lanes if lane.role == role for step in lane.steps} for role in
-             {lane.role for lane in found.lanes}}  # fmt: skip
+    steps = {role: {step.name for track in found.tracks if track.role == role for step in track.steps} for role in
+             {track.role for track in found.tracks}}  # fmt: skip
     assert steps.pop("warp 0") == {"wait_empty", "load"}
     assert steps.pop("warp 1") == {"wait_empty_Q", "load_Q"}
     assert {"wait_turn", "multiply", "softmax", "store"} <= set.union(*steps.values())
@@ -153,7 +155,7 @@ def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
     before, _, between, _, after = re.split(r"( *extern __shared__ .*\n)", kernel.source.read_text())
     own.source.write_text(before + first + between + second + after)
     found = recorded(own)
-    assert {step.name for lane in found.lanes for step in lane.steps} == {"a"}
+    assert {step.name for track in found.tracks for step in track.steps} == {"a"}
     assert found.same is True
 
 
@@ -161,13 +163,13 @@ def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch
     room = 16  # marks of a block
     monkeypatch.setitem(mark_buffers.LENGTH, "cpu", mark_buffers.CLOCKS_A_MARK * room)
     found = recorded(registry.get("fwd_mma"))
-    whole = {(lane.block, lane.warp): [step.name for step in lane.steps] for lane in mma.lanes}
+    whole = {(track.block, track.warp): [step.name for step in track.steps] for track in mma.tracks}
     for block in (0, 1):
-        lanes = [lane for lane in found.lanes if lane.block == block]
-        for lane in lanes:
-            assert [step.name for step in lane.steps] == whole[block, lane.warp][-len(lane.steps) :]
-        assert room - 4 <= sum(len(lane.steps) for lane in lanes) <= room  # some are the last one, which is no step
-        assert max(step.end for lane in lanes for step in lane.steps) < room
+        tracks = [track for track in found.tracks if track.block == block]
+        for track in tracks:
+            assert [step.name for step in track.steps] == whole[block, track.warp][-len(track.steps) :]
+        assert room - 4 <= sum(len(track.steps) for track in tracks) <= room  # some are the last one, which is no step
+        assert max(step.end for track in tracks for step in track.steps) < room
     assert found.lost > 0
     assert any("found no room" in text for text in report.remarks(found))
 
@@ -186,27 +188,27 @@ def test_clocks_are_read_modulo_their_32_bits() -> None:
         buffer(0, 1, [-50, 20, 150], 1100),
         buffer(3, 0, [5000, 5010, 5030], 1000),
     ]
-    found = [*record._lanes(written, ("done", "load", "multiply"), 10**9)]
-    assert [(lane.block, lane.sm) for lane in found] == [(0, 7), (0, 7), (3, 10)]
+    found = [*record._tracks(written, ("done", "load", "multiply"), 10**9)]
+    assert [(track.block, track.sm) for track in found] == [(0, 7), (0, 7), (3, 10)]
     # block 0 began at 1040 ns - (90 + 50) cycles of 1 ns, block 3 at 1000 ns - 30 cycles
-    assert [[step.begin for step in lane.steps] for lane in found] == [[100, 110], [0, 70], [70, 80]]
-    assert [lane.steps[-1].end for lane in found] == [140, 200, 100]
+    assert [[step.begin for step in track.steps] for track in found] == [[100, 110], [0, 70], [70, 80]]
+    assert [track.steps[-1].end for track in found] == [140, 200, 100]
 
 
 def test_shares_add_up_and_waits_are_apart(mma: record.Timeline) -> None:
     rows = report.shares(mma)
     assert sum(row.share for row in rows) == pytest.approx(1)
     assert [row.step for row in rows if row.waits] == ["wait_load"]
-    (lane, longest), *_ = report.longest_waits(mma)
+    (track, longest), *_ = report.longest_waits(mma)
     assert longest.ticks == max(row.longest for row in rows if row.waits)
-    assert longest in lane.steps
+    assert longest in track.steps
 
 
 def test_the_trace_is_what_perfetto_reads(mma: record.Timeline, tmp_path: Path) -> None:
     trace.write(mma, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     steps = [e for e in events if e["ph"] == "X"]
-    assert len(steps) == sum(len(lane.steps) for lane in mma.lanes)
+    assert len(steps) == sum(len(track.steps) for track in mma.tracks)
     assert {e["pid"] for e in steps} == {0, 1}
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"block 0, SM 0", "block 1, SM 0"}
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in steps)
@@ -214,7 +216,7 @@ def test_the_trace_is_what_perfetto_reads(mma: record.Timeline, tmp_path: Path) 
 
 def test_the_picture_shows_what_it_is_asked_for(mma: record.Timeline, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = plot.draw(mma, tmp_path / "lanes", (0, 40))
+    paths = plot.draw(mma, tmp_path / "tracks", (0, 40))
     assert [path.suffix for path in paths] == [".png", ".svg"]
     assert "softmax" in paths[1].read_text() or paths[1].stat().st_size > 5000  # text may be drawn as outlines
     with pytest.raises(UnsupportedProblem, match="no warp has a step"):
@@ -240,7 +242,7 @@ def test_the_command_says_what_it_was_asked(tmp_path: Path) -> None:
     assert "waits with the most marks" in shown.output
     assert "wait_load" in shown.output
     found = json.loads(run("--json", "--blocks", "1", "--trace", str(tmp_path / "t.json")).stdout)
-    assert {lane["block"] for lane in found["lanes"]} == {1}
+    assert {track["block"] for track in found["tracks"]} == {1}
     assert found["same"] is True
     assert (tmp_path / "t.json").is_file()
     assert run("--blocks", "7").exit_code == 2
@@ -258,5 +260,5 @@ def test_marks_cost_little_on_a_gpu() -> None:
     assert found.slowdown is not None
     assert found.slowdown < 0.05
     assert found.lost == 0
-    assert {"warp 0", "warp 1"} < {lane.role for lane in found.lanes}
-    assert len({lane.sm for lane in found.lanes}) == 4  # a block stays on its SM
+    assert {"warp 0", "warp 1"} < {track.role for track in found.tracks}
+    assert len({track.sm for track in found.tracks}) == 4  # a block stays on its SM

@@ -1,12 +1,12 @@
 "use strict";
-const canvas = document.getElementById("lanes"), said = document.getElementById("said"), LEFT = 130, ROW = 17, GAP = 7, FOOT = 22;
+const canvas = document.getElementById("tracks"), said = document.getElementById("said"), LEFT = 130, ROW = 17, GAP = 7, FOOT = 22;
 const waits = new Set(timeline.waits), names = timeline.names;
 let last = 1, y = 4;
-const rows = timeline.lanes.map((lane, n) => {
-  if (n && lane.block !== timeline.lanes[n - 1].block) y += GAP;
-  const row = {...lane, y};
+const rows = timeline.tracks.map((track, n) => {
+  if (n && track.block !== timeline.tracks[n - 1].block) y += GAP;
+  const row = {...track, y};
   y += ROW;
-  for (let i = 0; i < lane.steps.length; i += 3) last = Math.max(last, lane.steps[i + 1] + lane.steps[i + 2]);
+  for (let i = 0; i < track.steps.length; i += 3) last = Math.max(last, track.steps[i + 1] + track.steps[i + 2]);
   return row;
 });
 const height = y + FOOT;
