@@ -1,3 +1,3 @@
-"""The verbs compile, sass and ptx: what tiles cost, and machine code by source line, counted and compared."""
+"""The commands compile, sass and ptx: resource usage of tiles; machine code and PTX by source line."""
 
 __all__ = ["costs", "listing", "report"]

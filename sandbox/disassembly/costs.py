@@ -1,4 +1,4 @@
-"""What the verb `compile` finds out of a tile, and the table of it."""
+"""Resource usage of a tile, and the table of the command `compile`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..verify.report import SLOW, WIDE, kib, registers, si_time, slow, table
 
 @dataclass(frozen=True)
 class Cost:
-    """What one tile of a kernel costs on `arch`. `message` says why there are no numbers: the kernel does not take the
-    tile or the problem (`ok` is None), or the compiler refused it (`ok` is False)."""
+    """Resource usage of one tile of a kernel on `arch`. Without numbers, `message` has the reason: the kernel does not
+    support the tile or the problem (`ok` is None), or the compilation failed (`ok` is False)."""
 
     kernel: str
     problem: Problem
@@ -34,12 +34,12 @@ class Cost:
 
 
 def compiled_table(costs: Sequence[Cost], width: int) -> Table:
-    """What `compile` prints: one line a tile, or two where the screen is narrow."""
+    """The table of `compile`: one line per tile, or two on a narrow screen."""
     caption = SLOW if any(slow(c.resources) for c in costs) else ""
     if width >= WIDE:
         numbers = ["regs", "smem", "blocks/SM", "occupancy", "compile"]
         shown = table("kernel", "problem", "arch", "tile", *numbers, "limited by", right=numbers, caption=caption)
-        shown.columns[3].no_wrap = True  # to be copied
+        shown.columns[3].no_wrap = True  # so that it can be copied
     else:
         numbers = ["regs\nsmem", "blocks\nper SM", "compile"]
         last = "occupancy\nlimited by"
@@ -55,6 +55,6 @@ def compiled_table(costs: Sequence[Cost], width: int) -> Table:
             shown.add_row(c.kernel, variant, c.arch, tile, regs, smem, blocks, occupancy, compiling, o.limiter)
         else:
             what = Text.assemble(c.kernel, " ", c.arch, "\n", (variant, "dim"))
-            held = Text.assemble(regs, "\n", smem)
-            shown.add_row(what, tile.replace(",", "\n"), held, blocks, compiling, f"{occupancy}\n{o.limiter}")
+            memory = Text.assemble(regs, "\n", smem)
+            shown.add_row(what, tile.replace(",", "\n"), memory, blocks, compiling, f"{occupancy}\n{o.limiter}")
     return shown

@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel, instruction by instruction; and the same of another version of it."""
+"""Machine code or PTX of a kernel or of another version of it, and the differences between two versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LANGUAGES = ("sass", "ptx")
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled kernel, or an entry of it, in one of LANGUAGES. `label` tells versions apart: a tile, a revision."""
+    """A compiled entry point of a kernel in one of LANGUAGES. `label` distinguishes versions: a tile, a revision."""
 
     label: str
     kernel: str
@@ -44,16 +44,16 @@ class Code:
     tile: Tile
     resources: Resources
     instructions: tuple[Instruction, ...]
-    source: str = ""  # its .cu's name
+    source: str = ""  # name of the .cu
 
     @property
     def counts(self) -> dict[str, int]:
-        """{opcode class: how many}."""
+        """{opcode class: count}."""
         return disassembly.counts(self.instructions)
 
     @property
     def live_peaks(self) -> dict[SourceLine, int]:
-        """{source line: the most live registers at any of its instructions}, highest first; {} where nobody tells."""
+        """{source line: maximum of live registers over its instructions}, highest first; {} if unknown."""
         peaks: dict[SourceLine, int] = {}
         for i in self.instructions:
             if i.live is not None and i.line:
@@ -65,7 +65,7 @@ def translate(
     kernel: Kernel, language: str, problem: Problem, arch: str | None = None, tile: Tile | None = None,
     label: str = "", entry: str = "",
 ) -> Code:  # fmt: skip
-    """Compile `kernel` and read the code of one of its entries, by default the first; for `arch_here` by default.
+    """Compile `kernel` and disassemble one of its entry points. Defaults: the first entry point, and `arch_here`.
 
     Raises what `sandbox.compile` raises; ToolchainMissing without nvdisasm.
     """
@@ -82,8 +82,8 @@ def translate(
 
 
 def version(kernel: Kernel, reference: str) -> Kernel:
-    """Another version of a kernel: a `.cu` file in place of its own, whatever its entries are called; or, with headers
-    and spec as they were then, a git revision of this project, or "history:3", the third version that `watch` saw.
+    """Another version of a kernel. `reference` is a `.cu` file, whose entry points may have other names, a git revision
+    of this project, or "history:3", version 3 in the history of `watch`. The last two have their own headers and spec.
 
     Raises UnsupportedProblem, UnknownKernel, HistoryError.
     """
@@ -100,7 +100,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def _renamed(kernel: Kernel) -> Kernel:
-    """With the names that its entries have in its file, if those are others: a copy's follow its own."""
+    """The kernel with the entry-point names of its file, if they differ, as in a renamed copy."""
     text = kernel.source.read_text(errors="replace") if kernel.source.is_file() else ""
     there = _ENTRY.findall(_COMMENT.sub(" ", text))
     if kernel.name in there or len(there) != len(kernel.entries):
@@ -126,7 +126,7 @@ def _at_revision(kernel: Kernel, revision: str) -> Kernel:
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").decode().strip()
     if not commit:
         raise UnsupportedProblem(
-            f"{revision!r} is no tile (BLOCK_M=64,…), no .cu file, no history:N and no git revision of {root}"
+            f"{revision!r} is not a tile (BLOCK_M=64,…), a .cu file, history:N, or a git revision of {root}"
         )
 
     def write(folder: Path) -> None:
@@ -137,8 +137,10 @@ def _at_revision(kernel: Kernel, revision: str) -> Kernel:
 
 
 def _unpacked(kernel: Kernel, key: str, write: Callable[[Path], None], called: str) -> Kernel:
-    """The kernel as its spec has it in files that `write` puts below a folder, once for each key of 40 digits."""
-    folder = cache.directory() / f"revision-{key}"  # a place that stays: its path is in the cubin, and in cached keys
+    """The kernel according to the spec in the files that `write` creates in the folder of `key` (40 hex digits)."""
+    folder = (
+        cache.directory() / f"revision-{key}"
+    )  # a permanent path, because it is part of the cubin and of cache keys
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as staging:
             write(Path(staging) / "revision")
@@ -161,18 +163,18 @@ def _git(root: Path, *arguments: str) -> bytes:
 
 @dataclass(frozen=True)
 class LineChange:
-    """What a source line became before, and what it becomes after: {opcode class: how many}. A line that is only on one
-    side has nothing on the other."""
+    """The instructions of a source line in two versions, as {opcode class: count}; empty for a version without the
+    line."""
 
     file: str
-    line: int  # in the version after, or where it stood before if it is gone
+    line: int  # line number after the change, or before it if the line was removed
     text: str
     before: Mapping[str, int]
     after: Mapping[str, int]
 
 
 def changed_classes(before: Code, after: Code) -> dict[str, tuple[int, int]]:
-    """{opcode class: (how many before, after)} where they differ, the largest change first."""
+    """{opcode class: (count before, count after)} for counts that differ, largest change first."""
     old, new = before.counts, after.counts
     pairs = {name: (old.get(name, 0), new.get(name, 0)) for name in {**old, **new}}
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -180,10 +182,10 @@ def changed_classes(before: Code, after: Code) -> dict[str, tuple[int, int]]:
 
 
 def changed_lines(before: Code, after: Code) -> list[LineChange]:
-    """The source lines whose instructions differ in kind or number, in the order of the files.
+    """The source lines whose instructions differ in class or number, sorted by file and line.
 
-    Lines are the same when their text is, so that lines added above them do not matter; the `.cu` of either version is
-    called as the second, and so is the entry.
+    Lines are matched by their text, so that lines added above have no effect. The `.cu` and the entry point of both
+    versions get the names of the second.
     """
     old, new = _by_line(before, after), _by_line(after, after)
     changes = []
@@ -195,7 +197,7 @@ def changed_lines(before: Code, after: Code) -> list[LineChange]:
 
 
 def _by_line(code: Code, named: Code) -> dict[tuple[str, str, int], tuple[int, Counter[str]]]:
-    """{(file name, text, its how-manieth occurrence there): (line, opcode classes)}, in the words of `named`."""
+    """{(file name, text, index among equal lines): (line, opcode classes)}, with the names of `named`."""
     found: dict[tuple[str, str, int], tuple[int, Counter[str]]] = {}
     for i in code.instructions:
         if i.line:
@@ -212,7 +214,7 @@ def _by_line(code: Code, named: Code) -> dict[tuple[str, str, int], tuple[int, C
 
 
 def as_json(code: Code) -> dict[str, Any]:
-    """All there is to know, as JSON has it."""
+    """The complete listing as JSON types."""
     peaks = [{"file": at.file, "line": at.line, "live": live} for at, live in code.live_peaks.items()]
     return {
         **{name: getattr(code, name) for name in ("kernel", "language", "arch", "problem", "tile", "label")},
@@ -232,7 +234,7 @@ def _instructions(code: Code) -> Iterator[dict[str, Any]]:
 
 
 def changes_as_json(before: Code, after: Code) -> dict[str, Any]:
-    """Both sides without their instructions, and what differs."""
+    """Both versions without their instructions, and the differences."""
     sides = {
         name: {**as_json(code), "instructions": len(code.instructions)}
         for name, code in (("before", before), ("after", after))

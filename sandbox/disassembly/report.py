@@ -1,4 +1,4 @@
-"""Machine code, for people: instructions below their source lines, a summary, and what changed."""
+"""Text output of machine code: instructions by source line, a summary, and differences between versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PEAKS = 5
 
 
 def listing(code: Code) -> Text:
-    """Every instruction in order, below the source line it comes from; with its live registers where they are known."""
+    """Every instruction in order, below its source line, with the number of live registers if known."""
     shown, last = Text(), None
     for i in code.instructions:
         if i.where != last:
@@ -41,7 +41,7 @@ def _source_line(instruction: Instruction) -> Text:
 
 
 def summary_table(code: Code) -> Table:
-    """How many instructions of each kind and class."""
+    """The number of instructions of each kind and class."""
     counted = code.counts
     total = sum(counted.values())
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -57,7 +57,7 @@ def summary_table(code: Code) -> Table:
 
 
 def headline(code: Code) -> Text:
-    """What was compiled, and what it costs a thread."""
+    """The compiled variant, and its registers and spills per thread."""
     r = code.resources
     spilled = r.spill_stores + r.spill_loads
     spills = Text(f", {spilled} bytes spilled", "bold red") if spilled else Text()
@@ -67,12 +67,12 @@ def headline(code: Code) -> Text:
 
 
 def live_lines(code: Code) -> Iterator[Text]:
-    """The source lines where most registers are live."""
+    """The source lines with the most live registers."""
     for at, live in [*code.live_peaks.items()][:_PEAKS]:
         yield Text.assemble(f"{live:>4} registers live at ", (str(at), "bold"), f"  {at.text()}")
 
 
-# ---- what changed
+# ---- differences
 
 
 def changes_table(before: Code, after: Code) -> Table:
@@ -99,15 +99,15 @@ def _change(old: int, new: int) -> str:
 
 
 def changed_line_texts(before: Code, after: Code) -> Iterator[Text]:
-    """Each source line whose instructions differ, and how."""
+    """Each source line whose instructions differ, with the change of each class."""
     for change in changed_lines(before, after):
-        classes = ", ".join(_moved(change.before, change.after))
-        side = "" if change.before and change.after else "  (after alone)" if change.after else "  (before alone)"
+        classes = ", ".join(_changes(change.before, change.after))
+        side = "" if change.before and change.after else "  (only after)" if change.after else "  (only before)"
         place = (f"{change.file}:{change.line}", "bold")
         yield Text.assemble(place, (side, "dim"), f"  {change.text}\n    ", (classes, "cyan"))
 
 
-def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[str]:
+def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[str]:
     for name in {**before, **after}:
         old, new = before.get(name, 0), after.get(name, 0)
         if old != new:

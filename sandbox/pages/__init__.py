@@ -1,3 +1,3 @@
-"""Pages to look at: what verbs found, each as one HTML file that needs no network (`--html FILE`)."""
+"""HTML pages of the commands' results (`--html FILE`). Each page is one file and needs no network."""
 
 __all__ = ["disassembly", "history", "render", "reports", "tables", "timeline"]

@@ -1,4 +1,4 @@
-"""The code page: source and machine code side by side, of one version or of two."""
+"""The code page: source and machine code side by side, for one or two versions of a kernel."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .tables import Table
 
 _KINDS = {"tensor cores": "tensor", "shared memory": "shared", "global memory": "global", "local memory": "local",
           "synchronisation": "sync"}  # fmt: skip
-_OWN = (".cu", ".cuh")  # shown whole; of other headers the lines that became code
+_OWN = (".cu", ".cuh")  # shown completely; of other headers, only lines with code
 _LANGUAGES = {"sass": "machine code", "ptx": "PTX"}
-_POINTS = 1000  # of a curve
+_POINTS = 1000  # maximum number of points of a curve
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the source pane. `change`: "add" or "remove" where one side alone has it."""
+    """A line of the source pane. `change`: "add" or "remove" if only one version has it."""
 
     id: int
     number: str
@@ -46,10 +46,10 @@ def page(
     codes: Sequence[Code], samples: Mapping[int, int] | None = None, tables: Sequence[Table] = (),
     about: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """HTML of one compiled entry, or of two versions of it, the later last.
+    """The page of one compiled entry point, or of two versions of it, the newer last. Returns HTML.
 
-    `samples`: {address: how many of a profile's fell there} of the last; without them lines are as hot as they have
-    instructions. Raises ToolchainMissing without jinja2.
+    `samples`: {address: number of profile samples} of the last version. The heat of a line is its number of samples, or
+    of instructions without `samples`. Raises ToolchainMissing without jinja2.
     """
     after = codes[-1]
     ids, texts = _lines(codes)
@@ -66,7 +66,7 @@ def page(
         "code.html", title=f"{after.kernel}: {_LANGUAGES[after.language]} for {after.arch}",
         about=[*about, f"{after.problem.variant}, {after.tile}" if not about else ""], tables=tables, sides=sides,
         files=list(_files(codes, ids, texts, weights, bool(samples))), most_live=most,
-        heat_said=f"{what} of each line" + (", before → after" if len(codes) > 1 else ""),
+        heat_title=f"{what} per line" + (", before → after" if len(codes) > 1 else ""),
         curves=[_curve(code, most) for code in codes] if most else [],
     )  # fmt: skip
 
@@ -75,19 +75,19 @@ def _heading(code: Code, codes: Sequence[Code]) -> str:
     return code.language.upper() if len(codes) == 1 else f"{code.language.upper()}, {code.label}"
 
 
-# ---- lines: of two versions those with one text, in order, are one line
+# ---- lines: equal lines of two versions share an id
 
 _Ids = dict[tuple[str, int], int]  # {(file name, line): id} of one side
 
 
 def _called(code: Code, codes: Sequence[Code], path: str) -> str:
-    """A file's name on the page: the `.cu` of either version is called as the last."""
+    """A file's name on the page. The `.cu` of both versions has the name of the last."""
     name = Path(path).name
     return codes[-1].source if name == code.source else name
 
 
 def _texts(code: Code, codes: Sequence[Code]) -> dict[str, dict[int, str]]:
-    """{file name: {line: text}} of whatever became instructions of `code`, the `.cu` first."""
+    """{file name: {line: text}} of the source lines with instructions of `code`, the `.cu` first."""
     found: dict[str, dict[int, str]] = {codes[-1].source: {}}
     for at in dict.fromkeys(at for i in code.instructions for at in i.where):
         name = _called(code, codes, at.file)
@@ -115,7 +115,7 @@ def _lines(codes: Sequence[Code]) -> tuple[list[_Ids], list[dict[str, dict[int, 
 
 
 def _aligned(sides: Sequence[Sequence[str]]) -> Iterator[tuple[int | None, ...]]:
-    """Indices into each side, None where a side lacks the line."""
+    """Indices into each version; None if it lacks the line."""
     if len(sides) == 1:
         yield from ((n,) for n in range(len(sides[0])))
         return
@@ -165,7 +165,7 @@ def _figure(counts: Sequence[int]) -> str:
 
 
 def _weights(code: Code, samples: Mapping[int, int] | None, source: str) -> dict[tuple[str, int], int]:
-    """How much of the code each line is: an instruction counts once, for the line of the `.cu` that it comes from."""
+    """{(file, line): instructions or samples}. An instruction counts for its line in the `.cu`."""
     found: Counter[tuple[str, int]] = Counter()
     for i in code.instructions:
         weight = samples.get(i.address, 0) if samples is not None else 1
@@ -195,7 +195,7 @@ def _instructions(code: Code, ids: _Ids, samples: Mapping[int, int] | None) -> I
 
 
 def _ids_of(i: Instruction, code: Code, ids: _Ids, names: set[str]) -> Iterator[int]:
-    """Its line in the `.cu` first, then the others that it comes from."""
+    """The ids of its line in the `.cu` and then of its other source lines."""
     for at in [*([i.line] if i.line else []), *i.where]:
         if (found := ids.get((_name(at, code, names), at.line))) is not None:
             yield found
@@ -207,9 +207,9 @@ def _name(at: SourceLine, code: Code, names: set[str]) -> str:
 
 
 def _curve(code: Code, most: int) -> str:
-    """Points of a line: along the code, the most live registers of each stretch."""
+    """Points of the curve of live registers: the maximum of each section of the code."""
     live = [i.live or 0 for i in code.instructions]
-    stretch = -(-len(live) // _POINTS) or 1
-    peaks = [max(live[n : n + stretch]) for n in range(0, len(live), stretch)]
+    section = -(-len(live) // _POINTS) or 1
+    peaks = [max(live[n : n + section]) for n in range(0, len(live), section)]
     last = max(1, len(peaks) - 1)
     return " ".join(f"{1000 * n / last:.1f},{58 - 56 * peak / most:.1f}" for n, peak in enumerate(peaks))

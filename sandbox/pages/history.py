@@ -1,4 +1,4 @@
-"""The history page: every version of a kernel that `watch` saw, its figures as small curves, and what it changed."""
+"""The history page: every version of a kernel recorded by `watch`, its figures as curves, and its changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Point:
 
 
 def page(kernel: str, versions: Sequence[Version]) -> str:
-    """HTML of all versions, the latest first; a curve for each figure of the latest version's setting.
+    """HTML of all versions, the latest first, with a curve for each figure of the latest version's setting.
 
     Raises ToolchainMissing without jinja2.
     """
@@ -43,7 +43,7 @@ def _curves(versions: Sequence[Version], setting: str) -> Iterator[dict[str, Any
     for name in dict.fromkeys(name for v in reversed(there) for name in v.figures):
         having = [v for v in there if name in v.figures]
         values = [v.figures[name] for v in having]
-        if len({*values}) < 2 and name.isupper():  # a count of instructions that never changed
+        if len({*values}) < 2 and name.isupper():  # an instruction count that never changed
             continue
         title, shown = screen.figure(name)
         low, high = min(values), max(values)
@@ -68,7 +68,7 @@ def _shown(version: Version, before: Version | None) -> dict[str, Any]:
 
 
 def _changes(before: Texts | None, after: Texts) -> Iterator[tuple[str, str]]:
-    """(kind, line) of a unified diff: "add", "remove", "head" or ""; nothing for the first version."""
+    """(kind, line) of a unified diff; kind is "add", "remove", "head" or "". Empty for the first version."""
     if before is None:
         return
     for path in sorted({*before, *after}):

@@ -1,4 +1,4 @@
-"""Templates to pages. A page holds all that it needs: style, script, texts; it opens anywhere, light or dark."""
+"""Renders templates to HTML pages that contain their style, scripts and data, with a light and a dark scheme."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def _environment() -> Any:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of `templates/`, each value escaped where it stands. Raises ToolchainMissing without jinja2."""
+    """Render a template of `templates/` with escaped values. Raises ToolchainMissing without jinja2."""
     return _environment().get_template(template).render(**values)
 
 
 def write(path: Path, page: str) -> None:
-    """Raises OSError where it cannot be written."""
+    """Write a page to a file. Raises OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _data(value: object) -> Any:
-    """JSON for a script: nothing in it can end the element."""
+    """JSON for a script element, escaped so that it cannot end the element."""
     import markupsafe
 
     text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

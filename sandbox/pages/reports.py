@@ -1,4 +1,4 @@
-"""The pages of verbs that print tables: bench, tune, check; and of a profile, whose lines are the code page's."""
+"""The pages of bench, tune, check and profile."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from ..verify.check import Result
 from . import disassembly
 from .tables import Section, drawn, of_terminal, page
 
-_WIDE = 10_000  # characters: nothing is folded or left out
+_WIDE = 10_000  # characters; wide enough that no column is folded or omitted
 
 
 def bench(rows: Sequence[Mapping[str, Any]], against: str | None) -> str:
-    """HTML of a bench's rows. Raises ToolchainMissing without jinja2, as all of these do."""
+    """HTML of benchmark rows. Like all functions here, raises ToolchainMissing without jinja2."""
     peer = bench_report.pick_peer(rows, against)
     table = bench_report.bench_table(rows, peer, _WIDE)
-    said = [str(text) for text in bench_report.notes(rows, peer)]
+    notes = [str(text) for text in bench_report.notes(rows, peer)]
     caption = str(table.caption or "")
-    sections = [Section("Speed", of_terminal(table, "TFLOP/s of each contender"), said)]
+    sections = [Section("Speed", of_terminal(table, "TFLOP/s of each implementation"), notes)]
     if picture := drawn(lambda prefix: bench_plot.draw(rows, prefix)):
-        sections.append(Section("Against sequence length", picture=picture, described="the table's numbers as curves"))
+        sections.append(Section("Against sequence length", picture=picture, described="plot of the table above"))
     return page("bench", [caption], sections)
 
 
 def tune(searches: Sequence[Search]) -> str:
-    """HTML of searches for tiles, one after the other."""
+    """HTML of tile searches, one section each."""
     sections = []
     for search in searches:
         heading = f"{search.kernel.name} on {search.problem}"
         table = of_terminal(tune_report.tune_table(search, _WIDE), f"The best tiles of {heading}")
         verdict = [str(text) for text in tune_report.verdict(search)]
         picture = drawn(lambda prefix, search=search: tune_report.draw(search, prefix))  # type: ignore[misc]
-        sections.append(Section(heading, table, verdict, picture, "the speed of every tile by its numbers"))
+        sections.append(Section(heading, table, verdict, picture, "speed of every tile"))
     return page("tune", [searches[0].lab.gpu] if searches else [], sections)
 
 
 def check(results: Sequence[Result]) -> str:
-    """HTML of a sweep: what is wrong first, then every case of each kernel."""
+    """HTML of a sweep: failures first, then every case of each kernel."""
     wrong = [str(text) for text in verify_report.failures([r for r in results if r.ok is False])]
-    sections = [Section("What is wrong", texts=wrong)] if wrong else []
+    sections = [Section("Failures", texts=wrong)] if wrong else []
     for kernel in dict.fromkeys(r.kernel for r in results):
         own = sorted((r for r in results if r.kernel == kernel), key=lambda r: r.ok is not False)
         table = of_terminal(verify_report.results_table(own, _WIDE), f"Every case of {kernel}")
@@ -58,13 +58,13 @@ def check(results: Sequence[Result]) -> str:
 
 
 def profile(profiles: Sequence[Profile], executed: tuple[Code, Mapping[int, int]] | None) -> str:
-    """HTML of a profile, or of two side by side. `executed`: the code of a single one, with its samples by address."""
+    """HTML of one profile, or of two side by side. `executed`: code and {address: samples} of a single profile."""
     if len(profiles) == 2:
         table = of_terminal(profile_report.comparison(*profiles), "Two profiles")
         return page("profile", [str(p.subject.problem) for p in profiles[:1]], [Section("Measures", table)])
     parts = list(profile_report.page(profiles[0], _WIDE))
     texts = [str(part) for part in parts if isinstance(part, Text)]
-    names = ("Measures", "What warps wait for", "The hottest lines")
+    names = ("Measures", "Stall reasons", "Hottest lines")
     tables = [of_terminal(table, name) for table, name in zip([p for p in parts if not isinstance(p, Text)], names)]  # noqa: B905
     if executed:
         shown, samples = executed

@@ -1,4 +1,4 @@
-"""Tables as pages have them, and a page of sections that hold tables, texts and pictures."""
+"""Tables for pages, and a page of sections with tables, texts and pictures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.text import Text
 from ..core.errors import ToolchainMissing, UnsupportedProblem
 from .render import render
 
-_LOOKS = {"red": "bad", "green": "good", "dim": "faint", "yellow": "faint", "bold": "strong"}  # the first that is named
+_LOOKS = {"red": "bad", "green": "good", "dim": "faint", "yellow": "faint", "bold": "strong"}  # the first match counts
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`look`: a class of the style sheet, or ""."""
+    """A table cell. `look`: a class of the style sheet, or ""."""
 
     text: str
     look: str = ""
@@ -28,7 +28,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """`right`: it holds numbers."""
+    """A column head. `right`: right-aligned, for numbers."""
 
     head: str
     right: bool
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """`heading` names it on the page; a click on a column's head sorts by it, where `sortable`."""
+    """A table with its heading. If `sortable`, a click on a column head sorts by that column."""
 
     heading: str
     columns: Sequence[Column]
@@ -47,17 +47,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: `picture` is an image's address, which holds the image."""
+    """A section of a page. `picture`: a data: URL of an image."""
 
     heading: str
     table: Table | None = None
     texts: Sequence[str] = ()
     picture: str = ""
-    described: str = ""  # the picture, for who does not see it
+    described: str = ""  # alternative text of the picture
 
 
 def of_terminal(table: rich.table.Table, heading: str) -> Table:
-    """What a verb prints, made for a wide screen."""
+    """Convert a table that a command prints; it should be rendered for a wide screen."""
     columns = [Column(_unbroken(_plain(c.header).text), c.justify == "right") for c in table.columns]
     rows = [list(row) for row in zip(*([_plain(cell) for cell in c.cells] for c in table.columns), strict=True)]
     heads = any(column.head for column in columns)
@@ -65,7 +65,7 @@ def of_terminal(table: rich.table.Table, heading: str) -> Table:
 
 
 def _unbroken(head: str) -> str:
-    """A head that was broken to be narrow, in one line."""
+    """A column head without its line breaks."""
     return re.sub(r"(?<=[-_])\n", "", head).replace("\n", " ")
 
 
@@ -77,7 +77,7 @@ def _plain(cell: object) -> Cell:
 
 
 def drawn(draw: Callable[[Path], Iterable[Path]]) -> str:
-    """The picture that `draw` writes as PREFIX.svg, as an image's address; "" where there is none to draw."""
+    """The picture that `draw` writes to PREFIX.svg, as a data: URL; "" if it cannot be drawn."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             paths = [*draw(Path(folder) / "picture")]
@@ -88,5 +88,5 @@ def drawn(draw: Callable[[Path], Iterable[Path]]) -> str:
 
 
 def page(title: str, about: Sequence[str], sections: Sequence[Section]) -> str:
-    """HTML of sections, one after the other. Raises ToolchainMissing without jinja2."""
+    """HTML of a list of sections. Raises ToolchainMissing without jinja2."""
     return render("tables.html", title=title, about=about, sections=sections)

@@ -1,4 +1,4 @@
-"""The page of a timeline: tracks to zoom into, and its tables."""
+"""The timeline page: zoomable tracks, and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tables import of_terminal
 
 
 def page(timeline: Timeline) -> str:
-    """HTML. Raises ToolchainMissing without jinja2."""
+    """HTML of a timeline. Raises ToolchainMissing without jinja2."""
     colours, shares = plot.colours(timeline), "Share of time by step" if timeline.timed else "Share of marks by step"
     return render(
         "tracks.html", title=f"{timeline.kernel}: timeline", about=[report.headline(timeline)], colours=colours,
@@ -22,7 +22,7 @@ def page(timeline: Timeline) -> str:
 
 
 def _data(timeline: Timeline, names: list[str]) -> dict[str, Any]:
-    """Steps as [name's number, begin, ticks, …], a row for each warp."""
+    """Data for the script: per warp, its steps as [index of the name, begin, ticks, …]."""
     numbers = {name: n for n, name in enumerate(names)}
     tracks = [
         {"block": track.block, "warp": track.warp, "sm": track.sm,

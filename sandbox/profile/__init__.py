@@ -1,3 +1,3 @@
-"""The verb profile: one launch under Nsight Compute, beside what the work had to cost."""
+"""The command profile: one launch under Nsight Compute, compared with the IO model."""
 
 __all__ = ["plot", "profiler", "report"]

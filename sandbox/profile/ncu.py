@@ -1,6 +1,6 @@
-"""What Nsight Compute says, read from the CSV text of its pages `raw` and `source`, of whatever version.
+"""Parses the CSV text of the pages `raw` and `source` of Nsight Compute, any version.
 
-A metric that this version or this GPU does not have is None, never 0. Names: Nsight Compute's Kernel Profiling Guide,
+Metrics that this version or GPU does not have are None, never 0. Names: Nsight Compute's Kernel Profiling Guide,
 "Metrics Reference". Bytes, seconds and fractions of 1 throughout.
 """
 
@@ -17,13 +17,13 @@ from ..core.errors import UnsupportedProblem
 from ..core.source_line import SourceLine
 from ..toolchain.disassembly import Instruction
 
-_FACTORS = {  # by the unit's name, as --print-units base and older versions write them
+_FACTORS = {  # by unit name, of --print-units base and of older versions
     "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "msecond": 1e-3, "ms": 1e-3, "usecond": 1e-6, "us": 1e-6,
     "nsecond": 1e-9, "ns": 1e-9, "%": 1e-2, "cycle/usecond": 1e6, "Mhz": 1e6, "cycle/nsecond": 1e9, "Ghz": 1e9,
     "Kbyte/second": 1e3, "Mbyte/second": 1e6, "Gbyte/second": 1e9, "Tbyte/second": 1e12,
 }  # fmt: skip
 _SECTOR = 32  # bytes
-_WAVEFRONT = 128  # bytes that shared memory moves in a cycle: 32 banks of 4
+_WAVEFRONT = 128  # bytes per cycle of shared memory: 32 banks of 4 bytes
 _STALL = re.compile(r"smsp__pcsamp_warps_issue_stalled_(\w+)(?<!_not_issued)")
 _AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)(?:_not_issued)?_per_issue_active\.ratio")
 _TENSOR = re.compile(
@@ -34,22 +34,22 @@ _SAMPLES = ("Warp Stall Sampling (All Samples)", "Warp Stall Sampling (All Cycle
 
 @dataclass(frozen=True)
 class Counters:
-    """The metrics of one launch, each in base units."""
+    """The metrics of one launch, in base units."""
 
     metrics: Mapping[str, float]
 
     def first(self, *names: str) -> float | None:
-        """The first of these metrics that there is."""
+        """The first of these metrics that is available."""
         return next((self.metrics[name] for name in names if name in self.metrics), None)
 
     def total(self, *names: str) -> float | None:
-        """The sum of those of these metrics that there are; None when there is none."""
+        """The sum of the available ones of these metrics; None if there are none."""
         found = [self.metrics[name] for name in names if name in self.metrics]
         return sum(found) if found else None
 
     @property
     def seconds(self) -> float | None:
-        """GPU time of the launch; under a profiler it is a little longer, and the clocks may be lower."""
+        """GPU time of the launch in seconds. Under a profiler it is slightly longer, and clocks may be lower."""
         return self.first("gpu__time_duration.sum", "gpu__time_duration_measured_user.sum")
 
     @property
@@ -64,7 +64,7 @@ class Counters:
 
     @property
     def dram_peak(self) -> float | None:
-        """Bytes a second that the DRAM can move at the clock it had."""
+        """Peak DRAM bandwidth in bytes per second at the clock of the launch."""
         share = self.first("dram__throughput.avg.pct_of_peak_sustained_elapsed",
                            "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
         moved = self.total("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -72,7 +72,7 @@ class Counters:
 
     @property
     def l2_bytes(self) -> float | None:
-        """Bytes that the SMs asked of L2, read and written."""
+        """Bytes transferred between SMs and L2, read and written."""
         sectors = self.first("lts__t_sectors_srcunit_tex.sum")
         if sectors is not None:
             return sectors * _SECTOR
@@ -80,12 +80,12 @@ class Counters:
 
     @property
     def l2_hits(self) -> float | None:
-        """Share of the sectors found in L2."""
+        """Hit rate of L2, by sectors."""
         return self.first("lts__t_sector_hit_rate.pct", "lts__average_t_sector_hit_rate.pct")
 
     @property
     def smem_bytes(self) -> float | None:
-        """Bytes that passed through shared memory's banks, conflicts counted."""
+        """Bytes moved by shared memory, including the cycles of bank conflicts."""
         wavefronts = self.first(
             "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "smsp__l1tex_data_pipe_lsu_wavefronts_mem_shared.sum"
         )
@@ -93,7 +93,7 @@ class Counters:
 
     @property
     def bank_conflicts(self) -> float | None:
-        """Cycles that shared-memory accesses took beyond their first, because lanes met in a bank."""
+        """Additional cycles of shared-memory accesses due to bank conflicts."""
         whole = self.first("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
         parts = [
             f"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{op}.sum" for op in ("ld", "st", "ldsm", "atom", "red")
@@ -102,24 +102,24 @@ class Counters:
 
     @property
     def conflict_share(self) -> float | None:
-        """Of shared memory's cycles, those that went to bank conflicts."""
+        """Fraction of shared memory's cycles that are due to bank conflicts."""
         if self.bank_conflicts is None or not self.smem_bytes:
             return None
         return self.bank_conflicts * _WAVEFRONT / self.smem_bytes
 
     @property
     def tensor_active(self) -> float | None:
-        """Share of the cycles in which the tensor cores worked."""
+        """Fraction of the cycles in which the tensor cores were active."""
         return max((value for name, value in self.metrics.items() if _TENSOR.fullmatch(name)), default=None)
 
     @property
     def occupancy(self) -> float | None:
-        """Warps that were resident, as a share of an SM's slots, on average."""
+        """Average number of resident warps as a fraction of an SM's warp slots."""
         return self.first("sm__warps_active.avg.pct_of_peak_sustained_active")
 
     @property
     def clock(self) -> float | None:
-        """SM cycles a second."""
+        """SM clock in Hz."""
         return self.first(
             "sm__cycles_elapsed.avg.per_second",
             "smsp__cycles_elapsed.avg.per_second",
@@ -128,10 +128,10 @@ class Counters:
 
     @property
     def stalls(self) -> dict[str, float]:
-        """{reason: share of the samples of warps that were not issuing}, most frequent first."""
+        """{stall reason: fraction of the samples of stalled warps}, most frequent first."""
         for pattern in (_STALL, _AVERAGE):
             found = {m[1]: value for name, value in self.metrics.items() if (m := pattern.fullmatch(name)) and value}
-            found.pop("selected", None)  # it issued
+            found.pop("selected", None)  # not a stall
             if found:
                 whole = sum(found.values())
                 return {reason: value / whole for reason, value in sorted(found.items(), key=lambda item: -item[1])}
@@ -139,16 +139,16 @@ class Counters:
 
 
 def parse_raw(text: str, kernel: str) -> Counters:
-    """The page `raw`: a row of names, a row of units, a row for each launch, of which the first of `kernel` counts.
+    """Parse the page `raw`: a row of names, a row of units, one row per launch. Returns the first launch of `kernel`.
 
-    Raises UnsupportedProblem when it is not there.
+    Raises UnsupportedProblem if there is none.
     """
     rows = [row for row in _table(text, "Kernel Name") if len(row) > 3]
     names, units = (rows[0], rows[1]) if len(rows) > 1 else ([], [])
     launches = [dict(zip(names, row, strict=False)) for row in rows[2:]]
     chosen = next((row for row in launches if re.match(rf"{re.escape(kernel)}\b", row.get("Kernel Name", ""))), None)
     if chosen is None:
-        raise UnsupportedProblem(f"the report has no launch of {kernel}: it has {len(launches)} of others")
+        raise UnsupportedProblem(f"the report has no launch of {kernel}, but {len(launches)} launches of other kernels")
     unit = dict(zip(names, units, strict=False))
     numbers = {
         name: number * _FACTORS.get(unit[name], 1)
@@ -166,7 +166,7 @@ def _number(text: str) -> float | None:
 
 
 def _table(text: str, column: str) -> Iterator[list[str]]:
-    """The rows of CSV text from the one that names `column` on; what ncu itself says comes before it."""
+    """The rows of CSV text from the header with `column` on. Messages of ncu before it are skipped."""
     begun = False
     for row in csv.reader(io.StringIO(text)):
         begun = begun or (column in row and len(row) > 2)
@@ -176,8 +176,8 @@ def _table(text: str, column: str) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class HotLine:
-    """A source line: `samples` of its instructions' warps, by stall reason; `excess`: bytes beyond what its accesses to
-    shared memory would move without bank conflicts."""
+    """A source line with its `samples`, also by stall reason. `excess`: additional bytes of its shared-memory accesses
+    due to bank conflicts."""
 
     where: SourceLine | None
     samples: int
@@ -186,8 +186,8 @@ class HotLine:
 
 
 def parse_source(text: str, instructions: Sequence[Instruction]) -> list[HotLine]:
-    """The page `source`, one row for each instruction of the kernel, gathered by the source lines of `instructions`,
-    which are the same cubin's; most samples first. [] when the page has no samples."""
+    """Parse the page `source`, one row per instruction, and sum up by the source lines of `instructions`, which must be
+    of the same cubin. Most samples first; [] if the page has no samples."""
     rows = list(_table(text, "Address"))
     if not rows:
         return []
@@ -212,7 +212,7 @@ def parse_source(text: str, instructions: Sequence[Instruction]) -> list[HotLine
 
 
 def parse_samples(text: str) -> dict[int, int]:
-    """{bytes from the kernel's beginning: samples} of the page `source`; {} when it has none."""
+    """{offset in bytes from the start of the kernel: samples} of the page `source`; {} if it has none."""
     rows = list(_table(text, "Address"))
     column = next((name for name in _SAMPLES if rows and name in rows[0]), None)
     parsed = [dict(zip(rows[0], row, strict=False)) for row in rows[1:]] if column else []
@@ -224,7 +224,7 @@ def parse_samples(text: str) -> dict[int, int]:
 
 
 def _address(text: str) -> int | None:
-    """Hexadecimal with or without 0x."""
+    """Parse a hexadecimal number with or without 0x."""
     try:
         return int(text, 16)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Profiles on a roofline (Williams, Waterman and Patterson 2009)."""
+"""Roofline plot of profiles (Williams, Waterman and Patterson 2009)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .profiler import Profile
 
 
 def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
-    """Writes the roofline to PREFIX.png and PREFIX.svg: each profile, and hollow where the IO model would put it.
+    """Writes the roofline to PREFIX.png and PREFIX.svg: a filled circle per profile, a hollow one for its IO model.
 
-    Raises UnsupportedProblem when no profile has what a roofline needs, ToolchainMissing without matplotlib.
+    Raises UnsupportedProblem if the necessary metrics are missing, ToolchainMissing without matplotlib.
     """
     known = [p for p in profiles if p.tflops and p.counters.dram_read and p.counters.dram_peak and p.tensor_peak]
     if not known:
-        raise UnsupportedProblem("the report lacks what a roofline needs: time, DRAM bytes and throughput, clock, SMs")
+        raise UnsupportedProblem(
+            "a roofline needs metrics that the report lacks: time, DRAM bytes and throughput, clock, SMs"
+        )
     with picture.figure(8, 4.5, dpi=125) as figure:
         axis = figure.add_subplot()
         _roof(axis, known)
@@ -29,14 +31,14 @@ def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
             flops, label = p.work.flops, f"{p.subject.entry} {p.subject.label}"
             axis.plot([flops / measured], [p.tflops or 0.0], "o", color=colour, label=label, markersize=8)
             uncached, tflops = flops / p.work.model.total, p.tflops or 0.0
-            axis.plot([uncached], [tflops], "o", color=colour, mfc="none", label="the same, if no cache kept anything")
+            axis.plot([uncached], [tflops], "o", color=colour, mfc="none", label="IO model, without caches")
         axis.legend(frameon=False, fontsize=8, loc="lower right")
         axis.set_title(f"{known[0].subject.problem} on {known[0].where.get('device') or ''}", loc="left", fontsize=9)
         return picture.save(figure, prefix)
 
 
 def _roof(axis: Any, profiles: Sequence[Profile]) -> None:
-    """The highest roof of the profiles: what DRAM could feed, what the tensor cores could do."""
+    """Draw the roof: the highest DRAM bandwidth and tensor-core peak of the profiles."""
     bandwidth = max(p.counters.dram_peak or 0.0 for p in profiles) * 1e-12
     peak = max(p.tensor_peak or 0.0 for p in profiles)
     ridge = peak / bandwidth

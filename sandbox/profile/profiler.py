@@ -1,9 +1,9 @@
-"""Profile one launch with Nsight Compute or Nsight Systems, and read the report back.
+"""Profiles one launch with Nsight Compute or Nsight Systems, and reads the report.
 
-The tools start `target`, which warms up and brackets the launch of interest; clocks are left as they are,
-since what one wants to know is the speed that one has. A profile is files that share a prefix: the report, its pages as
-CSV text, PREFIX.json, what was profiled, and PREFIX.cubin, whose instructions the pages count (another compiler's would
-be others). It can be read anywhere, without the tools and without a GPU.
+The tools start `target`, which warms up and marks the launch of interest. Clocks are not locked, so that the profile
+shows the actual speed. A profile is a set of files with a common prefix: the report, its pages as CSV text, PREFIX.json
+(the subject), and PREFIX.cubin, whose instruction addresses the pages refer to. It can be read on any machine, without
+the tools and without a GPU.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .work import Work, work_of
 
 TOOLS = ("ncu", "nsys")
 _COUNTERS = (
-    "the GPU's performance counters are not for this user: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 "
+    "this user may not read the GPU's performance counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 "
     "for the kernel module nvidia; in a container, --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
 )
 _SECONDS = 600
-_MOST_OUTPUT = 256 * 2**20  # bytes: a page of a report has a line for each instruction
-# Floating-point operations of dense fp16 products, accumulated in fp32, that an SM's tensor cores do in a cycle
-# (NVIDIA's architecture white papers); a kernel on mma.sync reaches some 0.66 of it on compute capability 9.0.
+_MOST_OUTPUT = 256 * 2**20  # bytes; a page of a report has a line per instruction
+# Floating-point operations per cycle and SM of dense fp16 tensor-core products with fp32 accumulation (NVIDIA's
+# architecture white papers). On compute capability 9.0 a kernel with mma.sync reaches about 0.66 of it.
 _TENSOR_FLOPS = {(7, 5): 512, (8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192}
-_FP32_FLOPS = 256  # of 128 lanes
+_FP32_FLOPS = 256  # per cycle and SM: 128 FMA units
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: an entry point of a kernel, or of another `version` of it (see `listing.version`), on a problem
-    with a tile."""
+    """The subject of a profile: an entry point of a kernel, or of another `version` of it (see `listing.version`), with
+    a problem and a tile."""
 
     entry: str
     problem: Problem
@@ -59,23 +59,23 @@ class Subject:
     version: str = ""
 
     def spec(self) -> Kernel:
-        """The kernel that has the entry."""
+        """The kernel that contains the entry point."""
         kernel = registry.entry_owner(self.entry)
         return listing.version(kernel, self.version) if self.version else kernel
 
     @property
     def label(self) -> str:
-        """What tells it from another of the same kernel."""
+        """A label that distinguishes profiles of the same kernel."""
         version = Path(self.version).name if self.version.endswith(".cu") else self.version
         return " ".join(filter(None, (version, str(self.tile))))
 
     def dumps(self) -> str:
-        """As JSON text."""
+        """Convert to JSON text."""
         return json.dumps(vars(self) | {"problem": self.problem.as_json(), "tile": dict(self.tile)})
 
     @classmethod
     def loads(cls, text: str) -> Subject:
-        """From JSON text."""
+        """Read from JSON text."""
         read = json.loads(text)
         fields = {field.name: read[field.name] for field in dataclasses.fields(cls)}
         return cls(**fields | {"problem": Problem.from_json(read["problem"]), "tile": Tile(**read["tile"])})
@@ -83,7 +83,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Profile:
-    """A launch as Nsight Compute saw it, and what the IO model says of it. `where`: device, driver, clocks, commit."""
+    """Metrics of a launch by Nsight Compute, and its IO model. `where`: device, driver, clocks, commit."""
 
     subject: Subject
     counters: ncu.Counters
@@ -92,13 +92,13 @@ class Profile:
 
     @property
     def tflops(self) -> float | None:
-        """By the field's rule: half of the operations for causal; None for an entry that multiplies nothing."""
+        """TFLOP/s by the usual convention (half of the operations if causal); None without products."""
         flops = self.work.flops
         return flops / self.counters.seconds * 1e-12 if self.counters.seconds and flops else None
 
     @property
     def tensor_peak(self) -> float | None:
-        """TFLOP/s of dense products in the problem's dtype at the clock that the launch had; None where unknown."""
+        """Peak TFLOP/s of dense products in the problem's dtype at the clock of the launch; None if unknown."""
         capability = architectures.parse(self.subject.arch)
         problem = self.subject.problem
         each = _FP32_FLOPS if problem.dtype == "float32" else _TENSOR_FLOPS.get(capability)
@@ -109,19 +109,19 @@ class Profile:
 
     @cached_property
     def work(self) -> Work:
-        """What the launch has to do, at least and by the IO model."""
+        """Operations of the launch, and its bytes: the minimum and the IO model's."""
         s = self.subject
         return work_of(registry.entry_owner(s.entry).entry(s.entry), s.problem, s.tile)
 
 
 def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") -> Subject:
-    """An entry point by its name, a kernel's own among them, with `tile` or the kernel's best for this GPU.
+    """The subject for an entry point `entry`, with `tile` or the best one for this GPU.
 
     Raises UnknownKernel, GpuUnavailable, UnsupportedProblem.
     """
     kernel = registry.entry_owner(entry)
     if version.endswith(".cu"):
-        version = str(Path(version).resolve())  # the profiler's process, and a later reader, may be elsewhere
+        version = str(Path(version).resolve())  # the profiler and later readers may have another working directory
     gpu = driver.device()
     old = listing.version(kernel, version) if version else kernel
     old.entry(entry)  # raises UnknownKernel
@@ -130,7 +130,7 @@ def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") 
 
 
 def command(tool: str, subject: Subject, prefix: Path) -> list[str]:
-    """What profiles `subject` and writes the report."""
+    """The command line that profiles `subject` and writes the report."""
     target = [sys.executable, "-m", "sandbox.profile.target", subject.dumps()]
     program = tools.find(tool) or tool
     if tool == "nsys":
@@ -145,15 +145,15 @@ def command(tool: str, subject: Subject, prefix: Path) -> list[str]:
 def collect(tool: str, subject: Subject, prefix: Path) -> None:
     """Run the tool and write the profile's files.
 
-    Raises ToolchainMissing without the tool, GpuUnavailable where counters are not permitted, UnsupportedProblem when
+    Raises ToolchainMissing without the tool, GpuUnavailable if counters are not permitted, UnsupportedProblem if
     no launch was profiled.
     """
     program = tools.need(tool)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    said = _run(command(tool, subject, prefix))
+    output = _run(command(tool, subject, prefix))
     if tool == "ncu":
-        if "No kernels were profiled" in said:
-            raise UnsupportedProblem(f"ncu saw no launch of {subject.entry}:\n{said[-1000:]}")
+        if "No kernels were profiled" in output:
+            raise UnsupportedProblem(f"ncu found no launch of {subject.entry}:\n{output[-1000:]}")
         reading = [program, "--import", f"{prefix}.ncu-rep", "--csv", "--print-units", "base", "--page"]
         pages = {page: _run([*reading, page]) for page in ("raw", "source")}
         Path(f"{prefix}.cubin").write_bytes(_cubin(subject))
@@ -166,25 +166,25 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
 
 
 def _run(arguments: Sequence[str]) -> str:
-    """What the tool says on stdout. Raises GpuUnavailable or ToolchainMissing with its own words, and TooMuchOutput."""
+    """The stdout of the tool. Raises GpuUnavailable or ToolchainMissing with its messages, and TooMuchOutput."""
     try:
         done = process.run(arguments, timeout=_SECONDS, most=_MOST_OUTPUT)
     except subprocess.TimeoutExpired:
         raise ToolchainMissing(f"{Path(arguments[0]).name} did not end within {_SECONDS} s") from None
-    said = done.stdout + done.stderr
-    if "ERR_NVGPUCTRPERM" in said:
+    output = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in output:
         raise GpuUnavailable(_COUNTERS)
     if done.returncode:
         raise ToolchainMissing(
-            f"{Path(arguments[0]).name} ended with status {done.returncode}:\n{said.strip()[-1500:]}"
+            f"{Path(arguments[0]).name} ended with status {done.returncode}:\n{output.strip()[-1500:]}"
         )
     return done.stdout
 
 
 def read(prefix: Path) -> Profile:
-    """A profile that ncu has written. Source lines need nvdisasm; without it there are none.
+    """Read a profile written by ncu. Source lines need nvdisasm; without it they are missing.
 
-    Raises UnsupportedProblem when its files are not there, or another version of this package wrote them.
+    Raises UnsupportedProblem if its files are missing or were written by another version of this package.
     """
     subject, counters = _read_subject(prefix)
     where = json.loads(Path(f"{prefix}.json").read_text())["where"]
@@ -199,16 +199,18 @@ def _read_subject(prefix: Path) -> tuple[Subject, ncu.Counters]:
     try:
         texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
     except OSError as error:
-        raise UnsupportedProblem(f"{prefix} is not a profile by ncu: {error.filename} cannot be read") from None
+        raise UnsupportedProblem(f"{prefix} is not a profile of ncu: {error.filename} cannot be read") from None
     try:
         subject = Subject.loads(texts[0])
     except (KeyError, TypeError):
-        raise UnsupportedProblem(f"{prefix}.json is of another version of this package: profile again") from None
+        raise UnsupportedProblem(
+            f"{prefix}.json was written by another version of this package: profile again"
+        ) from None
     return subject, ncu.parse_raw(texts[1], subject.entry)
 
 
 def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
-    """The machine code of a profile that ncu has written, and {address: samples}; None without nvdisasm.
+    """The machine code of a profile written by ncu, and {address: samples}; None without nvdisasm.
 
     Raises as `read` does.
     """
@@ -224,7 +226,7 @@ def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
 
 
 def _instructions(prefix: Path, subject: Subject) -> list[disassembly.Instruction]:
-    """Of the entry alone: addresses count from each entry's beginning."""
+    """The instructions of the profiled entry point only, because addresses are relative to the entry point."""
     kept = Path(f"{prefix}.cubin")
     whole = disassembly.sass(kept.read_bytes() if kept.exists() else _cubin(subject))
     return [i for i in whole if i.function == subject.entry]

@@ -1,4 +1,4 @@
-"""A profile as a page to act on, and two of them side by side."""
+"""Text output of a profile, and of two profiles side by side."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .ncu import HotLine
 from .profiler import Profile
 
 _LINES, _STALLS = 8, 6
-_WAITS = {  # reason, as the pages raw and source name it -> what a warp waits for
+_WAITS = {  # names of a stall reason on the pages raw and source -> what the warp waits for
     "long_scoreboard long_sb": "data from global or local memory",
     "short_scoreboard short_sb": "data from shared memory, or a special function",
     "mio_throttle mio": "room in the queue to shared memory and special functions",
     "lg_throttle lg": "room in the queue to global memory",
-    "math_pipe_throttle math": "an arithmetic pipe or the tensor cores, busy with others",
+    "math_pipe_throttle math": "a busy arithmetic pipe or tensor core",
     "gmma warpgroup_arrive": "a warpgroup's matrix product",
-    "wait": "the fixed latency of the instruction before",
+    "wait": "the fixed latency of the previous instruction",
     "barrier": "other warps at a barrier",
-    "not_selected": "its turn: ready, but another warp was issued",
+    "not_selected": "the scheduler: ready, but another warp was issued",
     "selected": "nothing: it was issued",
     "dispatch_stall dispatch": "the dispatcher",
-    "no_instructions no_instruction no_inst": "instructions, not yet in the instruction cache",
+    "no_instructions no_instruction no_inst": "instructions that are not in the instruction cache",
     "branch_resolving branch_resolve": "a branch's target",
-    "drain": "its stores, before it ends",
+    "drain": "its last stores before exit",
     "membar": "a memory fence",
-    "imc_miss imc": "a constant, not in the constant cache",
+    "imc_miss imc": "a constant that is not in the constant cache",
     "tex_throttle tex": "room in the queue to the texture unit",
     "sleeping sleep": "the end of its nanosleep",
 }
@@ -69,27 +69,27 @@ MEASURES: tuple[Measure, ...] = (
 
 
 def page(profile: Profile, width: int) -> Iterator[Text | Table]:
-    """Everything, from the whole to the lines."""
+    """All parts of the report, from the totals to the source lines."""
     s, where = profile.subject, profile.where.get("device") or ""
     yield Text.assemble((s.entry, "bold"), f" {s.problem} on {where}, {s.label}")
     table = Table(box=None, pad_edge=False, show_header=False)
-    for column in ("", "measured", "beside it"):
+    for column in ("", "measured", "compared with"):
         table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
     for name, value, shown in MEASURES:
-        table.add_row(name, Text(shown(value(profile)), "bold"), Text(_beside(profile, name), "dim"))
+        table.add_row(name, Text(shown(value(profile)), "bold"), Text(_baseline(profile, name), "dim"))
     yield table
     if profile.counters.stalls:
-        yield Text("\nWhat warps wait for, by samples", "bold")
+        yield Text("\nStall reasons by samples", "bold")
         yield _stall_table(profile)
     if any(line.samples for line in profile.lines):
-        yield Text("\nWhere", "bold")
+        yield Text("\nHottest lines", "bold")
         yield _line_table(profile.lines, width)
     elif profile.counters.stalls:
         yield Text('\nsource lines need nvdisasm: pip install "attention-sandbox[sass]"', "yellow")
 
 
-def _beside(profile: Profile, name: str) -> str:
-    """What a measure is to be compared with."""
+def _baseline(profile: Profile, name: str) -> str:
+    """The baseline of a measure."""
     c, work = profile.counters, profile.work
     written, read = sum(work.model.written.values()), sum(work.model.read.values())
     if name == "of the tensor peak":
@@ -98,12 +98,16 @@ def _beside(profile: Profile, name: str) -> str:
     if name == "DRAM read":
         least = sum(work.least.read.values())
         kept = 1 - (c.dram_read - least) / (read - least) if c.dram_read is not None and read > least else None
-        says = f"least {_bytes(least)}; IO model, if no cache kept anything, {_bytes(read)}"
-        return says if kept is None else f"{says}: caches saved {min(max(kept, 0.0), 1.0):.0%} of the rest"
+        baseline = f"minimum {_bytes(least)}; IO model without caches {_bytes(read)}"
+        return (
+            baseline if kept is None else f"{baseline}: caches saved {min(max(kept, 0.0), 1.0):.0%} of the difference"
+        )
     if name == "DRAM written":
-        return f"IO model {_bytes(written)} (what L2 still holds at the end is not counted)"
+        return f"IO model {_bytes(written)} (measured: without data still in L2 at the end)"
     if name == "L2 to and from SMs":
-        ratio = f": {c.l2_bytes / work.model.total:.2f} of it (SMs that ask at once share)" if c.l2_bytes else ""
+        ratio = (
+            f": {c.l2_bytes / work.model.total:.2f} of it (concurrent requests of SMs are merged)" if c.l2_bytes else ""
+        )
         return f"IO model {_bytes(work.model.total)}{ratio}"
     if name == "bank conflicts" and c.conflict_share is not None:
         return f"{c.conflict_share:.1%} of shared memory's cycles"
@@ -131,7 +135,7 @@ def _stall_table(profile: Profile) -> Table:
 def _line_table(lines: Sequence[HotLine], width: int) -> Table:
     total = sum(line.samples for line in lines) or 1
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("samples", "line", "code", "because", "bank conflicts"):
+    for column in ("samples", "line", "code", "reasons", "bank conflicts"):
         table.add_column(column, justify="right" if column == "samples" else "left", no_wrap=column in ("code", "line"))
     for line in lines[:_LINES]:
         at = line.where
@@ -144,7 +148,7 @@ def _line_table(lines: Sequence[HotLine], width: int) -> Table:
 
 
 def comparison(a: Profile, b: Profile) -> Table:
-    """Each measure of both, and the change."""
+    """Each measure of both profiles, and the change."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for column in (a.subject.label, b.subject.label, "change"):
@@ -159,7 +163,7 @@ def comparison(a: Profile, b: Profile) -> Table:
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """The measures, what the model says, stalls, lines and every metric."""
+    """Measures, the model's bytes, stalls, lines and every metric, as JSON types."""
     lines = [
         {"file": h.where and h.where.file, "line": h.where and h.where.line, "samples": h.samples, "reasons": h.reasons,
          "excess_bytes": h.excess}

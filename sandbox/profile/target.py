@@ -1,6 +1,6 @@
-"""What a profiler watches: python -m sandbox.profile.target SUBJECT, as `profiler.Subject.dumps` writes it.
+"""The process under the profiler: python -m sandbox.profile.target SUBJECT, with SUBJECT from `Subject.dumps`.
 
-The kernel is compiled, launched until it is warm, and launched again between cuProfilerStart and cuProfilerStop.
+The kernel is compiled, launched a few times for warm-up, and launched again between cuProfilerStart and cuProfilerStop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..verify.cases import Case, make_inputs
 from ..verify.scores import score_inputs
 from .profiler import Subject
 
-_WARM, _PROFILED = 3, 10  # launches; ncu takes the first of those that are profiled
+_WARM, _PROFILED = 3, 10  # launches; ncu profiles the first of the second group
 
 
 def launch(subject: Subject) -> None:
-    """Random inputs on GPU 0, warm-up, and the launches to profile, in an NVTX range where nvtx is installed."""
+    """Warm-up and profiled launches with random inputs on GPU 0; in an NVTX range if nvtx is installed."""
     p, device = subject.problem, ("cuda", 0)
     kernel, staged = subject.spec(), _tensors(subject)
-    if kernel.computes != "forward":  # O and LSE as they are in use
+    if kernel.computes != "forward":  # O and LSE as in actual use
         forward = choose_kernel(p, "forward", driver.device().arch)
         first = pipeline.prepare(forward, pipeline.tile_on(device, forward, p), p, staged, device)
         first.launch(first.pointers(staged))
@@ -42,7 +42,7 @@ def launch(subject: Subject) -> None:
 
 
 def _tensors(subject: Subject) -> dict[str, Staged]:
-    """Whatever the kernel and a forward name, on the GPU: q, k, v and dO random, the others to be written."""
+    """The tensors of the kernel and of a forward on the GPU: q, k, v and dO random, the others uninitialised."""
     kernel, p = subject.spec(), subject.problem
     q, k, v = make_inputs(Case("profile", p))
     out = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)

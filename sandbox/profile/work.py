@@ -1,7 +1,7 @@
-"""What a launch of one entry point has to do, at least and by the IO model: operations, and bytes to and from memory.
+"""Operations and memory traffic of a launch of one entry point: the minimum, and the IO model's.
 
-Told by the tensors in the entry's `args`: an entry that has dK walks the queries of each key tile, one that has only dQ
-the keys of each query tile, and one that has dQ beside its sums converts them.
+Derived from the tensors in the entry point's `args`: one with dK loops over the queries of each key tile, one with only
+dQ over the keys of each query tile, and one with dQ and dQ_accum converts the accumulator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Work:
-    """Operations by the field's rule; the bytes of every tensor once; and the bytes that the loops load and store."""
+    """Operations by the usual convention; `least`: every tensor once; `model`: what the loops load and store."""
 
     flops: int
     least: HbmBytes
@@ -27,14 +27,14 @@ class Work:
 
 
 def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
-    """Of one launch; tiles of an entry that names none are whole."""
+    """The work of one launch. Without BLOCK_M or BLOCK_N in the tile, a tile spans all rows."""
     p, names = problem, set(entry.args)
     if {"row_tiles", "splits"} & set(entry.numbers):
         return _packed(entry, p, tile)
     if "delta" in names and "LSE" not in names:
         least = _once(p, read=("dO", "O"), written=("delta",))
         return Work(0, least, least)
-    if not names & {"Q", "dQ", "LSE", "block_map"}:  # it clears, or finds for others, few numbers
+    if not names & {"Q", "dQ", "LSE", "block_map"}:  # clears or computes a few numbers for other entry points
         few = HbmBytes(
             {}, {name: FP32 * many(p, tile) for name, many in entry.numbers.items()} or {"tile_counter": FP32}
         )
@@ -51,7 +51,7 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
         algorithm, B=p.B, H=p.H, Hk=p.Hk, Sq=p.Sq, Sk=p.Sk, D=p.D, itemsize=p.itemsize, causal=p.causal,
         BLOCK_M=tile.get("BLOCK_M", p.Sq or 1), BLOCK_N=tile.get("BLOCK_N", 1),
     )  # fmt: skip
-    if "dQ_accum" in names:  # L2 adds: the sums are sent there, and not fetched
+    if "dQ_accum" in names:  # reductions in L2: the sums are written but not read
         read, written = dict(model.read), dict(model.written)
         del read["dQ"]
         written["dQ_accum"] = written.pop("dQ")
@@ -61,25 +61,24 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
 
 
 def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
-    """Of a forward with packed rows: every tile of them (`row_tiles` of a key/value head) reads that head's keys once,
-    all that there are. Where blocks share a row's keys, in `splits`, each reads Q, and leaves O, m and l in fp32 for
-    another entry to merge."""
-    splits, team = entry.numbers["splits"](p, tile) if "splits" in entry.numbers else 1, tile.get("CLUSTER", 1)
-    dealt = p.key_lengths and not p.ragged and "splits" in entry.numbers and team == 1
-    blocks = (
-        splits + p.B if dealt else splits * p.batches
-    )  # or teams, that share keys, of all entries; if dealt, at most
+    """The work of a forward with packed GQA rows: each of the `row_tiles` tiles of a key/value head reads all keys of
+    that head once. With split-KV, each of the `splits` blocks reads Q and writes partial O, m and l in fp32 for the
+    combine kernel."""
+    splits, cluster = entry.numbers["splits"](p, tile) if "splits" in entry.numbers else 1, tile.get("CLUSTER", 1)
+    dynamic = p.key_lengths and not p.ragged and "splits" in entry.numbers and cluster == 1
+    # Blocks or clusters that share keys, over all batch entries; an upper bound if scheduled dynamically.
+    blocks = splits + p.B if dynamic else splits * p.batches
     rows, keys = p.batches * p.H * p.rows[0], p.B * p.Hk * p.Sk * p.itemsize
-    of_entry, shared = p.H * p.rows[0], splits > 1 and p.Sk > tile["BLOCK_N"] * tile["WARPS"] * team
+    of_entry, shared = p.H * p.rows[0], splits > 1 and p.Sk > tile["BLOCK_N"] * tile["WARPS"] * cluster
     parts = {"partials": FP32 * blocks * of_entry * (p.Dv + 2)} if shared else {}
     results = {"O": rows * p.Dv * ITEMSIZE[p.dtype_of("O")], "LSE": FP32 * rows}
     if "Q" not in entry.args:
-        merged = HbmBytes(parts, results)
-        return Work(0, merged, merged)
+        combined = HbmBytes(parts, results)
+        return Work(0, combined, combined)
     tiles = entry.numbers["row_tiles"](p, tile)
     q, k, v = rows * p.D * p.itemsize, keys * p.D, keys * p.Dv
     written = parts or results
-    model = HbmBytes({"Q": blocks * team * of_entry * p.D * p.itemsize, "K": tiles * k, "V": tiles * v}, written)
+    model = HbmBytes({"Q": blocks * cluster * of_entry * p.D * p.itemsize, "K": tiles * k, "V": tiles * v}, written)
     return Work(p.flops, HbmBytes({"Q": q, "K": k, "V": v}, written), model)
 
 

@@ -1,3 +1,3 @@
-"""The verbs doctor and new: what this machine has, and files to begin with."""
+"""The commands doctor and new: a check of this machine, and templates for kernels and experiments."""
 
 __all__ = ["doctor", "new", "report"]

@@ -1,4 +1,4 @@
-"""What this machine has, what is missing, and how to get it."""
+"""Checks this machine for the driver, GPU, NVRTC, compilers, packages and tools, with hints for what is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..toolchain import cache, nvrtc, tools
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked for. `required`: nothing works without it."""
+    """Result of one check. `required`: the sandbox does not work without it."""
 
     what: str
     ok: bool
@@ -25,21 +25,21 @@ class Finding:
 
 
 _PACKAGES = {
-    "torch": "PyTorch tensors, and the check against autograd: pip install torch",
+    "torch": "PyTorch tensors, and comparison with autograd: pip install torch",
     "cupy": "CuPy arrays: pip install cupy-cuda12x (or cupy-cuda13x)",
     "ml_dtypes": "pip install ml_dtypes",
-    "watchfiles": 'watch sees saves: pip install "attention-sandbox[watch]"',
+    "watchfiles": 'detects saves for watch: pip install "attention-sandbox[watch]"',
     "matplotlib": 'plots: pip install "attention-sandbox[plot]"',
-    "jinja2": '--html, pages that any browser opens: pip install "attention-sandbox[html]"',
+    "jinja2": 'HTML pages (--html): pip install "attention-sandbox[html]"',
 }
 _TOOLS = {
-    "ncu": "profiling a kernel",
-    "nsys": "profiling a program",
-    "compute-sanitizer": "finding races and bad accesses on a GPU",
+    "ncu": "profiles of one launch",
+    "nsys": "time lines of a program",
+    "compute-sanitizer": "races and invalid accesses on a GPU",
     "nvdisasm": "machine code",
 }
 
-_READERS = {  # on this machine or another
+_READERS = {  # programs that open the output files, here or elsewhere
     "pages: --html": "any browser, without a network",
     "traces: timeline --trace": "ui.perfetto.dev, chrome://tracing",
     "reports: profile": "Nsight Compute and Nsight Systems; as text with profile --show",
@@ -47,7 +47,7 @@ _READERS = {  # on this machine or another
 
 
 def examine() -> list[Finding]:
-    """Look at everything; nothing here raises."""
+    """Run all checks. Does not raise."""
     findings = [Finding("Python", True, sys.version.split()[0])]
     findings += _gpu()
     findings.append(_try("NVRTC", nvrtc.version, required=True))
@@ -63,15 +63,15 @@ def examine() -> list[Finding]:
 def _gpu() -> list[Finding]:
     try:
         count = driver.device_count()
-        found = [Finding("NVIDIA driver", True, f"serves CUDA {driver.driver_version()}")]
+        found = [Finding("NVIDIA driver", True, f"supports CUDA {driver.driver_version()}")]
         for i in range(count):
             d = driver.device(i)
             smem = d.smem_per_block // 1024
-            text = f"{d.name}, sm_{d.arch[0]}{d.arch[1]}, {d.sm_count} SMs, {smem} KiB shared memory a block"
+            text = f"{d.name}, sm_{d.arch[0]}{d.arch[1]}, {d.sm_count} SMs, {smem} KiB shared memory per block"
             found.append(Finding(f"GPU {i}", True, text))
         return found
     except SandboxError as error:
-        return [Finding("GPU", False, "-", f"{error}; everything but timing works without one")]
+        return [Finding("GPU", False, "-", f"{error}; everything except timing works without a GPU")]
 
 
 def _compiler() -> str:
@@ -86,7 +86,7 @@ def _try(what: str, look: Callable[[], str], required: bool = False) -> Finding:
 
 
 def _package(name: str, remedy: str) -> Finding:
-    """By metadata, not by import: a CuPy or PyTorch import takes seconds."""
+    """Looks at package metadata instead of importing: an import of CuPy or PyTorch takes seconds."""
     distributions = importlib.metadata.packages_distributions().get(name, [])
     if not distributions:
         return Finding(name, False, "-", remedy)

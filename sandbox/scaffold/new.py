@@ -1,4 +1,4 @@
-"""New kernels and new experiments, from what is there: files that work before anything in them is changed."""
+"""Creates kernels and experiments from existing kernels and templates. The new files work unchanged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NUMBERED = re.compile(r"(\d{3})_\w+")
 
 
 def experiment(name: str, root: Path | None = None) -> list[Path]:
-    """A folder `root`/NNN_name, NNN the next free number, with README.md and run.py; returns the files. `root` is by
-    default the folder `experiments` of the repository that the kernels belong to.
+    """Create `root`/NNN_name with README.md and run.py, where NNN is the next free number; returns the files. `root`
+    defaults to the folder `experiments` of the repository that contains the kernels.
 
-    Raises SpecError for a name that makes no folder, or that an experiment has already.
+    Raises SpecError for an invalid name, or one that another experiment has.
     """
     _check(name)
     root = root or registry.FOLDER.parent / "experiments"
     taken = {match[1]: path for path in root.glob("*") if (match := _NUMBERED.fullmatch(path.name))}
     same = [path for path in taken.values() if path.name.partition("_")[2] == name]
     if same:
-        raise SpecError(f"{same[0]} is there already: choose another name")
+        raise SpecError(f"{same[0]} already exists: choose another name")
     number = f"{max(map(int, taken), default=0) + 1:03d}"
     folder = root / f"{number}_{name}"
     written = {}
@@ -38,22 +38,24 @@ def experiment(name: str, root: Path | None = None) -> list[Path]:
 
 
 def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
-    """`kernels_cu/NAME.cu` and its spec, copies of the kernel `source` under the new name; returns the files.
+    """Copy the kernel `source` and its spec to `kernels_cu/NAME.cu` and NAME.py; returns the files.
 
-    What is tried out is no default: the copy's spec does not say `default=True`.
-    Raises SpecError for a name that is taken or that makes no entry point, UnknownKernel.
+    `default=True` is removed from the copied spec, so that `attention` does not choose the new kernel by itself.
+    Raises SpecError for an invalid name or one that is in use, UnknownKernel.
     """
     _check(name)
     old = registry.get(source)
     stem = old.source.stem
     shared = [k.name for k in registry.kernels().values() if k.source == old.source and stem not in k.name]
     if shared:
-        raise SpecError(f"{old.source.name} also has {', '.join(shared)}, which would be there twice: copy it by hand")
+        raise SpecError(
+            f"{old.source.name} also defines {', '.join(shared)}, which a copy would duplicate: copy it by hand"
+        )
     files = [registry.FOLDER / f"{name}{suffix}" for suffix in (".cu", ".py")]
     taken = [str(file) for file in files if file.exists()]
     if taken or name in registry.kernels():
-        there = "are" if len(taken) > 1 else "is"
-        raise SpecError(f"{' and '.join(taken) or name} {there} there already: choose another name")
+        exist = "exist" if len(taken) > 1 else "exists"
+        raise SpecError(f"{' and '.join(taken) or name} already {exist}: choose another name")
     texts = [old.source.with_suffix(file.suffix).read_text() for file in files]
     texts = [re.sub(r"^ *default=True,.*\n", "", text, flags=re.MULTILINE) for text in texts]
     return _write({file: re.sub(rf"\b{stem}", name, text) for file, text in zip(files, texts, strict=True)})
@@ -63,12 +65,12 @@ def _check(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise SpecError(f"name {name!r} must be lower-case letters, digits and _, and begin with a letter")
     if name in CPP_KEYWORDS or keyword.iskeyword(name):
-        raise SpecError(f"name {name!r} is a word of C++ or of Python: choose another name")
+        raise SpecError(f"name {name!r} is a keyword of C++ or Python: choose another name")
 
 
 def _write(texts: dict[Path, str]) -> list[Path]:
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x") as file:  # never over somebody's work
+        with path.open("x") as file:  # never overwrite
             file.write(text)
     return list(texts)

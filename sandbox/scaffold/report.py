@@ -1,4 +1,4 @@
-"""What the verb `doctor` prints."""
+"""Output of the command `doctor`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .doctor import Finding
 
 
 def doctor_table(findings: Iterable[Finding]) -> Table:
-    """What `doctor` prints."""
-    shown = table("", "what", "found, or how to get it")
+    """The table that `doctor` prints."""
+    shown = table("", "what", "found, or how to install it")
     for f in findings:
-        missing = Text("needed", "bold red") if f.required else Text("missing", "yellow")
+        missing = Text("required", "bold red") if f.required else Text("missing", "yellow")
         shown.add_row(Text("ok", "green") if f.ok else missing, f.what, f.found if f.ok else f.remedy)
     return shown

@@ -1,3 +1,3 @@
-"""The verb timeline: what each warp of a launch does when, by marks in the kernel that are compiled in on request."""
+"""The command timeline: the steps of each warp of a launch over time, from marks that are compiled in on request."""
 
 __all__ = ["plot", "record", "report", "trace"]

@@ -20,10 +20,12 @@ from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..toolchain import sources
 
-DONE = "done"  # the mark that ends a warp's last step, and begins none; its number is 0
+DONE = "done"  # the mark that ends a warp's last step and does not begin another; its number is 0
 MOST_BLOCKS, MOST_STEPS = 4, 16
-CLOCKS_A_MARK = 4 * MOST_STEPS  # on the CPU backend, whose clock is the order of a block's marks
-LENGTH = {"cuda": 2**22, "cpu": 2**20}  # bytes of a tape: 2 ms; on the CPU backend 16K marks of a block
+CLOCKS_A_MARK = (
+    4 * MOST_STEPS
+)  # clock units between marks on the CPU backend, where the clock counts the marks of a block
+LENGTH = {"cuda": 2**22, "cpu": 2**20}  # bytes per warp: 2 ms on a GPU, 16K marks of a block on the CPU backend
 _CLOCK = np.dtype("u4")
 _MARK = np.dtype([("step", "u4"), ("clock", "u4")])
 _NO_BLOCK = 2**32 - 1
@@ -34,25 +36,25 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def steps_of(source: Path) -> tuple[str, ...]:
-    """The steps that marks in a `.cu` and its headers begin, DONE first: a step's number is its place.
+    """The names of the steps in a `.cu` and its headers, DONE first. A step's number is its index.
 
-    Raises UnsupportedProblem when there are none, or more than MOST_STEPS.
+    Raises UnsupportedProblem if there are none, or more than MOST_STEPS.
     """
     files, _ = sources.included_files(source, build.include_dirs(source))
     texts = (_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files if file.name != "timeline.cuh")
     names = {name for text in texts for name in _CALL.findall(text)}
     if not names:
-        raise UnsupportedProblem(
-            f"{source.name} has no marks: write TIMELINE(name); where a step begins, and a line of it has a timeline"
-        )
+        raise UnsupportedProblem(f"{source.name} has no marks: add TIMELINE(name); where a step begins")
     found = (DONE, *sorted(names - {DONE}))
     if len(found) > MOST_STEPS:
-        raise UnsupportedProblem(f"{source.name} has {len(found)} steps, {DONE} among them: {MOST_STEPS} at most")
+        raise UnsupportedProblem(
+            f"{source.name} has {len(found)} steps including {DONE}: at most {MOST_STEPS} are supported"
+        )
     return found
 
 
 def macros(steps: Sequence[str], grid: Dim3, block: Dim3, device: Device) -> dict[str, int]:
-    """What compiles marks into a kernel: the length of a tape, the numbers of steps, how many blocks and threads."""
+    """The macros that compile marks into a kernel: buffer length, step numbers, grid and block dimensions."""
     extents = {f"TIMELINE_{what}_{axis}": n for what, dim in (("GRID", grid), ("BLOCK", block))
                for axis, n in zip("XYZ", dim, strict=True)}  # fmt: skip
     numbers = {f"TIMELINE_STEP_{name}": number for number, name in enumerate(steps)}
@@ -60,7 +62,7 @@ def macros(steps: Sequence[str], grid: Dim3, block: Dim3, device: Device) -> dic
     return {"TIMELINE_MARKS": LENGTH[device[0]], **most, **extents, **numbers}
 
 
-class _DeviceBuffers(ctypes.Structure):  # `Tapes` of timeline.cuh
+class _DeviceBuffers(ctypes.Structure):  # `MarkBuffers` of timeline.cuh
     _fields_ = (
         ("anchors", ctypes.c_uint64), ("high", ctypes.c_uint32), ("low", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32 * MOST_BLOCKS),
@@ -69,8 +71,8 @@ class _DeviceBuffers(ctypes.Structure):  # `Tapes` of timeline.cuh
 
 @dataclass(frozen=True)
 class MarkBuffer:
-    """What one warp wrote: its marks in the order of their clocks, the `lost` ones that the tape was too short for, and
-    its (sm, clock, nanoseconds) when it was done; None without TIMELINE(done)."""
+    """The marks of one warp in the order of their clocks; `lost`: number of overwritten marks; `anchor`: (sm, clock,
+    nanoseconds) at TIMELINE(done), or None without it."""
 
     block: int
     warp: int
@@ -80,7 +82,7 @@ class MarkBuffer:
 
 
 class _Shared:
-    """An array of zeros for a kernel to write to, at a multiple of `alignment`; it crosses none of 4 GiB."""
+    """A zeroed array for a kernel to write to, aligned to `alignment`, within one 4 GiB segment."""
 
     def __init__(self, count: int, dtype: np.dtype, alignment: int, gpu: driver.Device | None) -> None:
         self._gpu, self.nbytes = gpu, count * dtype.itemsize
@@ -96,14 +98,14 @@ class _Shared:
             self._host = self._memory[self.address - begin :][: self.nbytes].view(dtype)
 
     def clear(self) -> None:
-        """Zeros again."""
+        """Set to zero."""
         if self._gpu:
             driver.in_order([driver.zeroing(ctypes.c_uint64(self.address), self.nbytes)], [], self._gpu)(())
         else:
             self._host[:] = 0
 
     def fetch(self, count: int) -> NDArray:
-        """The first `count` elements."""
+        """Copy the first `count` elements to the host."""
         found = self._host[:count]
         if self._gpu:
             driver.read(found.ctypes.data, self.address, found.nbytes, self._gpu)
@@ -111,10 +113,11 @@ class _Shared:
 
 
 class MarkBuffers:
-    """Memory for the marks of one entry, where its module finds it: it is launched only while this object is there.
+    """Device memory for the marks of one entry point. Its address is stored in the module; the entry point may only be
+    launched during the lifetime of this object.
 
-    `blocks`, by number and at most MOST_BLOCKS of them, have a tape for each warp; what others write nobody reads. A
-    tape is a ring of a byte for each cycle of the clock: what is older is lost.
+    Each warp of the given `blocks` (numbers, at most MOST_BLOCKS) has a buffer. All other blocks share a scratch buffer
+    that is not read. A buffer is a ring with one byte per clock cycle; older marks are overwritten.
     """
 
     def __init__(
@@ -127,20 +130,20 @@ class MarkBuffers:
         self._anchors = _Shared(count, _ANCHOR, _ANCHOR.itemsize, self._gpu)
         self.clear()
         high, low = divmod(self._clocks.address, 2**32)
-        listened = [*blocks, *[_NO_BLOCK] * (MOST_BLOCKS - len(blocks))]
-        told = _DeviceBuffers(self._anchors.address, high, low, (ctypes.c_uint32 * MOST_BLOCKS)(*listened))
+        recorded = [*blocks, *[_NO_BLOCK] * (MOST_BLOCKS - len(blocks))]
+        buffers = _DeviceBuffers(self._anchors.address, high, low, (ctypes.c_uint32 * MOST_BLOCKS)(*recorded))
         if self._gpu:
-            driver.write(function.constant(_SYMBOL), ctypes.addressof(told), ctypes.sizeof(told), self._gpu)
+            driver.write(function.constant(_SYMBOL), ctypes.addressof(buffers), ctypes.sizeof(buffers), self._gpu)
         else:
-            ctypes.memmove(function.constant(_SYMBOL), ctypes.byref(told), ctypes.sizeof(told))
+            ctypes.memmove(function.constant(_SYMBOL), ctypes.byref(buffers), ctypes.sizeof(buffers))
 
     def clear(self) -> None:
-        """Forget what was written."""
+        """Clear all marks."""
         self._clocks.clear()
         self._anchors.clear()
 
     def read(self) -> Iterator[MarkBuffer]:
-        """The tape of each warp that came to a mark. Where a block ran for longer than buffers are, its end."""
+        """The marks of each warp that has any. If a block ran longer than a buffer holds, only the last marks."""
         count = len(self.blocks) * self._warps
         anchors = self._anchors.fetch(count).reshape(-1, self._warps)
         every = self._clocks.fetch(count * self._length // _CLOCK.itemsize).reshape(*anchors.shape, -1)
@@ -159,7 +162,7 @@ class MarkBuffers:
 
 
 def _marks_on(buffer: NDArray) -> NDArray:
-    """A clock that is not zero is a mark, and its place among MOST_STEPS the step's number."""
+    """The marks in a buffer. A nonzero clock is a mark; its index modulo MOST_STEPS is the step's number."""
     places = np.flatnonzero(buffer)
     found = np.empty(len(places), _MARK)
     found["step"], found["clock"] = places % MOST_STEPS, buffer[places]
@@ -167,5 +170,5 @@ def _marks_on(buffer: NDArray) -> NDArray:
 
 
 def _latest(clocks: NDArray) -> NDArray:
-    """The last of clocks that wrap at 2^32 and lie within half of that; an array of one, or none."""
+    """The latest of clocks modulo 2^32 that lie within 2^31 of each other, as an array of one element or none."""
     return clocks[:1] + (clocks - clocks[:1]).view(np.int32).max(initial=0).astype(np.uint32)

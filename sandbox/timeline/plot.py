@@ -1,4 +1,4 @@
-"""A timeline as a picture: a track for each warp, a colour for each step."""
+"""Plot of a timeline: a track per warp, a colour per step."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from pathlib import Path
 
 from ..core import picture
 from ..core.errors import UnsupportedProblem
-from .record import Track, Timeline
+from .record import Timeline, Track
 
-# Okabe and Ito's, which colour-blind people can tell apart, and lighter ones of their hues
+# Colours by Okabe and Ito, which are distinguishable with colour blindness, and lighter variants
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5fb0", "#8c6d31", "#b2df8a", "#f0e442")
 WAITING = "#b4bcc6"
-_MOST_STEPS = 160  # of a warp, unless somebody says from when to when
+_MOST_STEPS = 160  # default limit per warp, without --between
 
 
 def colours(timeline: Timeline) -> dict[str, str]:
-    """{step: colour} in the order in which steps appear; all waits are grey."""
+    """{step: colour} in the order of first appearance; all waits are grey."""
     names = dict.fromkeys(step.name for track in timeline.tracks for step in track.steps if not step.waits)
     waits = dict.fromkeys(step.name for track in timeline.tracks for step in track.steps if step.waits)
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)} | dict.fromkeys(waits, WAITING)
 
 
 def shown_until(timeline: Timeline) -> int:
-    """The tick up to which a picture can show steps apart."""
+    """The last tick of a plot in which steps are still distinguishable."""
     ends = (track.steps[:_MOST_STEPS][-1].end for track in timeline.tracks if track.steps)
     busy = [track for track in timeline.tracks if len(track.steps) > _MOST_STEPS]
     return min(track.steps[_MOST_STEPS].begin for track in busy) if busy else max(ends, default=0)
 
 
 def draw(timeline: Timeline, prefix: Path | str, between: tuple[int, int] | None = None) -> list[Path]:
-    """Writes PREFIX.png and PREFIX.svg. `between`: from and to which tick; by default the beginning, or all.
+    """Writes PREFIX.png and PREFIX.svg. `between`: first and last tick; by default 0 to `shown_until`.
 
-    Raises UnsupportedProblem when there is nothing to show, ToolchainMissing without matplotlib.
+    Raises UnsupportedProblem if no step is in the range, ToolchainMissing without matplotlib.
     """
     first, last = between or (0, shown_until(timeline))
     tracks = [track for track in timeline.tracks if any(s.begin < last and s.end > first for s in track.steps)]

@@ -1,4 +1,4 @@
-"""One launch of a kernel, and when each warp of a few blocks began which step of it."""
+"""Records one launch of a kernel: when each warp of a few blocks began each step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..verify import trial
 from ..verify.cases import Case, inputs_of
 from .mark_buffers import CLOCKS_A_MARK, DONE, MOST_BLOCKS, MarkBuffer, MarkBuffers, macros, steps_of
 
-WAIT = "wait"  # how the name of a step that waits begins
-_REPEATS = 10  # launches, of which the median counts
+WAIT = "wait"  # prefix of the names of steps that wait
+_REPEATS = 10  # launches; the median is used
 
 
 @dataclass(frozen=True)
 class Step:
-    """From tick `begin` to tick `end`; ticks are the timeline's unit, 0 is the first mark of all."""
+    """A step from tick `begin` to tick `end`, in the timeline's unit. 0 is the first mark of the launch."""
 
     name: str
     begin: int
@@ -38,19 +38,19 @@ class Step:
 
     @property
     def ticks(self) -> int:
-        """How long it took."""
+        """Duration in ticks."""
         return self.end - self.begin
 
     @property
     def waits(self) -> bool:
-        """Whether it is a wait."""
+        """Whether this step is a wait."""
         return self.name.startswith(WAIT)
 
 
 @dataclass(frozen=True)
 class Track:
-    """What one warp of a block did, on SM `sm`, None without TIMELINE(done). Warps of one `role` have the same
-    steps; `lost`: so many earlier marks, or more, found no room."""
+    """The steps of one warp of a block. `sm`: its SM, None without TIMELINE(done); `role`: warps with the same set of
+    steps; `lost`: minimum number of overwritten earlier marks."""
 
     block: int
     warp: int
@@ -62,11 +62,11 @@ class Track:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A launch of a kernel's first entry. `unit` of ticks: "cycles" of an SM, `rate` of them a second; on the CPU
-    backend "marks", the order in which the block's fibers came to them, where `rate` is None and nothing is timed.
+    """A launch of a kernel's first entry point. `unit` of ticks: "cycles" of an SM, with `rate` in Hz; on the CPU
+    backend "marks" (the order in which the block's threads reached the marks), where `rate` is None.
 
-    `seconds`: a launch without marks, and with them; None on the CPU backend. `same`: whether both gave the same bits;
-    None where a kernel does not promise that.
+    `seconds`: time of a launch without and with marks; None on the CPU backend. `same`: whether both results are
+    bitwise equal; None for kernels that are not deterministic.
     """
 
     kernel: str
@@ -76,32 +76,32 @@ class Timeline:
     unit: str
     rate: int | None
     tracks: tuple[Track, ...]
-    blocks: int  # of the whole grid
+    blocks: int  # number of blocks in the grid
     seconds: tuple[float, float] | None
     same: bool | None
 
     @property
     def timed(self) -> bool:
-        """Whether ticks are time; on the CPU backend they are the order of marks alone."""
+        """Whether ticks are time. On the CPU backend they are only the order of marks."""
         return self.rate is not None
 
     @property
     def slowdown(self) -> float | None:
-        """What marks cost, as a share of the time without them."""
+        """Additional time with marks, relative to the time without them."""
         return self.seconds[1] / self.seconds[0] - 1 if self.seconds else None
 
     @property
     def lost(self) -> int:
-        """So many marks, or more, found no room."""
+        """Minimum number of overwritten marks."""
         return sum(track.lost for track in self.tracks)
 
 
 def record(
     kernel: Kernel, problem: Problem, tile: Tile, device: Device, blocks: Sequence[int] | None = None
 ) -> Timeline:
-    """Launch `kernel` with and without marks; what warps of `blocks` (numbers in the grid; some, if None) did.
+    """Launch `kernel` with and without marks, and record the warps of `blocks` (numbers in the grid; default: four).
 
-    Raises what `prepare` raises; UnsupportedProblem for a kernel without marks, or a block that there is not.
+    Raises what `prepare` raises; UnsupportedProblem for a kernel without marks or a block outside the grid.
     """
     names, first = steps_of(kernel.source), _alone(kernel)
     grid, block = kernel.grid(problem, tile), kernel.block(tile)
@@ -112,21 +112,21 @@ def record(
     buffers = MarkBuffers(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
     order = (marked, first, first, marked) if device != HOST else (first, marked)  # a GPU's clock drifts
     runs = [trial.launch(v, tile, problem, inputs, device, repeats=repeats, before=buffers.clear) for v in order]
-    plain, noted = ([run for run, v in zip(runs, order, strict=True) if v is which] for which in (first, marked))
+    plain, recorded = ([run for run, v in zip(runs, order, strict=True) if v is which] for which in (first, marked))
     gpu = driver.device(device[1]) if device != HOST else None
-    pairs = [(plain[0].outputs[name], noted[-1].outputs[name]) for name in plain[0].outputs if name in first.args]
+    pairs = [(plain[0].outputs[name], recorded[-1].outputs[name]) for name in plain[0].outputs if name in first.args]
     same = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs) if kernel.deterministic else None
     rate = gpu.clock_rate() if gpu else None
     return Timeline(
         kernel.name, problem, tile, gpu.name if gpu else "the CPU backend", "cycles" if gpu else "marks", rate,
         tuple(_tracks([*buffers.read()], names, rate)), math.prod(grid),
-        (_mean(plain), _mean(noted)) if gpu else None, same,
+        (_mean(plain), _mean(recorded)) if gpu else None, same,
     )  # fmt: skip
 
 
 def _inputs(computes: str, problem: Problem, device: Device) -> dict[str, Any]:
-    """What a kernel is given. On a GPU the O and LSE of a backward are our own forward's: the reference would take
-    minutes, and a timeline says nothing of errors."""
+    """The inputs of the kernel. On a GPU, O and LSE for a backward come from a forward kernel: the reference would take
+    minutes, and the timeline does not check errors."""
     case = Case("timeline", problem)
     if device == HOST or computes in ("forward", "block_map"):
         return inputs_of(computes, case)
@@ -145,7 +145,7 @@ def _no_blocks(problem: Problem, tile: Tile) -> Dim3:
 
 
 def _alone(kernel: Kernel) -> Kernel:
-    """The kernel's own entry: those after it, which have marks of their own, are not launched."""
+    """The kernel without its later entry points, which have their own marks: their grids are empty."""
     then = (e if e.first else dataclasses.replace(e, grid=_no_blocks) for e in kernel.then)
     return dataclasses.replace(kernel, then=tuple(then))
 
@@ -155,20 +155,20 @@ def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:
         return sorted({i * count // MOST_BLOCKS for i in range(MOST_BLOCKS)}) if count else []
     for number in wanted:
         if not 0 <= number < count:
-            raise UnsupportedProblem(f"block {number}: the grid has blocks 0 to {count - 1}")
+            raise UnsupportedProblem(f"block {number} does not exist: the grid has blocks 0 to {count - 1}")
     if len({*wanted}) > MOST_BLOCKS:
-        raise UnsupportedProblem(f"{len({*wanted})} blocks: {MOST_BLOCKS} at most are listened to at once")
+        raise UnsupportedProblem(f"{len({*wanted})} blocks cannot be recorded at once: at most {MOST_BLOCKS}")
     return sorted({*wanted})
 
 
 def _since(clock: int, earlier: int) -> int:
-    """Of clocks with 32 bits."""
+    """Difference of two 32-bit clocks, with wrap-around."""
     return (clock - earlier + 2**31) % 2**32 - 2**31
 
 
 def _tracks(buffers: Sequence[MarkBuffer], names: Sequence[str], rate: int | None) -> Iterator[Track]:
-    """Clocks differ between SMs: a block's marks are placed by its own, and blocks by the clock that SMs share, where a
-    warp of theirs was done; others as if all had begun at once."""
+    """Convert marks to tracks with a common origin. Clocks differ between SMs: within a block, ticks come from its SM's
+    clock; blocks are aligned by the global timer at TIMELINE(done). Blocks without it start at 0."""
     blocks: dict[int, list[MarkBuffer]] = defaultdict(list)
     for buffer in buffers:
         blocks[buffer.block].append(buffer)
@@ -194,7 +194,7 @@ def _tracks(buffers: Sequence[MarkBuffer], names: Sequence[str], rate: int | Non
 
 
 def _begin(buffers: Sequence[MarkBuffer], rate: int | None) -> tuple[int, int | None]:
-    """The clock of a block's first mark, and when that was in ticks of the clock that SMs share."""
+    """(clock of the block's first mark, its time in ticks of the global timer or None)."""
     some = int(buffers[0].marks["clock"][0])
     first = some + min(_since(int(buffer.marks["clock"][0]), some) for buffer in buffers)
     for buffer in buffers:
@@ -205,7 +205,7 @@ def _begin(buffers: Sequence[MarkBuffer], rate: int | None) -> tuple[int, int | 
 
 
 def _roles(tracks: Sequence[Track]) -> dict[int, str]:
-    """{warp: "warps 4-11"}: together those that had the same steps, in whichever block."""
+    """{warp: role}, such as "warps 4-11" for warps with the same set of steps over all blocks."""
     steps: dict[int, set[str]] = defaultdict(set)
     for track in tracks:
         steps[track.warp] |= {step.name for step in track.steps}

@@ -1,4 +1,4 @@
-"""A timeline for the terminal: where the time of each role goes, and who waited longest."""
+"""Text output of a timeline: the time of each role by step, and the longest waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from rich.table import Table
 
 from ..verify.report import si_time, table
-from .record import Track, Step, Timeline
+from .record import Step, Timeline, Track
 
 _WAITS = 5
 
 
 @dataclass(frozen=True)
 class Share:
-    """A step of a role, all its warps and blocks together: how often, and its part of all their ticks."""
+    """A step of a role, summed over its warps and blocks: count, and fraction of all their ticks."""
 
     role: str
     step: str
@@ -29,7 +29,7 @@ class Share:
 
 
 def shares(timeline: Timeline) -> list[Share]:
-    """By role, the largest part first."""
+    """All steps by role, largest fraction first."""
     roles: dict[str, dict[str, list[Step]]] = defaultdict(lambda: defaultdict(list))
     for track in sorted(timeline.tracks, key=lambda track: track.warp):
         for step in track.steps:
@@ -47,13 +47,13 @@ def shares(timeline: Timeline) -> list[Share]:
 
 
 def longest_waits(timeline: Timeline, count: int = _WAITS) -> list[tuple[Track, Step]]:
-    """The longest waits of all, longest first."""
+    """The longest waits, longest first."""
     waits = [(track, step) for track in timeline.tracks for step in track.steps if step.waits]
     return sorted(waits, key=lambda pair: -pair[1].ticks)[:count]
 
 
 def shares_table(timeline: Timeline) -> Table:
-    """What `timeline` prints."""
+    """The table of `timeline`."""
     numbers = ["times", "share" if timeline.timed else "share of marks", f"mean {timeline.unit}", "longest"]
     shown = table("role", "step", *numbers, right=numbers)
     last = ""
@@ -66,39 +66,39 @@ def shares_table(timeline: Timeline) -> Table:
 
 
 def heading(timeline: Timeline) -> str:
-    """What a timeline shows."""
-    return "Where the time goes" if timeline.timed else "In which order the steps come: marks, not time"
+    """The heading of the table."""
+    return "Time by step" if timeline.timed else "Order of the steps (marks, not time)"
 
 
 def headline(timeline: Timeline) -> str:
-    """What was launched, where, and which of it is shown."""
+    """The kernel, problem, tile, device and blocks shown."""
     blocks = ", ".join(str(block) for block in dict.fromkeys(track.block for track in timeline.tracks))
     subject = f"{timeline.kernel} {timeline.problem}, tile {timeline.tile}, on {timeline.device}"
     return f"{subject}: blocks {blocks} of {timeline.blocks}"
 
 
 def remarks(timeline: Timeline) -> Sequence[str]:
-    """The longest waits, what marks cost, and what is to be known of the figures."""
-    said = [
+    """The longest waits, the cost of the marks, and notes on the numbers."""
+    notes = [
         f"block {track.block} warp {track.warp}: {step.ticks} {timeline.unit} in {step.name}, from {step.begin} on"
         for track, step in longest_waits(timeline)
     ]
-    if said:
-        said.insert(0, "longest waits:" if timeline.timed else "waits with the most marks of other warps in between:")
+    if notes:
+        notes.insert(0, "longest waits:" if timeline.timed else "waits with the most marks of other warps in between:")
     if timeline.seconds and timeline.slowdown is not None:
         plain, marked = map(si_time, timeline.seconds)
-        said.append(f"marks cost {timeline.slowdown:+.1%}: {plain} without them, {marked} with them")
+        notes.append(f"marks cost {timeline.slowdown:+.1%}: {plain} without them, {marked} with them")
     else:
-        said.append("a tick is a mark that the block came to: the CPU backend's order of fibers, not time")
+        notes.append("a tick is one mark of the block: the CPU backend shows the order of the threads, not time")
     if timeline.lost:
-        said.append(f"{timeline.lost} marks found no room and are not shown: take a smaller problem")
+        notes.append(f"{timeline.lost} marks were overwritten and are not shown: use a smaller problem")
     if timeline.same is False:
-        said.append("WRONG: with marks the kernel gives other results than without them")
-    return said
+        notes.append("WRONG: the results with marks differ from those without")
+    return notes
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:
-    """Lanes with their steps, shares, waits and what marks cost."""
+    """Tracks with their steps, shares, waits and the cost of the marks, as JSON types."""
     waits = [{"block": track.block, "warp": track.warp, "step": step} for track, step in longest_waits(timeline)]
     names = ("kernel", "problem", "tile", "device", "unit", "rate", "blocks", "seconds", "slowdown", "same", "lost")
     about = {name: getattr(timeline, name) for name in names}

@@ -1,4 +1,4 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event Format."""
+"""Writes a timeline in the Trace Event Format, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .record import Timeline
 
 
 def write(timeline: Timeline, path: Path) -> None:
-    """A process for each block, a thread for each warp, a complete event for each step."""
+    """Write the trace: a process per block, a thread per warp, a complete event per step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"kernel": timeline.kernel, "problem": str(timeline.problem), "tile": str(timeline.tile),
              "device": timeline.device, "unit": timeline.unit, "lost": timeline.lost}  # fmt: skip
@@ -19,7 +19,7 @@ def write(timeline: Timeline, path: Path) -> None:
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    microseconds = 1e6 / timeline.rate if timeline.rate else 1.0  # of a tick; a mark is shown as one
+    microseconds = 1e6 / timeline.rate if timeline.rate else 1.0  # per tick
     named: set[int] = set()
     for track in timeline.tracks:
         at = {"pid": track.block, "tid": track.warp}

@@ -1,3 +1,3 @@
-"""A `.cu` -> machine code: sources, a user's expressions, NVRTC, the cache, architectures, programs, disassembly."""
+"""From a `.cu` to machine code: include resolution, score snippets, NVRTC, cache, architectures, tools, disassembly."""
 
 __all__ = ["arch", "cache", "disassembly", "nvrtc", "snippets", "sources", "tools"]

@@ -1,4 +1,4 @@
-"""GPU architectures: their names, their limits, and the occupancy that follows.
+"""GPU architectures: names, limits, and theoretical occupancy.
 
 Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 """
@@ -14,7 +14,7 @@ from ..core.kernel import Arch
 
 KIB = 1024
 REGISTERS_PER_SM = 65536
-REGISTER_UNIT = 256  # registers are given out to a warp in multiples of this
+REGISTER_UNIT = 256  # registers are allocated to a warp in multiples of this
 WARP_UNIT = 4  # an SM's registers are split between four sub-partitions
 WARP = 32
 PATTERN = re.compile(r"sm_(\d+)(\d)[af]?")  # major, minor
@@ -22,13 +22,13 @@ PATTERN = re.compile(r"sm_(\d+)(\d)[af]?")  # major, minor
 
 @dataclass(frozen=True)
 class Limits:
-    """What one multiprocessor (SM) of a compute capability holds. Shared memory in bytes."""
+    """Limits of one multiprocessor (SM) of a compute capability. Shared memory in bytes."""
 
     warps_per_sm: int
     blocks_per_sm: int
     smem_per_sm: int
-    smem_per_block: int  # the most a block may opt in to
-    smem_reserved: int = KIB  # taken by the system from every block
+    smem_per_block: int  # maximum after opt-in
+    smem_reserved: int = KIB  # reserved by the system per block
     smem_unit: int = 128
 
 
@@ -49,17 +49,19 @@ LARGEST_SMEM = max(limits.smem_per_block for limits in _LIMITS.values())
 
 
 def parse(name: str) -> Arch:
-    """`"sm_90a"` -> (9, 0). Raises UnsupportedProblem for what is not an architecture this project knows."""
+    """`"sm_90a"` -> (9, 0). Raises UnsupportedProblem for an unknown architecture."""
     match = PATTERN.fullmatch(name)
     arch = (int(match[1]), int(match[2])) if match else None
     if arch not in _LIMITS:
         known = ", ".join(f"sm_{major}{minor}" for major, minor in _LIMITS)
-        raise UnsupportedProblem(f'arch "{name}" is not known: choose one of {known}, also with its suffix a or f')
+        raise UnsupportedProblem(
+            f'arch "{name}" is not supported: choose one of {known}, optionally with the suffix a or f'
+        )
     return arch
 
 
 def limits(arch: Arch) -> Limits:
-    """The limits of a compute capability; a later minor version than any known counts as its predecessor."""
+    """The limits of a compute capability. An unknown minor version has the limits of the preceding one."""
     known = [a for a in _LIMITS if a <= arch]
     if not known:
         raise UnsupportedProblem(f"compute capability {arch[0]}.{arch[1]} is not supported: 7.5 is the oldest")
@@ -68,7 +70,7 @@ def limits(arch: Arch) -> Limits:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many blocks live on an SM at once, the share of its warp slots they fill, and what stops one more."""
+    """Resident blocks per SM, the fraction of its warp slots that they fill, and the limiting resource."""
 
     blocks_per_sm: int
     fraction: float
@@ -76,9 +78,9 @@ class Occupancy:
 
 
 def occupancy(arch: Arch, threads: int, registers: int, smem_bytes: int) -> Occupancy:
-    """Theoretical occupancy of a kernel: `threads` a block, `registers` a thread, `smem_bytes` (static + dynamic).
+    """Theoretical occupancy of a kernel: `threads` per block, `registers` per thread, `smem_bytes` (static + dynamic).
 
-    The same rule as the driver's cuOccupancyMaxActiveBlocksPerMultiprocessor (held together by a `gpu` test).
+    Same rule as the driver's cuOccupancyMaxActiveBlocksPerMultiprocessor; a `gpu` test compares the two.
     """
     limit = limits(arch)
     warps = cdiv(threads, WARP)

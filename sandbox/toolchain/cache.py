@@ -1,12 +1,12 @@
-"""The cache of compiled objects on disk: cubins and CPU libraries, keyed by everything that went into them.
+"""The on-disk cache of compiled objects: cubins and CPU libraries, keyed by everything that they depend on.
 
-An entry is a folder named by its key: the object's files and `entry.json`, which holds a SHA-256 of each file. It is
-made in a private folder beside its place and renamed into it, so that an entry is either whole or absent whoever else
-writes at the same moment, and every file is checked against its digest before use: a damaged entry is dropped and
-rebuilt, never loaded. Objects in here are executed, so the folder belongs to one user and nobody else can write to it.
+An entry is a folder named by its key. It contains the object's files and `entry.json`, with a SHA-256 of each file.
+Entries are written to a staging folder and renamed, so that they are either complete or absent, also with concurrent
+writers. Every file is checked against its digest before use; a damaged entry is removed and rebuilt. Cached objects are
+executed; the folder therefore belongs to one user, and no other user may write to it.
 
-Beyond `limit` bytes the entries that were used least recently go. Whoever needs an entry's file by its path, as the
-host's compiler and loader do, has the cache `in_use` meanwhile: nothing is removed then.
+Above `limit` bytes the least recently used entries are removed. Code that accesses an entry's files by path, such as
+the host compiler and loader, holds the lock `in_use`; no entry is removed meanwhile.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from ..core.files import refused_path
 
 _REMEDY = "set SANDBOX_CACHE_DIR to a folder of your own"
 _LIMIT_MIB = 4096
-_TRIMMED_EVERY = 16  # entries that a process puts, from its first on: looking at some thousands takes 0.1 s
-_STAGING = ".new-"  # prefix of folders on their way in or out
-_ENTRY = re.compile(r"[0-9a-f]{40}")  # an entry's name; it is one only if it holds entry.json, too
-_UNPACKED = re.compile(r"revision-[0-9a-f]{40}|headers-[0-9a-f]{16}")  # old sources, headers that NVRTC unpacks
+_TRIMMED_EVERY = 16  # trim after every 16th put of a process: scanning some thousand entries takes 0.1 s
+_STAGING = ".new-"  # prefix of folders that are being added or removed
+_ENTRY = re.compile(r"[0-9a-f]{40}")  # name of an entry, which must also contain entry.json
+_UNPACKED = re.compile(
+    r"revision-[0-9a-f]{40}|headers-[0-9a-f]{16}"
+)  # sources of other versions; headers unpacked by NVRTC
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cached object: `files` by name, verified when they were read; `meta` as it was put.
+    """One cached object: `files` by name, verified when read; `meta` as passed to `put`.
 
-    The content is held in memory: another process may clear the cache at any moment.
+    The content is in memory, because another process may clear the cache at any time.
     """
 
     key: str
@@ -56,7 +58,7 @@ class Entry:
 def directory() -> Path:
     """The cache folder: `$SANDBOX_CACHE_DIR`, else `attention-sandbox` under `$XDG_CACHE_HOME` or `~/.cache`.
 
-    Made with mode 0700 when missing. Raises CacheError when it cannot be made or is not private, and for a path that
+    Created with mode 0700 if missing. Raises CacheError if it cannot be created, is not private, or has a path that
     compilers cannot read.
     """
     chosen = os.environ.get("SANDBOX_CACHE_DIR")
@@ -68,7 +70,7 @@ def directory() -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
     except OSError as error:
-        raise CacheError(f"cache directory {path} cannot be made ({error.strerror}): {_REMEDY}") from error
+        raise CacheError(f"cache directory {path} cannot be created ({error.strerror}): {_REMEDY}") from error
     if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CacheError(f"cache directory {path} is not private (owner {info.st_uid}, mode {info.st_mode & 0o777:o}): "
                          f"chmod 700 it, or {_REMEDY}")  # fmt: skip
@@ -76,14 +78,14 @@ def directory() -> Path:
 
 
 def make_key(**parts: object) -> str:
-    """A key from everything that decides an object's content."""
+    """The key of an object, from everything that its content depends on."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 @contextlib.contextmanager
 def in_use() -> Iterator[None]:
-    """Entries that are here, and those that are put meanwhile, stay where they are: `clear` waits."""
+    """Shared lock: no entry is removed while it is held; `clear` waits."""
     with _locked(fcntl.LOCK_SH):
         yield
     _trim()
@@ -91,7 +93,7 @@ def in_use() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(how: int) -> Iterator[None]:
-    """The folder itself. Raises BlockingIOError when `how` is not to wait and somebody has it."""
+    """Lock the cache folder. Raises BlockingIOError if `how` is non-blocking and the lock is taken."""
     path = directory()
     try:
         folder = os.open(path, os.O_RDONLY)
@@ -101,11 +103,11 @@ def _locked(how: int) -> Iterator[None]:
         fcntl.flock(folder, how)
         yield
     finally:
-        os.close(folder)  # which also gives it back
+        os.close(folder)  # also releases the lock
 
 
 def limit() -> int:
-    """Bytes that entries may take: `$SANDBOX_CACHE_MB`, by default 4096 MiB. Raises CacheError for no number."""
+    """Maximum size of all entries in bytes: `$SANDBOX_CACHE_MB`, default 4096 MiB. Raises CacheError if malformed."""
     chosen = os.environ.get("SANDBOX_CACHE_MB", "") or str(_LIMIT_MIB)
     if not chosen.isdecimal():
         raise CacheError(f"SANDBOX_CACHE_MB={chosen} must be a number of MiB")
@@ -113,9 +115,9 @@ def limit() -> int:
 
 
 def get(key: str, files: Iterable[str] = (), meta: Mapping[str, type] = MappingProxyType({})) -> Entry | None:
-    """The entry of that key if it is there, undamaged, and has all of `files` and a value of that type for each name in
-    `meta`; otherwise it is removed. Raises CacheError when it cannot be read, for want of a file descriptor, say: that
-    says nothing about the entry."""
+    """The entry with this key, or None. An entry that is damaged, or lacks one of `files` or a value of the given type
+    for a name in `meta`, is removed. Raises CacheError if it cannot be read for an unrelated reason, such as a lack of
+    file descriptors."""
     path = directory() / key
     try:
         recorded = json.loads((path / "entry.json").read_bytes())
@@ -130,8 +132,8 @@ def get(key: str, files: Iterable[str] = (), meta: Mapping[str, type] = MappingP
             _remove(path)
         return None
     except OSError as error:
-        raise CacheError(f"cache entry {path} cannot be read ({error.strerror}): mend that, or {_REMEDY}") from error
-    with contextlib.suppress(OSError):  # its time says when it was last used
+        raise CacheError(f"cache entry {path} cannot be read ({error.strerror}): repair it, or {_REMEDY}") from error
+    with contextlib.suppress(OSError):  # the modification time is the time of last use
         os.utime(path)
     return Entry(key, path, kept, found)
 
@@ -139,21 +141,21 @@ def get(key: str, files: Iterable[str] = (), meta: Mapping[str, type] = MappingP
 def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
     """Store an object's files and return its entry.
 
-    When another process has stored the same key meanwhile, that entry stays and is returned, unless it lacks a file or
-    a name of `meta`. Raises CacheError when the folder cannot be written.
+    If another process has stored the same key meanwhile, that entry is kept and returned, unless it lacks a file or a
+    name of `meta`. Raises CacheError if the folder cannot be written.
     """
     root = directory()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     record = json.dumps({"files": digests, "meta": dict(meta), "made": time.time()})
     kinds = {name: type(value) for name, value in json.loads(record)["meta"].items()}
     try:
-        for _ in range(5):  # again only when somebody else clears the cache, or leaves a damaged entry, meanwhile
+        for _ in range(5):  # repeated only if another process clears the cache or leaves a damaged entry
             staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=root))
             try:
                 for name, content in files.items():
                     (staging / name).write_bytes(content)
                 (staging / "entry.json").write_text(record)
-                with contextlib.suppress(OSError):  # the place is taken: somebody else was first
+                with contextlib.suppress(OSError):  # another process stored this key first
                     os.rename(staging, root / key)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -164,12 +166,12 @@ def put(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> Entry:
                 return entry
     except OSError as error:
         raise CacheError(f"cache directory {root} cannot be written ({error.strerror}): {_REMEDY}") from error
-    raise CacheError(f"cache entry {root / key} does not stay as it is written: check the disk, or {_REMEDY}")
+    raise CacheError(f"cache entry {root / key} cannot be read back after writing: check the disk, or {_REMEDY}")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """An entry as `entries` sees it: `nbytes` on disk; `made` and last `used`, seconds since the epoch."""
+    """Summary of an entry: `nbytes` on disk; times `made` and last `used`, in seconds since the epoch."""
 
     key: str
     meta: dict[str, Any]
@@ -179,7 +181,7 @@ class Listed:
 
 
 def entries() -> Iterator[Listed]:
-    """Every entry whose record can be read, by key."""
+    """Every entry with a readable record, sorted by key."""
     for path in sorted(directory().iterdir()):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if not _is_entry(path):
@@ -190,11 +192,10 @@ def entries() -> Iterator[Listed]:
 
 
 def clear() -> int:
-    """Remove every entry and what interrupted writers left; returns how many entries there were.
+    """Remove every entry and the remains of interrupted writers; returns the number of entries removed.
 
-    A folder is an entry only if its name is a key and it holds `entry.json`: other folders may have names of 40 hex
-    digits too. Files that are not the cache's own are left alone, and so is what another process may be writing right
-    now. Waits for whoever has the cache `in_use`.
+    A folder is an entry only if its name is a key and it contains `entry.json`. Other files are not touched, nor are
+    staging folders younger than ten minutes. Waits until no process has the cache `in_use`.
     """
     removed = 0
     with _locked(fcntl.LOCK_EX):
@@ -216,7 +217,7 @@ _puts, _to_trim = itertools.count(), threading.Event()
 
 
 def _trim() -> None:
-    """Remove what was used least recently, if all entries together exceed the limit and nobody has the cache in use."""
+    """Remove the least recently used entries above the limit, unless a process has the cache in use."""
     if not _to_trim.is_set():
         return
     with contextlib.suppress(BlockingIOError), _locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -231,8 +232,8 @@ def _trim() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Take an entry out of sight in one step, then delete it: a reader never sees half of it."""
-    with contextlib.suppress(OSError):  # somebody else removed it first
+    """Rename the entry, then delete it, so that readers never see an incomplete one."""
+    with contextlib.suppress(OSError):  # another process removed it first
         aside = tempfile.mkdtemp(prefix=_STAGING, dir=path.parent)
         try:
             os.rename(path, os.path.join(aside, "removed"))

@@ -1,7 +1,7 @@
-"""Machine code and PTX as instructions that know their source lines, counted by class. Needs no GPU.
+"""Machine code and PTX: instructions with their source lines, counted by class. Needs no GPU.
 
-The line table is in the cubin, because NVRTC is always called with -lineinfo. nvdisasm reads it, in the version at hand
-or any older one; it tells live registers for cubins of CUDA 13 and later alone.
+NVRTC is always called with -lineinfo, so the cubin contains a line table. nvdisasm reads cubins of its own and older
+versions; it reports live registers only for cubins of CUDA 13 and later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d
 _ENTRY = re.compile(r"\.(?:entry|func)\b(?:\s*\([^)]*\))?\s+(\w+)")
 _PTX = re.compile(r"^\s*((?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\b[^;]*);")
 
-# By the first part of an opcode; what is not here works on integers, or moves them.
+# By the first part of an opcode. Opcodes that are not listed are integer operations and moves.
 _KINDS = {
     "tensor cores": "HMMA HGMMA IMMA IGMMA QMMA QGMMA BMMA DMMA OMMA UTCHMMA WARPGROUP mma wgmma tcgen05",
     "shared memory": "LDS STS LDSM STSM ATOMS ld.shared st.shared ldmatrix stmatrix atom.shared",
@@ -43,16 +43,16 @@ _KINDS = {
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 KINDS = (*_KINDS, "integers and moves")
-_WIDE = ("LDG", "STG", "LDGSTS")  # counted by bits a lane
+_WIDE = ("LDG", "STG", "LDGSTS")  # counted by width in bits per lane
 _SPACES = ("ld", "st", "atom", "red")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of `function`. `where` leads from its own line outward through the calls that were inlined.
+    """One instruction of `function`. `where`: its own source line, then those of inlined calls, innermost first.
 
-    `address`: bytes from the function's start (of PTX, the line in its text). `live`: general registers whose value is
-    needed here or later; None where nvdisasm does not tell.
+    `address`: offset in bytes from the start of the function; for PTX, the line number of the text. `live`: live
+    general-purpose registers; None if nvdisasm does not report them.
     """
 
     function: str
@@ -64,7 +64,7 @@ class Instruction:
 
     @property
     def line(self) -> SourceLine | None:
-        """The innermost line of a `.cu` file: a verb of a header counts for the line that calls it."""
+        """The innermost line of a `.cu` file: code of a header counts for the line that calls it."""
         return next((at for at in self.where if at.file.endswith(".cu")), self.where[0] if self.where else None)
 
 
@@ -74,14 +74,14 @@ def available() -> bool:
 
 
 def sass(cubin: bytes) -> tuple[Instruction, ...]:
-    """The machine code of a cubin, with lines and, where nvdisasm tells, live registers.
+    """The machine code of a cubin, with source lines and, if nvdisasm reports them, live registers.
 
     Raises ToolchainMissing without nvdisasm, or when it is older than the cubin.
     """
     instructions = tuple(parse_sass(_nvdisasm(cubin, "-gi")))
     try:
         counted = parse_sass(_nvdisasm(cubin, "-lrm", "count"))
-    except ToolchainMissing:  # the cubin is of CUDA 12, in a format whose life ranges nvdisasm does not follow
+    except ToolchainMissing:  # nvdisasm does not compute live ranges for the cubin format of CUDA 12
         return instructions
     live = {(i.function, i.address): i.live for i in counted}
     return tuple(replace(i, live=live.get((i.function, i.address))) for i in instructions)
@@ -100,28 +100,28 @@ def ptx(text: str) -> tuple[Instruction, ...]:
             pairs = [(loc[1], loc[2]), (loc[3], loc[4])]
             where = tuple(
                 SourceLine(files[n], int(row)) for n, row in pairs if n in files and row != "0"
-            )  # 0: of no line
+            )  # line 0: no source line
         elif instruction := _PTX.match(line):
             found.append(Instruction(function, number, instruction[2], " ".join(instruction[1].split()), where))
     return tuple(found)
 
 
 def opcode_counts(cubin: bytes) -> dict[str, int]:
-    """{opcode class: how many instructions}, most frequent first; {} when no disassembler is installed.
+    """{opcode class: number of instructions}, most frequent first; {} when no disassembler is installed.
 
-    Classes are opcodes without modifiers, as "HMMA", "BAR", "FFMA"; accesses to global memory with their width in bits,
-    as "LDG.128". Static counts: a loop's body counts once. Raises ToolchainMissing when nvdisasm is too old.
+    Classes are opcodes without modifiers, such as "HMMA", "BAR", "FFMA"; global memory accesses include their width in
+    bits, such as "LDG.128". Static counts: a loop body counts once. Raises ToolchainMissing when nvdisasm is too old.
     """
     return counts(parse_sass(_nvdisasm(cubin))) if available() else {}
 
 
 def counts(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """{opcode class: how many}, most frequent first."""
+    """{opcode class: count}, most frequent first."""
     return dict(Counter(opcode_class(i) for i in instructions).most_common())
 
 
 def opcode_class(instruction: Instruction) -> str:
-    """What an instruction is counted as: see `opcode_counts`. One that is predicated off for good counts as NOP."""
+    """The class of an instruction, see `opcode_counts`. Instructions predicated with @!PT count as NOP."""
     base, *modifiers = instruction.opcode.split(".")
     if instruction.text.startswith(("@!PT ", "@!UPT ")):
         return "NOP"
@@ -138,7 +138,7 @@ def opcode_class(instruction: Instruction) -> str:
 
 
 def kind(name: str) -> str:
-    """Which of KINDS an opcode class belongs to."""
+    """The member of KINDS to which an opcode class belongs."""
     parts = name.split(".")
     if parts[:2] in (["ld", "param"], ["ld", "const"]):
         return KINDS[-1]
@@ -146,7 +146,7 @@ def kind(name: str) -> str:
 
 
 def by_kind(counted: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """{kind: {opcode class: how many}} in the order of KINDS, without empty kinds."""
+    """{kind: {opcode class: count}} in the order of KINDS, without empty kinds."""
     found: dict[str, dict[str, int]] = {name: {} for name in KINDS}
     for name, number in counted.items():
         found[kind(name)][name] = number
@@ -154,13 +154,13 @@ def by_kind(counted: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def parse_sass(text: str) -> Iterator[Instruction]:
-    """nvdisasm's listing -> instructions."""
+    """Instructions of an nvdisasm listing."""
     where: tuple[SourceLine, ...] = ()
     function, open_ = "", False
     for line in text.splitlines():
         if section := _SECTION.match(line):
             function, where = section[1], ()
-        elif at := _LINE.match(line):  # a call that was inlined takes a line for each step outward
+        elif at := _LINE.match(line):  # an inlined call has one such line per level
             where = (*(where if open_ else ()), SourceLine(at[1], int(at[2])))
             open_ = True
         elif code := _SASS.match(line):
@@ -176,6 +176,6 @@ def _nvdisasm(cubin: bytes, *options: str) -> str:
         file.write_bytes(cubin)
         done = subprocess.run([program, "-c", *options, str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip()[-300:]
-        raise ToolchainMissing(f"{program} cannot read the cubin: {said} (a newer one: {tools.REMEDIES['nvdisasm']})")
+        message = done.stderr.strip()[-300:]
+        raise ToolchainMissing(f"{program} cannot read the cubin: {message} (newer: {tools.REMEDIES['nvdisasm']})")
     return done.stdout

@@ -1,8 +1,8 @@
-"""NVRTC: a `.cu` file, macros and an architecture -> cubin, PTX and what they cost. Needs no GPU and no driver.
+"""NVRTC: compiles a `.cu` with macros for an architecture to cubin, PTX and resource usage. Needs no GPU or driver.
 
-The program is named by the absolute path of its file, so that error messages, disassembly and Nsight show the source.
-Results are kept on disk, keyed by the content of the source and of every header it includes, the options, and the
-NVRTC library.
+The program's name is the absolute path of its file, so that error messages, disassembly and Nsight find the source.
+Results are cached on disk, keyed by the content of the source and of all included headers, the options, and the NVRTC
+library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.errors import CompileError, ToolchainMissing, UnsupportedProblem
 from ..core.files import refused_path
 from . import cache, sources
 
-INSTALL = 'pip install "attention-sandbox[nvrtc12]" (runs on drivers from 525 on) or "[nvrtc13]" (from 580 on)'
+INSTALL = 'pip install "attention-sandbox[nvrtc12]" (driver 525 or later) or "[nvrtc13]" (driver 580 or later)'
 _USED = re.compile(r"Compiling entry function '(\w+)'(?:(?!Compiling entry).)*?\b(Used \d+ registers[^\n]*)", re.DOTALL)
 _PROPERTIES = re.compile(
     r"Function properties for (\w+)\n[^\n]*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -30,24 +30,24 @@ _PROPERTIES = re.compile(
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z])(\d+)\s+(?:\.ptr\b[^,\[]*?)?\w+(?:\[(\d+)\])?\s*(?:,|$)"
 )
-_WARNING = re.compile(r"\bwarning\b(?!-)|\bC75\d\d\b", re.IGNORECASE)  # C75xx: ptxas serialises wgmma, and why
+_WARNING = re.compile(r"\bwarning\b(?!-)|\bC75\d\d\b", re.IGNORECASE)  # C75xx: ptxas serialises wgmma
 INCLUDE_DIR = Path(__file__).resolve().parent.parent.parent / "kernels_cu" / "include"
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports of one entry point: a thread's registers, a block's bytes of shared memory, and so on."""
+    """Resource usage of one entry point as reported by ptxas. smem_static: bytes per block."""
 
     registers: int
     smem_static: int
-    stack: int  # bytes a thread
-    spill_stores: int  # bytes a thread
-    spill_loads: int  # bytes a thread
+    stack: int  # bytes per thread
+    spill_stores: int  # bytes per thread
+    spill_loads: int  # bytes per thread
     warnings: tuple[str, ...] = ()  # such as serialised wgmma
 
     @classmethod
     def worst(cls, entries: Iterable[Resources]) -> Resources:
-        """Each figure the largest of several entries', and every warning."""
+        """The maximum of each value over several entry points, and all warnings."""
         every = list(entries)
         numbers = ("registers", "smem_static", "stack", "spill_stores", "spill_loads")
         warnings = tuple(dict.fromkeys(warning for r in every for warning in r.warnings))
@@ -56,7 +56,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled entry point. `seconds` is what NVRTC took when it was compiled; `cached`: found on disk."""
+    """One compiled entry point. `seconds`: NVRTC's time when it was compiled; `cached`: found on disk."""
 
     entry: str
     arch: str
@@ -73,18 +73,18 @@ def compile(
     source: Path, entry: str, arch: str, defines: Mapping[str, object] | None = None, *, options: Sequence[str] = (),
     folders: Sequence[Path] = (),
 ) -> Compiled:  # fmt: skip
-    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`. Its other entries then come cached.
+    """Compile `source` for `arch` ("sm_90a") and report on its entry point `entry`. Other entry points are then cached.
 
-    Headers in a folder `include` beside it go before the project's own, and `folders` are searched too.
+    Include path: the folder `include` next to the source, the project's own, then `folders`.
 
-    `options` must not bring in files: only what `source` includes decides whether a stored result still holds.
-    Raises CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem
-    for an architecture that this NVRTC cannot target.
+    `options` must not include files: only `source` and its includes decide whether a cached result is valid. Raises
+    CompileError with file, line and excerpt; ToolchainMissing without NVRTC or its headers; UnsupportedProblem for an
+    architecture that this NVRTC does not support.
     """
     library = _library()
     if arch not in library.archs:
         raise UnsupportedProblem(
-            f"arch {arch} cannot be targeted by NVRTC {library.version}: it knows {', '.join(library.archs)}"
+            f"arch {arch} is not supported by NVRTC {library.version}: choose one of {', '.join(library.archs)}"
         )
     source = source.resolve()
     if not source.is_file():
@@ -97,7 +97,7 @@ def compile(
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "-lineinfo",
-        "--device-as-default-execution-space",  # NVRTC 13.0 takes a generic lambda for a function of the host's
+        "--device-as-default-execution-space",  # NVRTC 13.0 treats a generic lambda as a host function
         "--ptxas-options=-v",
         *library.no_cache,
         *options,
@@ -119,7 +119,9 @@ def compile(
     log.logger.log(log.COMPILING, "%s %s: compiled in %.2f s with %s\n%s", entry, arch, seconds, options_text, text)
     _keep(key, source, arch, cubin, ptx)
     resources = parse_resources(text, entry, source)
-    if fingerprint and fingerprint == sources.fingerprint(source, folders):  # not when edited while it compiled
+    if fingerprint and fingerprint == sources.fingerprint(
+        source, folders
+    ):  # not if the source was edited during the compilation
         meta = {"name": f"{source.stem} {arch}", "log": text, "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, text, resources, flags, seconds, False)
@@ -130,15 +132,15 @@ def _keep(key: str, source: Path, arch: str, cubin: bytes, ptx: str) -> None:
 
 
 def parse_resources(log: str, entry: str, source: Path) -> Resources:
-    """The figures of one entry point from the log that `--ptxas-options=-v` makes NVRTC write.
+    """The resource usage of one entry point, parsed from NVRTC's log with `--ptxas-options=-v`.
 
-    Spills of device functions that were not inlined count for every entry: the log does not say who calls them.
+    Spills of functions that were not inlined count for every entry point: the log does not name their callers.
     """
     used = {match[1]: match[2] for match in _USED.finditer(log)}
     functions = {name: tuple(map(int, numbers)) for name, *numbers in _PROPERTIES.findall(log)}
     if entry not in used or entry not in functions:
         raise CompileError(
-            f'{source}: no entry point {entry}: the file has {", ".join(used) or "none"} '
+            f'{source} has no entry point {entry}; its entry points are: {", ".join(used) or "none"} '
             '(is it extern "C" __global__?)',
             source=str(source), options=(), log=log,
         )  # fmt: skip
@@ -150,15 +152,15 @@ def parse_resources(log: str, entry: str, source: Path) -> Resources:
 
 
 class Parameter(NamedTuple):
-    """One parameter of an entry point, as its compiler passes it: which of "pointer", "integer", "float", "struct" it
-    may be (PTX does not tell an address from a number of 64 bits), and its bytes."""
+    """One parameter of an entry point: the possible kinds ("pointer", "integer", "float", "struct"; PTX does not
+    distinguish a pointer from a 64-bit integer) and its size in bytes."""
 
     kinds: tuple[str, ...]
     size: int
 
 
 def parameters(ptx: str, entry: str) -> tuple[Parameter, ...]:
-    """Those of an entry point, in order."""
+    """The parameters of an entry point, in order."""
     listed = re.search(rf"\.entry\s+{entry}\s*\(([^)]*)\)", ptx)
     found = []
     for letter, bits, array in _PARAMETER.findall(listed[1] if listed else ""):
@@ -168,19 +170,19 @@ def parameters(ptx: str, entry: str) -> tuple[Parameter, ...]:
 
 
 def max_threads(ptx: str, entry: str) -> int:
-    """Of a block, by the entry point's `.maxntid` (__launch_bounds__); 0: it has none."""
+    """The entry point's `.maxntid` (__launch_bounds__), in threads per block; 0 if it has none."""
     directives = re.search(rf"\.entry\s+{entry}\b\s*(?:\([^)]*\))?([^{{]*)\{{", ptx)
     extents = re.search(r"\.maxntid\s+([\d, ]+)", directives[1]) if directives else None
     return math.prod(map(int, extents[1].split(","))) if extents else 0
 
 
 def version() -> str:
-    """The NVRTC found, as "12.9". Raises ToolchainMissing."""
+    """The version of NVRTC, such as "12.9". Raises ToolchainMissing."""
     return _library().version
 
 
 def include_dirs() -> tuple[Path, ...]:
-    """Where the CUDA headers that fit this NVRTC are. Raises ToolchainMissing."""
+    """Folders of the CUDA headers that match this NVRTC. Raises ToolchainMissing."""
     library = _library()
     if tuple(map(int, library.version.split("."))) >= (13, 3):
         return (_bundled_headers(library),)
@@ -191,9 +193,9 @@ def include_dirs() -> tuple[Path, ...]:
 class _Library:
     api: Any
     version: str
-    identity: str  # version and file of the library: two builds of one version differ
+    identity: str  # version, file size and time: builds may differ
     archs: tuple[str, ...]
-    no_cache: tuple[str, ...]  # NVRTC 12.9 and later have a cache of their own, a hit in which leaves no log to read
+    no_cache: tuple[str, ...]  # disables NVRTC's own cache (12.9 and later): hits have no log
 
 
 @lru_cache(maxsize=1)
@@ -207,10 +209,10 @@ def _library() -> _Library:
         _, numbers = nvrtc.nvrtcGetSupportedArchs()
     except ImportError as error:
         raise ToolchainMissing(f"NVRTC's Python bindings are missing ({error.name}): {INSTALL}") from error
-    except RuntimeError as error:  # what the bindings raise when the shared library is not there
+    except RuntimeError as error:  # raised by the bindings if the shared library is missing
         raise ToolchainMissing(f"the NVRTC library is missing: {INSTALL}\n({error})") from error
     names = [f"sm_{number}" for number in numbers]
-    # with every instruction of that very chip (a), or of its family (f)
+    # suffix a: all instructions of this chip; f: those of its family
     specific = [
         f"{name}{suffix}" for name in names for suffix, since in (("a", 90), ("f", 100)) if int(name[3:]) >= since
     ]
@@ -222,7 +224,7 @@ def _library() -> _Library:
 
 @lru_cache(maxsize=1)
 def _installed_headers(nvrtc_version: str) -> Path:
-    """The folder of CUDA headers whose major version is NVRTC's; a mix of majors would compile and be wrong."""
+    """The folder of CUDA headers with NVRTC's major version. Mixed major versions would compile to wrong code."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     major = nvrtc_version.split(".")[0]
@@ -233,14 +235,14 @@ def _installed_headers(nvrtc_version: str) -> Path:
     found_major = str(int(found[1]) // 1000) if found else "unknown"
     if found_major != major:
         raise ToolchainMissing(
-            f"the CUDA headers in {folder} are of CUDA {found_major}, NVRTC is {nvrtc_version}: install headers of the "
-            f'same major version: pip install "nvidia-cuda-runtime{"-cu12" if major == "12" else f"=={major}.*"}"'
+            f"the CUDA headers in {folder} are for CUDA {found_major}, NVRTC is {nvrtc_version}: install headers of "
+            f'the same major version: pip install "nvidia-cuda-runtime{"-cu12" if major == "12" else f"=={major}.*"}"'
         )
     return Path(folder)
 
 
 def _bundled_headers(library: _Library) -> Path:
-    """NVRTC 13.3 and later carry their headers within; unpack them once, into the cache."""
+    """NVRTC 13.3 and later bundle their headers; unpack them once, into the cache."""
     place = cache.directory() / ("headers-" + cache.make_key(nvrtc=library.identity)[:16])
     if not place.is_dir():
         with tempfile.TemporaryDirectory(prefix=".new-", dir=place.parent) as staging:
@@ -251,14 +253,14 @@ def _bundled_headers(library: _Library) -> Path:
                 raise ToolchainMissing(f"NVRTC ({library.identity}) did not unpack its bundled headers into {unpacked}")
             try:
                 unpacked.rename(place)
-            except OSError:  # another process was first
+            except OSError:  # another process unpacked them first
                 if not place.is_dir():
                     raise
     return place
 
 
 def _compile(source: Path, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
-    """(cubin, PTX, log), or CompileError."""
+    """(cubin, PTX, log). Raises CompileError."""
     nvrtc = _library().api
     cubin, ptx, log = _run(nvrtc, source.read_bytes(), str(source), flags)
     if not cubin:
@@ -272,7 +274,7 @@ def _compile(source: Path, flags: tuple[str, ...]) -> tuple[bytes, str, str]:
 
 
 def _run(nvrtc: Any, text: bytes, name: str, flags: Sequence[str]) -> tuple[bytes, str, str]:
-    """One NVRTC program from text to (cubin, PTX, log); cubin is empty when the source was refused."""
+    """Compile one NVRTC program: (cubin, PTX, log); cubin is empty if the compilation failed."""
     _, program = nvrtc.nvrtcCreateProgram(text, name.encode(), 0, None, None)
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])

@@ -1,4 +1,4 @@
-"""Where the header of a user's expressions lies, for a compiler to find it."""
+"""The include folder with the generated header of a user's score expressions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def folders(problem: Problem) -> tuple[Path, ...]:
-    """The folder that holds the header of the problem's `score`, written when it is not there; none without a score."""
+    """The folder with the header of the problem's `score`, created if missing; empty without a score."""
     if problem.score is None:
         return ()
     folder = cache.directory() / "snippets" / f"{digest(problem.score):012x}"
@@ -31,13 +31,13 @@ def folders(problem: Problem) -> tuple[Path, ...]:
         handle, staged = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "w") as out:
             out.write(text)
-        os.replace(staged, file)  # whoever reads meanwhile finds it whole
+        os.replace(staged, file)  # atomic: concurrent readers see a complete file
     return (folder,)
 
 
 def explaining(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, one of whose arguments is a Problem or a Score: a CompileError that is due to the expressions
-    names these, not the files around them."""
+    """Decorator for a function with a Problem or Score argument. A CompileError that is caused by the score expressions
+    is replaced by one that quotes them instead of generated files."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,8 +46,8 @@ def explaining(function: Callable[P, T]) -> Callable[P, T]:
         except CompileError as error:
             given = next((x for x in (*args, *kwargs.values()) if isinstance(x, (Problem, Score))), None)
             score = given.score if isinstance(given, Problem) else given
-            if not score or not (said := score_errors.explain(error, score)):
+            if not score or not (message := score_errors.explain(error, score)):
                 raise
-            raise CompileError(said, source=error.source, options=error.options, log=error.log) from None
+            raise CompileError(message, source=error.source, options=error.options, log=error.log) from None
 
     return wrapped

@@ -1,8 +1,8 @@
-"""What a CUDA source file is made of: the headers that it includes, found without a compiler.
+"""Include resolution without a compiler: the headers that a CUDA source file includes, directly or indirectly.
 
-A cached object is keyed by the content of every file that went into it. The scan over-approximates (it follows an
-`#include` inside a comment or a false `#if`, and takes every file of that name that any folder holds), so a key may
-change needlessly, but never too seldom.
+A cached object is keyed by the content of every file that it was compiled from. The scan over-approximates: it follows
+`#include`s inside comments and false `#if`s, and considers a name in every include folder. A key may therefore change
+unnecessarily, but a relevant change is never missed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-# A comment is white space to the preprocessor. Possessive, or CUDA's own headers, full of comments, take for ever.
+# A comment is white space to the preprocessor. Possessive quantifiers: CUDA's headers would cause heavy backtracking.
 _GAP = rb"(?>[ \t\v\f]++|/\*(?>[^*]++|\*(?!/))*+\*/)*+"
 _INCLUDE = rb"(?:#|%:)" + _GAP + rb"include(?:_next)?\b"
 _NAMED = re.compile(
@@ -23,12 +23,12 @@ _NAMED = re.compile(
     re.DOTALL,
 )
 _COMPUTED = re.compile(rb"^" + _GAP + _INCLUDE + _GAP + rb"[A-Za-z_]", re.MULTILINE | re.DOTALL)
-_SPLICE = re.compile(rb"\\\r?\n")  # a backslash joins a line to the next
-_SETTLED = 2.0  # seconds after which a further edit is sure to change a file's time stamp
+_SPLICE = re.compile(rb"\\\r?\n")  # line continuation
+_SETTLED = 2.0  # seconds after which a further edit certainly changes the time stamp
 
 
 def _scan(path: Path) -> tuple[bytes, tuple[str, ...], bool]:
-    """(content digest, names it includes, whether an include's name is computed by a macro)."""
+    """(content digest, included names, whether an include name is computed by a macro)."""
     stat = path.stat()
     if time.time() - stat.st_mtime < _SETTLED:
         return _read(str(path))
@@ -48,11 +48,11 @@ def _read(path: str) -> tuple[bytes, tuple[str, ...], bool]:
 
 
 def included_files(source: Path, include_dirs: Sequence[Path]) -> tuple[list[Path], bool]:
-    """Every file that `source` may include, directly or not, itself first; and whether the list is complete.
+    """(files that `source` may include, directly or indirectly, itself first; whether the list is complete).
 
-    A name is looked up beside the including file and in all of `include_dirs`, whichever of them a compiler would
-    prefer; one that is found nowhere is left to the compiler to complain about. The list is incomplete when some
-    `#include` names its file by a macro. Raises FileNotFoundError when `source` is missing.
+    A name is looked up in the folder of the including file and in all of `include_dirs`. Names that are not found are
+    ignored; the compiler reports them. The list is incomplete if an `#include` computes its name by a macro. Raises
+    FileNotFoundError when `source` is missing.
     """
     found: dict[Path, None] = {source: None}
     complete = True
@@ -71,7 +71,7 @@ def included_files(source: Path, include_dirs: Sequence[Path]) -> tuple[list[Pat
 
 
 def fingerprint(source: Path, include_dirs: Sequence[Path]) -> str | None:
-    """A digest of `source`, of every file it includes and of where each was found; None when that cannot be known."""
+    """A digest of the paths and contents of `source` and all included files; None if the list is incomplete."""
     files, complete = included_files(source, include_dirs)
     if not complete:
         return None
@@ -82,18 +82,19 @@ def fingerprint(source: Path, include_dirs: Sequence[Path]) -> str | None:
 
 
 def split_arguments(text: str, begin: int, opening: str = "([{", closing: str = ")]}") -> tuple[list[str], int]:
-    """What stands between commas from `begin`, behind an opening parenthesis, to its closing one; the place behind it.
+    """(comma-separated arguments, end) of a call. `begin` is the position after the opening parenthesis, `end` the
+    position after the closing one.
 
-    `opening` and `closing`: the brackets between which a comma separates nothing.
+    `opening` and `closing`: brackets inside which a comma does not separate arguments.
     """
-    pieces, depth = [""], 0
+    arguments, depth = [""], 0
     for at in range(begin, len(text)):
         c = text[at]
         if c == ")" and not depth:
-            return pieces, at + 1
+            return arguments, at + 1
         if c == "," and not depth:
-            pieces.append("")
+            arguments.append("")
             continue
         depth += (c in opening) - (c in closing)
-        pieces[-1] += c
-    return pieces, len(text)
+        arguments[-1] += c
+    return arguments, len(text)

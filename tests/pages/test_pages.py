@@ -27,7 +27,7 @@ from sandbox.pages import disassembly as disassembly_page
 from sandbox.pages import history, render, reports, tables
 from sandbox.pages import timeline as timeline_page
 from sandbox.spec import Problem, Tile
-from sandbox.timeline.record import Track, Step, Timeline
+from sandbox.timeline.record import Step, Timeline, Track
 from sandbox.toolchain import disassembly
 from sandbox.toolchain.disassembly import Instruction
 from sandbox.toolchain.nvrtc import Resources

@@ -2,11 +2,11 @@
 const said = document.getElementById("said"), here = document.getElementById("here");
 const code = [...document.querySelectorAll(".i")];
 const panes = new Map([...document.querySelectorAll(".code")].map(pane => [pane, [...pane.querySelectorAll(".i")]]));
-const made = new Map();  // the number of a source line -> its instructions
+const instructionsOf = new Map();  // id of a source line -> its instructions
 for (const row of code)
-  for (const id of row.dataset.l ? row.dataset.l.split(" ") : []) (made.get(id) ?? made.set(id, []).get(id)).push(row);
+  for (const id of row.dataset.l ? row.dataset.l.split(" ") : []) (instructionsOf.get(id) ?? instructionsOf.set(id, []).get(id)).push(row);
 const lines = row => (row.dataset.l ? row.dataset.l.split(" ") : []).map(id => document.getElementById("s" + id));
-const others = row => row.classList.contains("i") ? lines(row) : made.get(row.id.slice(1)) ?? [];
+const others = row => row.classList.contains("i") ? lines(row) : instructionsOf.get(row.id.slice(1)) ?? [];
 const rowOf = target => target instanceof Element ? target.closest(".s, .i") : null;
 let lit = [], pinned = null;
 
@@ -15,7 +15,7 @@ function light(row) {
   lit = [];
   if (!row) return;
   const found = others(row);
-  const same = row.classList.contains("i") && found[0] ? made.get(found[0].id.slice(1)) : [];  // of one line
+  const same = row.classList.contains("i") && found[0] ? instructionsOf.get(found[0].id.slice(1)) : [];  // of the same line
   for (const other of [...found, ...same]) {
     other.classList.add("lit");
     lit.push(other);
@@ -30,16 +30,16 @@ function light(row) {
     here.setAttribute("x1", x);
     here.setAttribute("x2", x);
   }
-  said.textContent = tell(row, found);
+  said.textContent = describe(row, found);
 }
 const side = row => panes.get(row.parentElement);
 const place = row => side(row).indexOf(row) / Math.max(1, side(row).length - 1);
-function tell(row, found) {
+function describe(row, found) {
   const name = line => line.closest("details").querySelector("summary").firstChild.textContent.trim() + ":" + line.querySelector("i").textContent;
   const figure = row.querySelector("em").textContent.trim();
   if (row.classList.contains("i")) {
     const live = row.querySelector("u").textContent;
-    return found.length ? "from " + found.map(name).join(", by ") + (live ? "; " + live + " registers live" : "") : "of no source line";
+    return found.length ? "from " + found.map(name).join(", by ") + (live ? "; " + live + " registers live" : "") : "no source line";
   }
   const live = Math.max(0, ...found.map(i => +i.querySelector("u").textContent || 0));
   const counts = [...panes.keys()].map(pane => found.filter(i => i.parentElement === pane).length).join(" → ");
@@ -50,7 +50,7 @@ function show(row) {
   if (folded) folded.open = true;
   row.scrollIntoView({block: "center"});
 }
-function bring(row) {  // each other pane to what belongs to the row
+function bring(row) {  // scroll the other panes to the lines that correspond to the row
   const seen = new Set([row.closest(".pane")]);
   for (const other of others(row)) {
     const pane = other.closest(".pane");
@@ -91,11 +91,11 @@ document.getElementById("curves")?.addEventListener("click", e => {
   go(row);
 });
 const heat = row => +row.style.getPropertyValue("--h");
-function first(pane) {  // where a reader begins: at what changed, or at the hottest line that is not folded
+function first(pane) {  // initial position: the first change, or the hottest visible line
   const rows = [...pane.querySelectorAll(".s, .i")].filter(r => others(r).length && !r.closest("details:not([open])"));
   return rows.find(r => r.matches(".add, .remove")) ?? rows.reduce((a, b) => heat(b) > heat(a) ? b : a, rows[0]);
 }
-for (const pane of document.querySelectorAll(".pane")) {  // one stop of the tab key in each
+for (const pane of document.querySelectorAll(".pane")) {  // one tab stop per pane
   const row = first(pane) ?? pane.querySelector(".s, .i");
   if (row) row.tabIndex = 0;
   if (row && pane.id === "source") { show(row); bring(row); }
