@@ -140,7 +140,7 @@ def test_doctor_reports_missing_software(monkeypatch: pytest.MonkeyPatch, tmp_pa
     shown = call("doctor", SANDBOX_CACHE_DIR=str(tmp_path / "file"), CXX="no-such-compiler", COLUMNS="400")
     assert shown.exit_code == 1
     lines = {line.split()[1]: line for line in shown.stdout.splitlines()[1:]}
-    assert lines["cache"].startswith("needed")
+    assert lines["cache"].startswith("required")
     assert "set SANDBOX_CACHE_DIR" in lines["cache"]
     assert lines["host"].startswith("missing")
     assert "CXX=no-such-compiler" in lines["host"]
@@ -375,7 +375,7 @@ def test_help(command: tuple[str, ...]) -> None:
             "sm_89 is an architecture, not a kernel: write --arch sm_80 --arch sm_89",
         ),
         (("compile", "sm_90a"), "sm_90a is an architecture, not a kernel: write --arch sm_90a"),
-        (("compile", "--arch", "sm_42"), 'sandbox: arch "sm_42" is not known: choose one of sm_75'),
+        (("compile", "--arch", "sm_42"), 'sandbox: arch "sm_42" is not supported: choose one of sm_75'),
         (
             ("compile", "-D", "64,wide"),
             "Invalid value for --head-dim: '64,wide' is not a list of numbers, such as 64,128",
@@ -471,7 +471,7 @@ def test_an_unusable_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = call("cache", "ls", SANDBOX_CACHE_DIR=str(tmp_path / "file"))
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"sandbox: cache directory {tmp_path}/file cannot be made")
+    assert result.stderr.startswith(f"sandbox: cache directory {tmp_path}/file cannot be created")
 
 
 def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""Machine code and PTX: instructions, their lines, their classes, and what changed between two versions."""
+"""Machine code and PTX: instructions, source lines, classes, and differences between two versions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_listing() -> None:
     assert {i.function for i in found} == {"fwd_x"}
     assert found[2].text == "LDGSTS.E.BYPASS.128 [R19+0x800], desc[UR8][R4.64], !P3"
     assert found[2].where == (SourceLine("/k/include/ptx.cuh", 66), SourceLine("/k/fwd_x.cu", 9))
-    assert found[2].line == SourceLine("/k/fwd_x.cu", 9)  # the line that calls the header's verb
+    assert found[2].line == SourceLine("/k/fwd_x.cu", 9)  # the line that calls the header's function
     assert found[4].where == (SourceLine("/k/fwd_x.cu", 9),)
     assert [i.live for i in found] == [None, None, None, None, 196, None, None]
     assert disassembly.counts(found) == {
@@ -120,7 +120,7 @@ def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_nvdisasm
-def test_a_cubin_that_cannot_be_read() -> None:
+def test_an_invalid_cubin() -> None:
     with pytest.raises(ToolchainMissing, match=r"nvdisasm cannot read the cubin: "):
         disassembly.sass(b"not a cubin")
 
@@ -129,8 +129,8 @@ def test_a_cubin_that_cannot_be_read() -> None:
 
 
 def test_a_version_of_watch(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """The kernel, its headers and its spec are those of the save, whatever has been edited since."""
-    of_project = registry.get("fwd_minimal")  # before the folder is another, which the registry would remember
+    """The kernel, its headers and its spec are those of the save, not of later edits."""
+    of_project = registry.get("fwd_minimal")  # before the folder changes, because the registry caches it
     monkeypatch.setattr(registry, "FOLDER", project_copy / "kernels_cu")
     kernel = sandbox.Kernel(**{**vars(of_project), "source": registry.FOLDER / "fwd_minimal.cu"})
     header, seen = registry.FOLDER / "include/tensor.cuh", History(kernel)
@@ -154,7 +154,7 @@ def test_an_old_spec_that_exits_is_an_error(own_cache: Path) -> None:
 
 
 def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
-    """The kernel, its headers and its spec are those of the revision, whatever has been edited since."""
+    """The kernel, its headers and its spec are those of the revision, not of later edits."""
     git = lambda *arguments: subprocess.run(  # noqa: E731
         ("git", "-c", "user.name=n", "-c", "user.email=e", *arguments),
         cwd=project_copy,
@@ -183,7 +183,7 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
         listing.version(sandbox.Kernel(**{**vars(old), "name": "fwd_x"}), "HEAD")
     with pytest.raises(
         UnsupportedProblem,
-        match=r"'v9' is no tile \(.*\), no \.cu file, no history:N and no git revision of ",
+        match=r"'v9' is not a tile \(.*\), a \.cu file, history:N, or a git revision of ",
     ):
         listing.version(old, "v9")
     done = in_project(project_copy, "sandbox", "cache", "clear", "--json")
@@ -191,7 +191,7 @@ def test_a_revision(project_copy: Path, monkeypatch: pytest.MonkeyPatch, own_cac
     assert list(own_cache.iterdir()) == []
 
 
-def test_what_an_edit_changed(project_copy: Path) -> None:
+def test_differences_after_an_edit(project_copy: Path) -> None:
     source = project_copy / "kernels_cu/fwd_minimal.cu"
     edited = project_copy / "kernels_cu/edited.cu"
     text = source.read_text()
@@ -206,7 +206,7 @@ def test_what_an_edit_changed(project_copy: Path) -> None:
 
 
 def test_a_copy_under_another_name(project_copy: Path) -> None:
-    """As `new kernel` makes it, and with one line edited: that line differs, and no other."""
+    """A copy by `new kernel` with one edited line differs in that line only."""
     new_kernel(project_copy, "mine")
     source = project_copy / "kernels_cu/mine.cu"
     text = source.read_text()
@@ -263,8 +263,8 @@ def test_sass_command() -> None:
 
 
 @needs_nvdisasm
-def test_an_entry_of_several() -> None:
-    """Each by its name: neither its code nor its registers are the other's."""
+def test_kernels_with_several_entry_points() -> None:
+    """Each entry point has its own code and registers."""
     read = lambda name: json.loads(call("sass", name, "--shape", "1,1,1,64", "--json").stdout)  # noqa: E731
     main, converting = read("bwd_mma"), read("bwd_mma_postprocess")
     assert {i["function"] for i in main["instructions"]} == {"bwd_mma"}
@@ -294,9 +294,9 @@ def test_ptx_command_and_a_diff_of_tiles() -> None:
         (("sass", "fwd_minimall"), "did you mean fwd_minimal?"),
         (
             ("sass", *SMALL, "--diff", "no-such-revision"),
-            "'no-such-revision' is no tile (BLOCK_M=64,…), no .cu file, no history:N and no git",
+            "'no-such-revision' is not a tile (BLOCK_M=64,…), a .cu file, history:N, or a git",
         ),
-        (("ptx", *SMALL, "--arch", "sm_42"), 'arch "sm_42" is not known'),
+        (("ptx", *SMALL, "--arch", "sm_42"), 'arch "sm_42" is not supported'),
     ],
 )
 def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:

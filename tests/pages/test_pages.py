@@ -1,4 +1,4 @@
-"""Pages: what they hold, and what a browser makes of them."""
+"""HTML pages: their content, and their behaviour in a browser."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ pytest.importorskip("jinja2")
 PROBLEM, TILE = Problem(1, 1, 64, 64, 64, dtype="float16"), Tile(BLOCK_M=64, BLOCK_N=32)
 OLD = ["// <script>alert(1)</script>", "int a = 1;", "mma(a);", "gone();", "store(a);"]
 NEW = ["// <script>alert(1)</script>", "int a = 1;", "mma(a);", "store(a);", "more();"]
-VERB = ["#pragma once", 'asm("HMMA");']
+HEADER = ["#pragma once", 'asm("HMMA");']
 
 
 class Outline(HTMLParser):
-    """Every element with its attributes and the text right within it."""
+    """Every element with its attributes and its direct text."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -58,11 +58,11 @@ class Outline(HTMLParser):
 
 
 def made(folder: Path, label: str, lines: list[str], texts: dict[int, list[str]]) -> Code:
-    """A kernel's code: {line: opcodes}; what is on a line that says mma comes through a header."""
+    """A kernel's code from {line: opcodes}; instructions of a line with "mma" are inlined from a header."""
     folder.mkdir(exist_ok=True)
-    source, header = folder / "own.cu", folder / "verbs.cuh"
+    source, header = folder / "own.cu", folder / "own.cuh"
     source.write_text("\n".join(lines))
-    header.write_text("\n".join(VERB))
+    header.write_text("\n".join(HEADER))
     found: list[Instruction] = []
     for line, opcodes in texts.items():
         where = (SourceLine(str(source), line),)
@@ -108,7 +108,7 @@ def every_page(versions: tuple[Code, Code]) -> dict[str, str]:
     }
 
 
-def test_pages_need_nothing_from_elsewhere(versions: tuple[Code, Code]) -> None:
+def test_pages_are_self_contained(versions: tuple[Code, Code]) -> None:
     for name, page in every_page(versions).items():
         for tag, attributes, _ in Outline(page).elements:
             for attribute in ("src", "href", "xlink:href", "srcset"):
@@ -120,7 +120,7 @@ def test_pages_need_nothing_from_elsewhere(versions: tuple[Code, Code]) -> None:
         assert page.startswith("<!doctype html>")
 
 
-def test_what_is_shown_is_not_run(versions: tuple[Code, Code]) -> None:
+def test_texts_are_escaped_and_not_run(versions: tuple[Code, Code]) -> None:
     page = disassembly_page.page([versions[1]])
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
@@ -150,7 +150,7 @@ def rows(page: str) -> tuple[dict[str, dict[str, Any]], list[list[str]]]:
     return source, instructions
 
 
-def test_lines_and_instructions_know_each_other(versions: tuple[Code, Code]) -> None:
+def test_lines_and_instructions_are_linked(versions: tuple[Code, Code]) -> None:
     source, instructions = rows(disassembly_page.page([versions[1]]))
     texts = [[source[line]["text"] for line in lines] for lines in instructions]
     assert texts == [["int a = 1;"], *[["mma(a);", 'asm("HMMA");']] * 5, ["store(a);"], *[["more();"]] * 2]
@@ -158,13 +158,13 @@ def test_lines_and_instructions_know_each_other(versions: tuple[Code, Code]) -> 
     assert [row["style"] for row in source.values()][2] == "--h:1.00"
 
 
-def test_heat_is_by_samples_where_there_are_some(versions: tuple[Code, Code]) -> None:
+def test_heat_is_by_samples_of_a_profile(versions: tuple[Code, Code]) -> None:
     source, _ = rows(disassembly_page.page([versions[1]], samples={0: 10, 16: 20, 7 * 16: 70}))
     assert [row["figure"] for row in source.values()][:5] == ["", "10.0%", "20.0%", "", "70.0%"]
     assert source["4"]["style"] == "--h:1.00"
 
 
-def test_two_versions_share_the_lines_that_stayed(versions: tuple[Code, Code]) -> None:
+def test_two_versions_share_unchanged_lines(versions: tuple[Code, Code]) -> None:
     page = disassembly_page.page(versions)
     source, instructions = rows(page)
     own = [row for row in source.values() if row["text"] in {*OLD, *NEW}]
@@ -180,7 +180,7 @@ def test_two_versions_share_the_lines_that_stayed(versions: tuple[Code, Code]) -
     assert page.count("<polyline") == 2
 
 
-def test_the_history_shows_what_each_version_changed() -> None:
+def test_the_history_shows_changes_of_each_version() -> None:
     page = history.page("own", past())
     assert page.index('id="v3"') < page.index('id="v2"') < page.index('id="v1"')
     assert "-b\n" in page
@@ -190,7 +190,7 @@ def test_the_history_shows_what_each_version_changed() -> None:
     assert "No version has figures yet." in history.page("own", [])
 
 
-def test_a_terminal_s_table_becomes_one_of_a_page() -> None:
+def test_conversion_of_terminal_tables() -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -203,12 +203,12 @@ def test_a_terminal_s_table_becomes_one_of_a_page() -> None:
     assert found.rows == [[tables.Cell("own"), tables.Cell("12 ms", "bad")]]
 
 
-def test_what_is_wrong_comes_first(versions: tuple[Code, Code]) -> None:
+def test_failures_come_first(versions: tuple[Code, Code]) -> None:
     page = every_page(versions)["check"]
-    assert page.index("What is wrong") < page.index('">case 1<') < page.index('">case 0<')
+    assert page.index("Failures") < page.index('">case 1<') < page.index('">case 0<')
 
 
-def test_without_jinja2_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     render._environment.cache_clear()
     with pytest.raises(ToolchainMissing, match=r"attention-sandbox\[html\]"):
@@ -225,11 +225,11 @@ def test_commands_write_pages(tmp_path: Path) -> None:
     assert "fwd_minimal: machine code for sm_80" in place.read_text()
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(cli, ["watch", "fwd_minimal", "--html", str(tmp_path / "file" / "page.html")])
-    assert done.exit_code == 2  # before anything is done
+    assert done.exit_code == 2  # before any work is done
     assert "page.html" in done.output
 
 
-def test_a_bench_shows_every_problem_and_the_curves(tmp_path: Path) -> None:
+def test_the_page_of_bench(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     setting = {"device": "a GPU", "cuda": "13.0", "mode": "events", "ceiling_tflops": 700.0}
     rows = []
@@ -269,7 +269,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def opened(browser: Any, place: Path, page: str) -> Any:
-    """The page in a tab, which fails the test when its script does."""
+    """The page in a tab. An error in its script fails the test."""
     place.write_text(page)
     tab = browser.new_page()
     tab.on("pageerror", lambda error: pytest.fail(f"{place.name}: {error}"))
@@ -282,7 +282,7 @@ def lit(tab: Any) -> list[str]:
     return [text.strip() for text in tab.locator(".lit code").all_text_contents()]
 
 
-def test_hovering_lights_both_ways(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+def test_hovering_highlights_lines_and_instructions(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
     tab = opened(browser, tmp_path / "code.html", disassembly_page.page([versions[1]]))
     tab.hover("text=mma(a);")
     assert lit(tab) == ["HMMA R1, R2"] * 5
@@ -292,15 +292,15 @@ def test_hovering_lights_both_ways(browser: Any, versions: tuple[Code, Code], tm
     assert lit(tab)[:1] == ["store(a);"]
     assert "from own.cu:4; 16 registers live" in tab.locator("#said").text_content()
     tab.hover(".i >> nth=1")
-    assert tab.locator("summary.lit").count() == 1  # the header is folded, and says that something in it is meant
+    assert tab.locator("summary.lit").count() == 1  # the header is folded; its summary is highlighted instead
     tab.close()
 
 
-def test_the_keyboard_does_what_the_mouse_does(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+def test_keyboard_navigation(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
     tab = opened(browser, tmp_path / "diff.html", disassembly_page.page(versions))
     focused = "document.activeElement.querySelector('code').textContent"
     tab.locator(".s[tabindex='0']").focus()
-    assert tab.evaluate(focused) == "gone();"  # a reader begins at the first change
+    assert tab.evaluate(focused) == "gone();"  # the initial position is the first change
     tab.keyboard.press("ArrowUp")
     assert tab.evaluate(focused) == "mma(a);"
     assert lit(tab).count("HMMA R1, R2") == 3 + 5
@@ -317,7 +317,7 @@ def test_a_page_opens_at_the_hottest_line(browser: Any, tmp_path: Path) -> None:
     lines = [f"int x{n};" for n in range(300)]
     found = made(tmp_path / "long", "now", lines, {n: ["MOV"] * (90 if n == 200 else 2) for n in range(1, 300)})
     tab = opened(browser, tmp_path / "long.html", disassembly_page.page([found]))
-    for row in (".s:has(code:text-is('int x199;'))", ".i >> nth=398"):  # and the first instruction of it
+    for row in (".s:has(code:text-is('int x199;'))", ".i >> nth=398"):  # and its first instruction
         assert 0 < tab.locator(row).bounding_box()["y"] < 800, row
     tab.close()
 
@@ -332,7 +332,7 @@ def test_a_click_on_a_point_opens_the_version(browser: Any, tmp_path: Path) -> N
     tab.close()
 
 
-def test_a_click_on_a_head_sorts(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+def test_sorting_by_a_column(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
     tab = opened(browser, tmp_path / "check.html", every_page(versions)["check"])
     first = "tbody tr:first-child td:nth-child(2)"
     assert tab.text_content(first) == "case 1"
@@ -342,7 +342,7 @@ def test_a_click_on_a_head_sorts(browser: Any, versions: tuple[Code, Code], tmp_
     tab.close()
 
 
-def test_the_lanes_can_be_zoomed_and_asked(browser: Any, tmp_path: Path) -> None:
+def test_zooming_of_the_tracks(browser: Any, tmp_path: Path) -> None:
     tab = opened(browser, tmp_path / "tracks.html", timeline_page.page(timeline()))
     box = tab.locator("canvas").bounding_box()
     tab.mouse.move(box["x"] + 130 + (box["width"] - 130) / 2, box["y"] + 10)
@@ -353,8 +353,8 @@ def test_the_lanes_can_be_zoomed_and_asked(browser: Any, tmp_path: Path) -> None
     tab.close()
 
 
-def test_text_can_be_read(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
-    """Contrast of at least 4.5 between colours of text and what they stand on, light and dark (WCAG 1.4.3)."""
+def test_contrast_of_text(browser: Any, versions: tuple[Code, Code], tmp_path: Path) -> None:
+    """A contrast of at least 4.5 between text and background, light and dark (WCAG 1.4.3)."""
     ratio = """([ink, paper]) => {
       const luminance = name => {
         const probe = document.createElement("span");
@@ -379,11 +379,11 @@ def test_text_can_be_read(browser: Any, versions: tuple[Code, Code], tmp_path: P
     tab.close()
 
 
-def test_a_large_page_opens_at_once(browser: Any, tmp_path: Path) -> None:
-    """fwd_wgmma's machine code: under 3 MB, and there within a second (the best of three: the machine may be busy)."""
+def test_a_large_page_loads_quickly(browser: Any, tmp_path: Path) -> None:
+    """fwd_wgmma's machine code: under 3 MB, loaded within a second (best of three attempts)."""
     if not disassembly.available():
         pytest.skip("no nvdisasm")
-    problem = dataclasses.replace(PROBLEM, Sq=256, Sk=256)  # a variant that other tests compile, too
+    problem = dataclasses.replace(PROBLEM, Sq=256, Sk=256)  # a variant that other tests also compile
     page = disassembly_page.page([listing.translate(registry.get("fwd_wgmma"), "sass", problem, arch="sm_90a")])
     assert len(page.encode()) < 3e6
     tab = opened(browser, tmp_path / "large.html", page)
@@ -392,7 +392,7 @@ def test_a_large_page_opens_at_once(browser: Any, tmp_path: Path) -> None:
         tab.reload()
         times.append(tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
     assert min(times) < 1000, times
-    if folder := os.environ.get("SANDBOX_SCREENSHOTS"):  # to be looked at
+    if folder := os.environ.get("SANDBOX_SCREENSHOTS"):  # for manual inspection
         for scheme in ("light", "dark"):
             tab.emulate_media(color_scheme=scheme)
             tab.hover(".s[style] >> nth=20")

@@ -1,4 +1,4 @@
-"""Profiling: the command, reading what Nsight Compute says, and the page. The numbers in here are invented."""
+"""Profiling: the command line, parsing of Nsight Compute's pages, and the report. All numbers are invented."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ METRICS = {  # name: (unit, value)
 
 
 def raw_page(metrics: dict[str, tuple[str, str]] | None = None, kernel: str = "fwd_mma") -> str:
-    """As `ncu --import … --page raw --csv --print-units base` writes it, with a launch of another kernel before."""
+    """Output of `ncu --import … --page raw --csv --print-units base`; the first launch is another kernel's."""
     chosen = METRICS if metrics is None else metrics
     head = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream"]
     quoted = lambda row: ",".join(f'"{cell}"' for cell in row)  # noqa: E731
@@ -175,7 +175,7 @@ def call(*arguments: str) -> Result:
 
 
 def test_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs neither the tool nor a GPU, and writes nothing."""
+    """Needs no tool and no GPU, and writes nothing."""
     monkeypatch.setattr(profiler.tools, "find", lambda name: None)
     shown = call("fwd_mma", "--shape", "1,2,64,64", "--causal", "--tile", str(TILE), "--dry-run")
     assert shown.exit_code == 0
@@ -188,13 +188,13 @@ def test_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A legal tile, as one with a GPU would choose it; and JSON where JSON is asked for."""
+    """A valid tile is chosen as with a GPU; --json prints JSON."""
     monkeypatch.setattr(driver, "available", lambda: False)
     told = json.loads(call("fwd_mma", "--shape", "1,2,64,256", "--dry-run", "--json").stdout)
     (command,) = told["commands"]
     subject = Subject.loads(command[-1])
     assert registry.get("fwd_mma").unsupported_tile(subject.problem, subject.tile, (9, 0)) is None
-    kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # whatever the current folder is
+    kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # independent of the working directory
     assert Path(command[command.index("--export") + 1]).parent == kept
     refused = call("fwd_mma", "--shape", "1,2,64,60", "--dry-run")
     assert refused.exit_code == 2
@@ -202,14 +202,14 @@ def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_tool(folder: Path, name: str, script: str) -> str:
-    """A program in place of ncu."""
+    """A script that replaces a tool."""
     program = folder / name
     program.write_text("#!/bin/sh\n" + script)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return str(program)
 
 
-def test_a_run_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_is_stored_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raw.csv").write_text(raw_page())
     (tmp_path / "source.csv").write_text("")
     script = f'for page; do :; done\ncase $page in raw|source) cat "{tmp_path}/$page.csv";; esac\n'
@@ -225,9 +225,11 @@ def test_a_run_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert profile.where == {"device": "a GPU"}
     written = tmp_path / "kept" / "p.json"
     written.write_text(written.read_text().replace('"entry"', '"other"'))
-    with pytest.raises(UnsupportedProblem, match=r"p\.json is of another version of this package: profile again"):
+    with pytest.raises(
+        UnsupportedProblem, match=r"p\.json was written by another version of this package: profile again"
+    ):
         profiler.read(tmp_path / "kept" / "p")
-    with pytest.raises(UnsupportedProblem, match=r"kept/q is not a profile by ncu: .*kept/q\.json cannot be read"):
+    with pytest.raises(UnsupportedProblem, match=r"kept/q is not a profile of ncu: .*kept/q\.json cannot be read"):
         profiler.read(tmp_path / "kept" / "q")
 
 
@@ -235,12 +237,12 @@ def test_a_run_is_kept_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("script", "error", "message"),
     [
         ("echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1", GpuUnavailable,
-         "performance counters are not for this user: run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
+         "may not read the GPU's performance counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0"),
         ("echo '==ERROR== LibraryNotLoaded' >&2; exit 9", ToolchainMissing, r"ncu ended with status 9:\n==ERROR== Lib"),
-        ("echo '==WARNING== No kernels were profiled.'", UnsupportedProblem, "ncu saw no launch of fwd_mma"),
+        ("echo '==WARNING== No kernels were profiled.'", UnsupportedProblem, "ncu found no launch of fwd_mma"),
     ],
 )  # fmt: skip
-def test_what_can_go_wrong(
+def test_failures_of_the_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: type[Exception], message: str
 ) -> None:
     program = fake_tool(tmp_path, "ncu", script)
@@ -260,7 +262,7 @@ def test_without_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """A profile on disk, its samples on the lines of the real machine code: 10 a product, 1 a barrier."""
+    """A stored profile with samples at the addresses of the real machine code: 10 per product, 1 per barrier."""
     prefix = tmp_path / "p"
     compiled = pipeline.compile("fwd_mma", 64, "float16", False, "sm_90a", TILE)
     code = disassembly.sass(compiled.cubin) if disassembly.available() else ()
@@ -275,7 +277,7 @@ def kept(tmp_path: Path) -> Path:
     return prefix
 
 
-def test_the_model_beside_the_measures(kept: Path) -> None:
+def test_measures_and_io_model(kept: Path) -> None:
     profile = profiler.read(kept)
     tensor = 12 * 1024 * 64 * 2  # bytes of Q, or K, V, O
     assert profile.work.least.total == 4 * tensor + 4 * 12 * 1024
@@ -284,7 +286,7 @@ def test_the_model_beside_the_measures(kept: Path) -> None:
     assert profile.tensor_peak == pytest.approx(4096 * 132 * 1.755e-3)
 
 
-def test_the_page_names_lines_of_the_kernel(kept: Path) -> None:
+def test_the_report_shows_source_lines(kept: Path) -> None:
     shown = call("fwd_mma", "--show", str(kept))
     assert (shown.exit_code, shown.stderr) == (0, "")
     lines = shown.stdout.splitlines()
@@ -292,20 +294,20 @@ def test_the_page_names_lines_of_the_kernel(kept: Path) -> None:
     assert "27 µs" in time
     (read,) = [line for line in lines if line.startswith("DRAM read")]
     assert "4.8 MB" in read
-    assert "least 4.72 MB; IO model, if no cache kept anything, 26.7 MB: caches saved 100% of the rest" in read
+    assert "minimum 4.72 MB; IO model without caches 26.7 MB: caches saved 100% of the difference" in read
     assert any("math_pipe_throttle" in line and "75%" in line for line in lines)
     if disassembly.available():
         source = registry.get("fwd_mma").source.read_text().splitlines()
         hot = [line.split() for line in lines if "fwd_mma.cu:" in line]
         numbers = [int(word.split(":")[1]) for words in hot for word in words if word.startswith("fwd_mma.cu:")]
         assert "mma_m16n8k16" in source[numbers[0] - 1]
-        assert source[numbers[0] - 1].strip()[:24] in shown.stdout  # brackets and all
+        assert source[numbers[0] - 1].strip()[:24] in shown.stdout  # including brackets
         assert "__syncthreads" in source[numbers[-1] - 1]
         assert hot[0][0].endswith("%")
         assert hot[0][-2:] == ["math", "100%"]
 
 
-def test_two_side_by_side_json_and_the_roofline(kept: Path, tmp_path: Path) -> None:
+def test_comparison_json_and_roofline(kept: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown = call("fwd_mma", "--show", str(kept), "--show", str(kept), "--plot", str(tmp_path / "roof"))
     assert shown.exit_code == 0
@@ -317,11 +319,11 @@ def test_two_side_by_side_json_and_the_roofline(kept: Path, tmp_path: Path) -> N
     assert math.isclose(sum(row["model_bytes"]["read"].values()), 17 * 12 * 1024 * 64 * 2)
     bare = Profile(SUBJECT, ncu.Counters({}), [], {})
     assert list(profile_report.page(bare, 80))
-    with pytest.raises(UnsupportedProblem, match="the report lacks what a roofline needs"):
+    with pytest.raises(UnsupportedProblem, match="a roofline needs metrics that the report lacks"):
         profile_plot.draw([bare], tmp_path / "none")
 
 
-def test_the_page_to_look_at_is_as_hot_as_the_samples(kept: Path, tmp_path: Path) -> None:
+def test_the_html_page_shows_the_samples(kept: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     if not disassembly.available():
         pytest.skip("no nvdisasm")
@@ -340,7 +342,7 @@ def test_the_page_to_look_at_is_as_hot_as_the_samples(kept: Path, tmp_path: Path
 @pytest.mark.gpu
 @pytest.mark.skipif(profiler.tools.find("ncu") is None, reason="ncu is not installed")
 def test_profiling_on_a_gpu(tmp_path: Path) -> None:
-    """What the kernel must read and write, it does; the lines are its own."""
+    """Measured bytes are at least the minimum; hot lines belong to the kernel."""
     kernel = registry.get("fwd_mma")
     if driver.device().arch < kernel.min_arch:
         pytest.skip("fwd_mma needs a newer GPU")
@@ -357,7 +359,7 @@ def test_profiling_on_a_gpu(tmp_path: Path) -> None:
     least = sum(profile.work.least.read.values())
     assert 0.75 * least < c.dram_read < sum(profile.work.model.read.values())
     assert c.l2_bytes
-    # An H100 merges what neighbouring SMs ask of L2 at the same time: 0.63 and 0.80 of the model have been seen.
+    # An H100 merges concurrent L2 requests of neighbouring SMs: 0.63 and 0.80 of the model were observed.
     assert 0.4 * profile.work.model.total < c.l2_bytes < 1.1 * profile.work.model.total
     assert c.stalls
     assert (tmp_path / "p.ncu-rep").is_file()

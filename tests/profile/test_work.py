@@ -1,4 +1,4 @@
-"""What an entry point has to do, told by the tensors that it names; against numbers worked by hand."""
+"""Operations and bytes of entry points against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_backward_in_two_passes(kernel: str) -> None:
     assert dq.model.read["LSE"] == dq.least.read["LSE"] == ROW
 
 
-def test_a_backward_that_sums_in_memory() -> None:
-    """Each of two key tiles sends sums for every query; they are converted afterwards."""
+def test_a_backward_with_dq_accum() -> None:
+    """Each of two key tiles adds to dQ_accum for every query; the postprocess kernel converts it."""
     w = work("bwd_mma")
     assert w.flops == P.flops_of("backward")
     assert w.model.written["dQ_accum"] == 2 * SUMS
@@ -47,7 +47,7 @@ def test_a_backward_that_sums_in_memory() -> None:
     assert (converted.flops, converted.model.read, converted.model.written) == (0, {"dQ_accum": SUMS}, {"dQ": Q})
 
 
-def test_who_clears_or_finds_for_others() -> None:
+def test_entry_points_that_prepare_others() -> None:
     for name in ("fwd_wgmma_clear", "bwd_wgmma_scheduler"):
         kernel = registry.entry_owner(name)
         w = work_of(kernel.entry(name), P, kernel.tiles[1])
@@ -55,8 +55,8 @@ def test_who_clears_or_finds_for_others() -> None:
         assert w.model.total > 0 < Q
 
 
-def test_keys_that_blocks_share() -> None:
-    """Four query heads of a group in one tile: keys are read once; and what two splits leave is merged."""
+def test_split_kv_packed() -> None:
+    """Four query heads of a group in one tile: keys are read once; the partial results of two splits are combined."""
     p, tile = (
         Problem(1, 4, 1, 128, 16, Hk=1, dtype="float16"),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=1, CLUSTER=1),
@@ -73,8 +73,8 @@ def test_keys_that_blocks_share() -> None:
     assert alone.model.written == {"O": q, "LSE": 4 * 4}
 
 
-def test_keys_of_different_numbers() -> None:
-    """Blocks are dealt on the device: at most one more for each batch entry than are asked for."""
+def test_split_kv_with_key_lengths_packed() -> None:
+    """Splits are scheduled on the device: at most one additional block per batch entry."""
     kernel = registry.get("fwd_decode")
     p = Problem(2, 4, 1, 128, 16, Hk=2, dtype="float16", key_lengths=True)
     tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=1, STAGES=2, BLOCKS=3, CLUSTER=1)
@@ -88,7 +88,7 @@ def test_keys_of_different_numbers() -> None:
 
 
 def test_packed_rows_alone() -> None:
-    """32 packed rows a key/value head are two tiles of 16, each of which reads its keys once; nothing is merged."""
+    """32 packed rows per key/value head are two tiles of 16. Each tile reads the keys once; no combine kernel."""
     kernel = registry.get("fwd_decode_wgmma")
     p = Problem(2, 16, 4, 128, 16, Hk=2, dtype="float16", causal="bottom-right")
     w = work_of(kernel, p, next(t for t in kernel.tiles if t.BLOCK_M == 16))

@@ -1,4 +1,4 @@
-"""New kernels and experiments, the verbosity knob, completion, and that every command speaks JSON."""
+"""New kernels and experiments, SANDBOX_DEBUG, shell completion, and --json of every command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sandbox.scaffold import new
 # ---- new
 
 
-def test_a_new_kernel_works_as_it_is(project_copy: Path) -> None:
+def test_a_new_kernel_works_unchanged(project_copy: Path) -> None:
     done = in_project(project_copy, "sandbox", "new", "kernel", "fwd_mine", "--from", "fwd_minimal", "--json")
     files = [Path(name) for name in json.loads(done.stdout)["files"]]
     assert files == [project_copy / "kernels_cu/fwd_mine.cu", project_copy / "kernels_cu/fwd_mine.py"]
@@ -35,14 +35,14 @@ def test_a_new_kernel_works_as_it_is(project_copy: Path) -> None:
     before = files[0].read_text()
     again = in_project(project_copy, "sandbox", "new", "kernel", "fwd_mine")
     assert (again.returncode, again.stdout) == (2, "")
-    assert f"{files[0]} and {files[1]} are there already: choose another name" in again.stderr
+    assert f"{files[0]} and {files[1]} already exist: choose another name" in again.stderr
     assert files[0].read_text() == before
 
 
 def test_a_new_kernel_is_chosen_by_name_only(project_copy: Path) -> None:
-    """Neither `attention` nor `list --problem` takes it for the best there is, until its spec says so."""
-    asked = ("sandbox", "list", "--problem", "1,1,70,16", "--arch", "cpu", "--json")
-    before = json.loads(in_project(project_copy, *asked).stdout)
+    """`attention` and `list --shape` do not choose it until its spec has `default=True`."""
+    listing = ("sandbox", "list", "--problem", "1,1,70,16", "--arch", "cpu", "--json")
+    before = json.loads(in_project(project_copy, *listing).stdout)
     (chosen,) = [row["kernel"] for row in before if row["computes"] == "forward" and not row["reason"]][:1]
     in_project(project_copy, "sandbox", "new", "kernel", "mine", "--from", chosen)
     spec = project_copy / "kernels_cu/mine.py"
@@ -56,21 +56,21 @@ sandbox.attention(x, x, x, kernel="mine")
 """
     command = (sys.executable, "-c", script)
 
-    def said() -> str:
+    def chosen_kernel() -> str:
         done = subprocess.run(command, cwd=project_copy, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout.strip()
 
-    assert said() == chosen
-    (row,) = [row for row in json.loads(in_project(project_copy, *asked).stdout) if row["kernel"] == "mine"]
+    assert chosen_kernel() == chosen
+    (row,) = [row for row in json.loads(in_project(project_copy, *listing).stdout) if row["kernel"] == "mine"]
     assert row["tile"]
     assert row["reason"].startswith("mine: is chosen by name only")
-    assert "by name" in in_project(project_copy, *asked[:-1]).stdout
+    assert "by name" in in_project(project_copy, *listing[:-1]).stdout
     spec.write_text(spec.read_text().replace("rung=99,", "rung=99,\n    default=True,"))
-    assert said() == "mine"
+    assert chosen_kernel() == "mine"
 
 
 @pytest.mark.parametrize("name", ["Fwd", "1st", "a-b", "", "../x", "fwd.x"])
-def test_names_that_make_no_file(name: str, tmp_path: Path) -> None:
+def test_invalid_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="must be lower-case letters, digits and _"):
         new.kernel(name)
     with pytest.raises(SpecError, match="must be lower-case letters, digits and _"):
@@ -79,13 +79,13 @@ def test_names_that_make_no_file(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["class", "float"])
-def test_names_that_make_no_function(name: str) -> None:
-    with pytest.raises(SpecError, match=f"name '{name}' is a word of"):
+def test_names_that_are_keywords(name: str) -> None:
+    with pytest.raises(SpecError, match=f"name '{name}' is a keyword of"):
         new.kernel(name)
 
 
-def test_a_name_that_a_kernel_has() -> None:
-    with pytest.raises(SpecError, match=r"fwd_mma\.cu and .*fwd_mma\.py are there already"):
+def test_a_name_of_an_existing_kernel() -> None:
+    with pytest.raises(SpecError, match=r"fwd_mma\.cu and .*fwd_mma\.py already exist"):
         new.kernel("fwd_mma")
     assert registry.get("fwd_mma").source.read_text()
 
@@ -100,12 +100,12 @@ def test_new_experiments_are_numbered(tmp_path: Path) -> None:
     assert files[0].read_text().startswith("# 042: ")
     assert "python experiments/042_tails/run.py" in files[1].read_text()
     compile(files[1].read_text(), str(files[1]), "exec")
-    with pytest.raises(SpecError, match=r"001_swizzle is there already: choose another name"):
+    with pytest.raises(SpecError, match=r"001_swizzle already exists: choose another name"):
         new.experiment("swizzle", root)
 
 
-def test_an_experiment_without_a_gpu_ends_in_a_sentence(project_copy: Path, tmp_path: Path) -> None:
-    """In the kernels' repository, wherever the command is called."""
+def test_an_experiment_without_a_gpu_reports_the_reason(project_copy: Path, tmp_path: Path) -> None:
+    """The folder is created in the kernels' repository, from any working directory."""
     environment = {**os.environ, "PYTHONPATH": str(project_copy), "CUDA_VISIBLE_DEVICES": ""}
     how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
     made = subprocess.run((sys.executable, "-m", "sandbox", "new", "experiment", "idea"), check=True, **how)
@@ -121,19 +121,19 @@ def test_an_experiment_without_a_gpu_ends_in_a_sentence(project_copy: Path, tmp_
 # ---- SANDBOX_DEBUG
 
 
-def said(level: str, project: Path, folder: Path) -> list[str]:
+def debug_lines(level: str, project: Path, folder: Path) -> list[str]:
     command = (sys.executable, "-m", "sandbox", "run", "fwd_minimal", "--shape", "1,1,40,16", "--backend", "cpu")
     environment = {**os.environ, "SANDBOX_DEBUG": level, "PYTHONPATH": str(project)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
     return done.stderr.splitlines()
 
 
-def test_each_level_says_more(project_copy: Path, tmp_path: Path) -> None:
-    """What is kept lies in the kernels' repository, wherever the command is called."""
+def test_debug_levels(project_copy: Path, tmp_path: Path) -> None:
+    """Files are kept in the kernels' repository, from any working directory."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    assert said("0", project_copy, folder) == []
-    lines = {level: said(level, project_copy, folder) for level in "1234"}
+    assert debug_lines("0", project_copy, folder) == []
+    lines = {level: debug_lines(level, project_copy, folder) for level in "1234"}
     tile = "sandbox: fwd_minimal on B1 H1 S40 D16 float16: tile BLOCK_M=64,BLOCK_N=32, the spec's best that is legal"
     compiled = "sandbox: fwd_minimal.so: "
     launch = "sandbox: fwd_minimal: grid (1, 1, 1), block (64, 1, 1), 12288 bytes of shared memory"
@@ -146,7 +146,7 @@ def test_each_level_says_more(project_copy: Path, tmp_path: Path) -> None:
     assert set(kept) == {".cu", ".ptx", ".cubin"}
     assert list(folder.iterdir()) == []
     assert kept[".cu"].read_text() == registry.get("fwd_minimal").source.read_text()
-    assert len(said("9", project_copy, folder)) == len(lines["4"])
+    assert len(debug_lines("9", project_copy, folder)) == len(lines["4"])
 
 
 # ---- every command
@@ -161,7 +161,7 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 @pytest.mark.parametrize(("path", "command"), [*commands(cli)], ids=[" ".join(path) for path, _ in commands(cli)])
-def test_every_command_speaks_json_and_explains_itself(path: tuple[str, ...], command: click.Command) -> None:
+def test_every_command_has_json_and_help(path: tuple[str, ...], command: click.Command) -> None:
     assert "--json" in {option for parameter in command.params for option in parameter.opts}
     assert command.help
 

@@ -1,4 +1,4 @@
-"""The timeline: marks that vanish, what they note, what is shown of it."""
+"""The timeline: marks that compile to nothing by default, the recorded steps, and the outputs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def mma() -> record.Timeline:
     return recorded(registry.get("fwd_mma"))
 
 
-def test_marks_are_nothing_unless_asked_for(tmp_path: Path) -> None:
-    """The same cubin, bit by bit, as of a copy without them; one of the kernels, sampled."""
-    taking = {name: kernel for name, kernel in registry.kernels().items() if not kernel.refuses(PROBLEM, (9, 0))}
-    names = [name for name, kernel in taking.items() if _MARK.search(kernel.source.read_text())]
+def test_marks_compile_to_nothing_by_default(tmp_path: Path) -> None:
+    """The cubin is bitwise equal to that of a copy without marks. One randomly chosen kernel."""
+    supported = {name: kernel for name, kernel in registry.kernels().items() if not kernel.refuses(PROBLEM, (9, 0))}
+    names = [name for name, kernel in supported.items() if _MARK.search(kernel.source.read_text())]
     assert {"fwd_mma", "fwd_wgmma", "bwd_mma", "bwd_wgmma"} <= {*names}
     name = random.Random(SEED).choice(names)
     kernel = registry.get(name)
@@ -56,8 +56,8 @@ def test_marks_are_nothing_unless_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("causal", [None, "bottom-right"])
-def test_marks_leave_the_hopper_backward_its_registers(causal: str | None) -> None:
-    """Its warps have all there are: a mark too many, or in a wrong place, spills."""
+def test_marks_do_not_spill_in_the_hopper_backward(causal: str | None) -> None:
+    """Its warps use all registers: an additional or misplaced mark would spill."""
     kernel, problem = registry.get("bwd_wgmma"), Problem(4, 16, 4096, 4096, 128, dtype="float16", causal=causal)
     tile = choose_tile(kernel, problem, (9, 0))
     macros = mark_buffers.macros(
@@ -86,7 +86,7 @@ def _marked(text: str) -> str:
     return text.replace(line, f"        TIMELINE(tile);\n{line}")
 
 
-def test_a_kernel_of_ones_own_gets_a_timeline_by_one_line(tmp_path: Path) -> None:
+def test_one_mark_is_enough_for_a_timeline(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     own = dataclasses.replace(kernel, source=tmp_path / kernel.source.name)
     own.source.write_text(_marked(kernel.source.read_text()))
@@ -99,7 +99,7 @@ def test_a_kernel_of_ones_own_gets_a_timeline_by_one_line(tmp_path: Path) -> Non
         recorded(kernel)
 
 
-def test_a_block_of_a_grid_of_three_dimensions_has_a_number(tmp_path: Path) -> None:
+def test_block_numbers_in_a_grid_of_three_dimensions(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     own = dataclasses.replace(kernel, source=tmp_path / kernel.source.name)
     own.source.write_text(_marked(kernel.source.read_text()))
@@ -108,16 +108,16 @@ def test_a_block_of_a_grid_of_three_dimensions_has_a_number(tmp_path: Path) -> N
     assert {track.block for track in recorded(own, problem, blocks=[last]).tracks} == {last}
 
 
-def test_more_steps_than_a_tape_tells_apart_are_refused(tmp_path: Path) -> None:
+def test_too_many_steps_are_rejected(tmp_path: Path) -> None:
     source = tmp_path / "many.cu"
     source.write_text("\n".join(f"TIMELINE(step_{n});" for n in range(mark_buffers.MOST_STEPS)))
-    with pytest.raises(UnsupportedProblem, match="has 17 steps, done among them: 16 at most"):
+    with pytest.raises(UnsupportedProblem, match="has 17 steps including done: at most 16 are supported"):
         mark_buffers.steps_of(source)
     source.write_text(source.read_text().replace("step_7", "done"))
     assert mark_buffers.steps_of(source)[0] == "done"
 
 
-def test_each_warp_s_steps_are_in_the_order_of_the_kernel(mma: record.Timeline) -> None:
+def test_steps_of_a_warp_are_in_the_order_of_the_kernel(mma: record.Timeline) -> None:
     assert mma.unit == "marks"
     assert mma.seconds is None
     assert mma.same is True
@@ -132,14 +132,14 @@ def test_each_warp_s_steps_are_in_the_order_of_the_kernel(mma: record.Timeline) 
         assert all(a.end == b.begin for a, b in zip(track.steps, track.steps[1:], strict=False))
 
 
-def test_a_block_comes_to_one_mark_at_a_time(mma: record.Timeline) -> None:
+def test_marks_of_a_block_have_distinct_ticks(mma: record.Timeline) -> None:
     for block in (0, 1):
         begins = sorted(step.begin for track in mma.tracks if track.block == block for step in track.steps)
         assert len(begins) == len({*begins})
         assert begins[0] == 0
 
 
-def test_the_roles_of_warps_are_told_apart() -> None:
+def test_roles_of_warps() -> None:
     found = recorded(registry.get("fwd_wgmma"), dataclasses.replace(PROBLEM, Sq=64), blocks=[0])
     steps = {role: {step.name for track in found.tracks if track.role == role for step in track.steps} for role in
              {track.role for track in found.tracks}}  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_roles_of_warps_are_told_apart() -> None:
     assert {"wait_turn", "multiply", "softmax", "store"} <= set.union(*steps.values())
 
 
-def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
+def test_steps_of_a_later_entry_are_excluded(tmp_path: Path) -> None:
     kernel = registry.get("bwd_minimal")
     own = dataclasses.replace(kernel, source=tmp_path / kernel.source.name)
     first, second = (f"    extern __shared__ __align__(16) float smem[];\n    TIMELINE({name});\n" for name in "ab")
@@ -159,7 +159,7 @@ def test_a_backward_s_later_entry_is_not_mixed_in(tmp_path: Path) -> None:
     assert found.same is True
 
 
-def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_marks_are_kept_if_there_is_no_room(mma: record.Timeline, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 16  # marks of a block
     monkeypatch.setitem(mark_buffers.LENGTH, "cpu", mark_buffers.CLOCKS_A_MARK * room)
     found = recorded(registry.get("fwd_mma"))
@@ -168,14 +168,14 @@ def test_of_what_finds_no_room_the_end_is_kept(mma: record.Timeline, monkeypatch
         tracks = [track for track in found.tracks if track.block == block]
         for track in tracks:
             assert [step.name for step in track.steps] == whole[block, track.warp][-len(track.steps) :]
-        assert room - 4 <= sum(len(track.steps) for track in tracks) <= room  # some are the last one, which is no step
+        assert room - 4 <= sum(len(track.steps) for track in tracks) <= room  # the last mark is not a step
         assert max(step.end for track in tracks for step in track.steps) < room
     assert found.lost > 0
-    assert any("found no room" in text for text in report.remarks(found))
+    assert any("were overwritten" in text for text in report.remarks(found))
 
 
-def test_clocks_are_read_modulo_their_32_bits() -> None:
-    """Two blocks, each with a clock of its own; of one of them it comes round, and warp 1 began before warp 0."""
+def test_clocks_wrap_at_32_bits() -> None:
+    """Two blocks with their own clocks. One clock wraps around, and warp 1 began before warp 0."""
 
     def buffer(block: int, warp: int, clocks: list[int], nanoseconds: int) -> mark_buffers.MarkBuffer:
         marks = np.array(
@@ -195,7 +195,7 @@ def test_clocks_are_read_modulo_their_32_bits() -> None:
     assert [track.steps[-1].end for track in found] == [140, 200, 100]
 
 
-def test_shares_add_up_and_waits_are_apart(mma: record.Timeline) -> None:
+def test_shares_add_up_and_waits_are_identified(mma: record.Timeline) -> None:
     rows = report.shares(mma)
     assert sum(row.share for row in rows) == pytest.approx(1)
     assert [row.step for row in rows if row.waits] == ["wait_load"]
@@ -204,7 +204,7 @@ def test_shares_add_up_and_waits_are_apart(mma: record.Timeline) -> None:
     assert longest in track.steps
 
 
-def test_the_trace_is_what_perfetto_reads(mma: record.Timeline, tmp_path: Path) -> None:
+def test_the_trace_event_format(mma: record.Timeline, tmp_path: Path) -> None:
     trace.write(mma, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     steps = [e for e in events if e["ph"] == "X"]
@@ -214,7 +214,7 @@ def test_the_trace_is_what_perfetto_reads(mma: record.Timeline, tmp_path: Path) 
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in steps)
 
 
-def test_the_picture_shows_what_it_is_asked_for(mma: record.Timeline, tmp_path: Path) -> None:
+def test_the_plot_of_a_range(mma: record.Timeline, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     paths = plot.draw(mma, tmp_path / "tracks", (0, 40))
     assert [path.suffix for path in paths] == [".png", ".svg"]
@@ -224,16 +224,16 @@ def test_the_picture_shows_what_it_is_asked_for(mma: record.Timeline, tmp_path: 
 
 
 def test_the_order_of_marks_is_not_called_time(mma: record.Timeline) -> None:
-    """On the CPU backend nothing is timed; on a GPU ticks are cycles."""
+    """On the CPU backend ticks are the order of marks; on a GPU they are cycles."""
     page = timeline.page(mma)
-    assert "In which order the steps come: marks, not time" in page
+    assert "Order of the steps (marks, not time)" in page
     assert "Share of marks by step" in page
-    assert not any(said in page for said in ("Where the time goes", "Share of time", "longest waits"))
+    assert not any(text in page for text in ("Time by step", "Share of time", "longest waits"))
     timed = timeline.page(dataclasses.replace(mma, rate=10**9, unit="cycles", seconds=(1e-3, 1e-3)))
-    assert all(said in timed for said in ("Where the time goes", "Share of time", "longest waits"))
+    assert all(text in timed for text in ("Time by step", "Share of time", "longest waits"))
 
 
-def test_the_command_says_what_it_was_asked(tmp_path: Path) -> None:
+def test_the_command_prints_waits_and_tracks(tmp_path: Path) -> None:
     run = lambda *more: CliRunner().invoke(  # noqa: E731
         cli, ["timeline", "fwd_mma", "--shape", "1,1,256,64", "--backend", "cpu", *more]
     )

@@ -21,8 +21,10 @@ def test_parse(name: str, expected: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "name", ["", "90", "sm_", "sm_9", "sm_70", "sm_999", "sm_90b", "sm_90aa", "SM_90", "sm_90 ", "compute_90"]
 )
-def test_parse_refuses(name: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=f'arch "{name}" is not known: choose one of sm_75, sm_80, .*sm_121'):
+def test_parse_rejects(name: str) -> None:
+    with pytest.raises(
+        UnsupportedProblem, match=f'arch "{name}" is not supported: choose one of sm_75, sm_80, .*sm_121'
+    ):
         arch.parse(name)
 
 

@@ -1,4 +1,4 @@
-"""The cache on disk: whole entries or none, whoever writes, clears, damages or dies meanwhile."""
+"""The on-disk cache: entries are complete or absent, with concurrent writers, clearing, damage and crashes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_first_of_two_writers_wins(own_cache: Path) -> None:
 
 
 def hammer(seed: int, keys: list[str]) -> str:
-    """Put and get every key in an order of one's own; every entry that is seen must be whole."""
+    """Put and get every key in random order; every entry read must be complete."""
     for i in range(len(keys)):
         n = (i * 7 + seed * 11) % len(keys)
         content = keys[n].encode() * 500
@@ -138,9 +138,9 @@ def test_a_damaged_entry_is_dropped_and_rebuilt(own_cache: Path, damage: Callabl
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_a_damaged_entry_in_the_way_is_replaced(own_cache: Path, damage: Callable[[Path], None]) -> None:
+def test_put_replaces_a_damaged_entry(own_cache: Path, damage: Callable[[Path], None]) -> None:
     damage(cache.put(KEY, FILES, {}).path)
-    list(cache.entries())  # can be listed, whatever is in there
+    list(cache.entries())  # does not raise
     assert cache.put(KEY, FILES, {"again": True}).meta == {"again": True}
     assert leftovers(own_cache) == []
 
@@ -150,21 +150,21 @@ def test_the_directory_is_private(own_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_directory_that_others_can_write_to_is_refused(own_cache: Path, mode: int) -> None:
+def test_a_directory_writable_by_others_is_refused(own_cache: Path, mode: int) -> None:
     own_cache.mkdir()
     own_cache.chmod(mode)
     with pytest.raises(CacheError, match=rf"{own_cache} is not private .*mode {mode:o}.*chmod 700.*SANDBOX_CACHE_DIR"):
         cache.get(KEY)
 
 
-def test_a_directory_of_somebody_else_is_refused(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_refused(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.directory()
     monkeypatch.setattr(os, "geteuid", lambda: own_cache.stat().st_uid + 1)
     with pytest.raises(CacheError, match=r"not private .owner .*SANDBOX_CACHE_DIR"):
         cache.put(KEY, FILES, {})
 
 
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_location_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SANDBOX_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache.directory() == tmp_path / "xdg" / "attention-sandbox"
@@ -173,11 +173,11 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache.directory() == tmp_path / "home" / ".cache" / "attention-sandbox"
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     for impossible in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
         monkeypatch.setenv("SANDBOX_CACHE_DIR", str(impossible))
-        with pytest.raises(CacheError, match=r"cannot be made.*set SANDBOX_CACHE_DIR to a folder of your own"):
+        with pytest.raises(CacheError, match=r"cannot be created.*set SANDBOX_CACHE_DIR to a folder of your own"):
             cache.put(KEY, FILES, {})
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -203,7 +203,7 @@ def test_a_full_disk(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_entry_that_cannot_be_read_stays(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of a file descriptor, or on a disk that stutters: that is no fault of the entry."""
+    """A lack of file descriptors, or a transient disk error, does not invalidate the entry."""
     cache.put(KEY, FILES, {})
 
     def fails(path: Path) -> bytes:
@@ -216,7 +216,7 @@ def test_an_entry_that_cannot_be_read_stays(own_cache: Path, monkeypatch: pytest
     assert cache.get(KEY)
 
 
-def test_what_was_used_least_recently_goes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_entries_are_removed(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CACHE_MB", "1")
     monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
     names = [cache.make_key(n=n) for n in range(4)]
@@ -228,7 +228,7 @@ def test_what_was_used_least_recently_goes(own_cache: Path, monkeypatch: pytest.
     assert {entry.key for entry in cache.entries()} == {names[0], names[2], names[3]}
 
 
-def test_nothing_goes_while_it_is_in_use(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_entry_is_removed_while_the_cache_is_in_use(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
     monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
     clearing = threading.Thread(target=cache.clear)
@@ -241,13 +241,13 @@ def test_nothing_goes_while_it_is_in_use(own_cache: Path, monkeypatch: pytest.Mo
     assert cache.get(KEY) is None
 
 
-def test_a_limit_that_is_no_number(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_not_a_number(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CACHE_MB", "much")
     with pytest.raises(CacheError, match="SANDBOX_CACHE_MB=much must be a number of MiB"):
         cache.limit()
 
 
-def test_clear_takes_what_is_ours_and_old_and_nothing_else(own_cache: Path) -> None:
+def test_clear_removes_entries_and_old_staging_folders_only(own_cache: Path) -> None:
     cache.put(KEY, FILES, {})
     foreign, checkout, unpacked = own_cache / "notes", own_cache / ("0a" * 20), own_cache / ("revision-" + "0a" * 20)
     for folder in (foreign, checkout, unpacked):
@@ -266,7 +266,7 @@ def test_clear_takes_what_is_ours_and_old_and_nothing_else(own_cache: Path) -> N
     assert cache.clear() == 0
 
 
-def test_the_limit_leaves_other_folders_alone(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_does_not_remove_other_folders(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
     monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
     foreign = cache.directory() / "notes"
@@ -320,7 +320,7 @@ def test_entries(own_cache: Path) -> None:
 
 
 def test_a_killed_writer_leaves_nothing_to_read(own_cache: Path) -> None:
-    """Killed at the last moment: every file is written, the entry not yet in its place."""
+    """Killed after all files are written and before the rename."""
     script = (
         "import os, signal\n"
         "from sandbox.toolchain import cache\n"

@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: what it reports of small kernels, its messages, and what its cache depends on."""
+"""NVRTC without a GPU: resource usage of small kernels, error messages, and cache keys."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_spills(write) -> None:
     assert (r.registers > 64, r.spill_stores, r.spill_loads) == (True, 0, 0)
 
 
-# What the two versions write, for sm_90a; 13 puts the same in the same words.
+# A log of NVRTC 12.9 for sm_90a; 13 writes the same text.
 LOG_OF_12_9 = """\
 /home/me/k.cu(11): warning #177-D: variable "never_used" was declared but never referenced
   __global__ void mangled(int unused) { int never_used; }
@@ -135,13 +135,13 @@ def test_spills_of_a_function_that_was_not_inlined_are_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("entry", ["firs", "irst", "mangled", "_Z6helperfi", "x.*"])
-def test_a_name_must_match_whole(entry: str) -> None:
-    with pytest.raises(CompileError, match="the file has _Z7mangledi, spill, first "):
+def test_entry_names_must_match_completely(entry: str) -> None:
+    with pytest.raises(CompileError, match="its entry points are: _Z7mangledi, spill, first "):
         nvrtc.parse_resources(LOG_OF_12_9 + HELPER, entry, Path("k.cu"))
 
 
 def test_parsing_an_empty_log() -> None:
-    with pytest.raises(CompileError, match=r"k\.cu: no entry point f: the file has none"):
+    with pytest.raises(CompileError, match=r"k\.cu has no entry point f; its entry points are: none"):
         nvrtc.parse_resources("", "f", Path("k.cu"))
 
 
@@ -158,7 +158,7 @@ def test_a_warning_is_kept_also_in_the_cache(write) -> None:
 # ---- messages
 
 
-def test_a_compile_error_shows_the_place(write) -> None:
+def test_a_compile_error_shows_file_line_and_excerpt(write) -> None:
     source = write('extern "C" __global__ void k(float* x) {\n    x[0] = undeclared + 1;\n}\n')
     with pytest.raises(CompileError) as caught:
         nvrtc.compile(source, "k", "sm_90a", {"BLOCK_M": 64})
@@ -179,9 +179,11 @@ def test_an_error_in_a_header_names_the_header(write) -> None:
         nvrtc.compile(source, "k", "sm_90a")
 
 
-def test_an_unknown_entry_names_those_there_are(write) -> None:
+def test_an_unknown_entry_lists_the_existing_ones(write) -> None:
     source = write(SEVERAL)
-    with pytest.raises(CompileError, match=r'no entry point not_extern_c: the file has .*shared_memory.*extern "C"'):
+    with pytest.raises(
+        CompileError, match=r'no entry point not_extern_c; its entry points are: .*shared_memory.*extern "C"'
+    ):
         nvrtc.compile(source, "not_extern_c", "sm_90a")
 
 
@@ -191,14 +193,14 @@ def test_a_missing_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b.cu', "a\\b.cu", "a\udcffb.cu"])
-def test_a_source_whose_path_it_cannot_quote(write, name: str) -> None:
+def test_a_source_with_an_unsupported_path(write, name: str) -> None:
     with pytest.raises(CompileError, match=r"NVRTC cannot compile .*: its path .*; move it to another folder"):
         nvrtc.compile(write(SCALE, name), "scale", "sm_90a", {"FACTOR": 2})
 
 
 @pytest.mark.parametrize("arch", ["sm_20", "sm_90b", "90", "", "sm_75a", "compute_90"])
 def test_an_arch_that_nvrtc_cannot_target(write, arch: str) -> None:
-    with pytest.raises(UnsupportedProblem, match=f"arch {arch} cannot be targeted by NVRTC {nvrtc.version()}.*sm_90a"):
+    with pytest.raises(UnsupportedProblem, match=f"arch {arch} is not supported by NVRTC {nvrtc.version()}: .*sm_90a"):
         nvrtc.compile(write(SCALE), "scale", arch)
 
 
@@ -244,7 +246,7 @@ def test_the_entries_of_a_source_are_compiled_once(write) -> None:
         nvrtc.compile(source, "missing", "sm_90a")
 
 
-def test_the_key_depends_on_all_that_is_compiled(write) -> None:
+def test_the_key_depends_on_all_inputs(write) -> None:
     source = write(SCALE)
     variants = [
         {"arch": "sm_90a", "defines": {"FACTOR": 2}},
@@ -315,7 +317,7 @@ def test_a_damaged_cubin_is_rebuilt(write, own_cache: Path) -> None:
 
 @pytest.mark.parametrize("field", ["log", "seconds"])
 def test_a_record_without_a_field_is_rebuilt(write, own_cache: Path, field: str) -> None:
-    """As another version of this package may have left it."""
+    """An entry written by another version of this package."""
     source = write(SCALE)
     nvrtc.compile(source, "scale", "sm_90a", {"FACTOR": 2})
     (file,) = (own_cache / listed.key / "entry.json" for listed in cache.entries())
@@ -332,8 +334,8 @@ def test_a_refused_source_is_not_cached(write, own_cache: Path) -> None:
     assert list(cache.entries()) == []
 
 
-def test_a_cache_emptied_while_we_run(write, own_cache: Path) -> None:
-    """As a person does with `rm -rf`; NVRTC 13 keeps its headers in there, too."""
+def test_a_cache_that_is_deleted_while_in_use(write, own_cache: Path) -> None:
+    """For example with `rm -rf`. NVRTC 13 also stores its headers there."""
     source = write("#include <cuda_fp16.h>\n" + SCALE)
     nvrtc.compile(source, "scale", "sm_90a", {"FACTOR": 2})
     for path in sorted(own_cache.rglob("*"), reverse=True):
@@ -343,7 +345,7 @@ def test_a_cache_emptied_while_we_run(write, own_cache: Path) -> None:
 
 
 def test_two_processes_compile_the_same_at_once(write, own_cache: Path) -> None:
-    """Into an empty cache: NVRTC 13 unpacks its headers there, too."""
+    """With an empty cache, into which NVRTC 13 also unpacks its headers."""
     source = write("#include <cuda_fp16.h>\n" + SCALE)
     script = (
         "from pathlib import Path; from sandbox.toolchain import nvrtc\n"
@@ -358,11 +360,11 @@ def test_two_processes_compile_the_same_at_once(write, own_cache: Path) -> None:
     assert [path.name for path in own_cache.iterdir() if path.name.startswith(".")] == []
 
 
-# ---- what may be missing
+# ---- missing software
 
 
 def test_headers_of_another_major_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would compile, and be wrong."""
+    """They would compile to wrong code."""
     (tmp_path / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  11080\n")
     monkeypatch.setattr(cuda.pathfinder, "find_nvidia_header_directory", lambda name: str(tmp_path))
     nvrtc._installed_headers.cache_clear()
@@ -397,7 +399,7 @@ except ToolchainMissing as error:
 
 @pytest.mark.parametrize("package", ["cuda", "cuda.bindings", "cuda.pathfinder"])
 def test_without_the_bindings(package: str) -> None:
-    """A package without CUDA imports, and says what to install once it is needed."""
+    """The package imports without CUDA, and reports what to install when it is needed."""
     script = BLOCKED.format(package=package)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     message = json.loads(done.stdout)
@@ -405,7 +407,7 @@ def test_without_the_bindings(package: str) -> None:
     assert 'pip install "attention-sandbox[nvrtc12]"' in message
 
 
-# ---- the public door
+# ---- sandbox.compile
 
 
 def test_public_compile() -> None:
@@ -421,8 +423,8 @@ def test_public_compile() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "sm_42"}, 'arch "sm_42" is not known'),
-        ({"arch": "sm_70"}, 'arch "sm_70" is not known'),
+        ({"arch": "sm_42"}, 'arch "sm_42" is not supported'),
+        ({"arch": "sm_70"}, 'arch "sm_70" is not supported'),
         ({"D": 512}, "D=512 is too large"),
         ({"D": 0}, "D=0 must be an integer >= 1"),
         ({"dtype": "float64"}, "dtype='float64' is not supported"),
@@ -431,13 +433,13 @@ def test_public_compile() -> None:
         ({"D": 256, "arch": "sm_75"}, r"shared memory at D=256, sm_75 has 65536"),
     ],
 )
-def test_public_compile_refuses(options: dict, message: str) -> None:
+def test_public_compile_rejects(options: dict, message: str) -> None:
     with pytest.raises(SandboxError, match=message):
         sandbox.compile("fwd_minimal", **{"arch": "sm_90a", **options})
 
 
-def test_nvrtc_looks_nowhere_that_the_scan_does_not(write) -> None:
-    """Beside the including file, then along the path; beside the main source, it does not look."""
+def test_nvrtc_searches_only_the_folders_of_the_scan(write) -> None:
+    """NVRTC searches the folder of the including file, then the include path, but not the folder of the main source."""
     source = write('#include "sub/a.cuh"\nextern "C" __global__ void k() { static_assert(A + B == 3); }\n')
     (source.parent / "sub").mkdir()
     write('#include "b.cuh"\n#define A 1\n', "sub/a.cuh")

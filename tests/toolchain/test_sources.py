@@ -1,4 +1,4 @@
-"""Which headers a source is made of, and that its fingerprint follows every one of them."""
+"""Include resolution, and the fingerprint's dependence on every header."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_nested_includes_cycles_and_subfolders(tree: Path) -> None:
     assert scan(tree) == ["first/sub/a.h", "first/sub/b.h", "second/c.h", "src/main.cu"]
 
 
-def test_a_missing_header_is_left_to_the_compiler(tree: Path) -> None:
+def test_a_missing_header_is_ignored(tree: Path) -> None:
     (tree / "src/main.cu").write_text('#include "nowhere.h"\n')
     assert scan(tree) == ["src/main.cu"]
     before = fingerprint(tree)
@@ -80,7 +80,7 @@ def test_a_missing_source(tree: Path) -> None:
 
 @pytest.mark.parametrize("form", ['"a.h"', "<a.h>"])
 def test_a_header_newly_shadowed(tree: Path, form: str) -> None:
-    """The compiler takes the first of a name on its path: a new file there changes what is compiled."""
+    """The compiler uses the first match on the include path, so a new file there changes the result."""
     (tree / "src/main.cu").write_text(f"#include {form}\n")
     (tree / "second/a.h").write_text("int from_second;\n")
     seen = {fingerprint(tree)}
@@ -90,8 +90,8 @@ def test_a_header_newly_shadowed(tree: Path, form: str) -> None:
     assert len(seen) == 3
 
 
-def test_an_angled_include_does_not_stop_at_a_file_beside_it(tree: Path) -> None:
-    """<a.h> is not looked up beside the source by every compiler: the one on the path counts too."""
+def test_an_angled_include_is_searched_in_every_folder(tree: Path) -> None:
+    """Not every compiler searches the source's folder for <a.h>, so the include path counts as well."""
     (tree / "src/main.cu").write_text("#include <a.h>\n")
     (tree / "src/a.h").write_text("")
     (tree / "second/a.h").write_text("int old;\n")
@@ -116,7 +116,7 @@ def test_every_file_counts_and_only_its_content(tree: Path) -> None:
 
 
 def test_a_header_found_elsewhere_counts(tree: Path) -> None:
-    """The same text in another folder: what lies beside it is another neighbour's."""
+    """The same text in another folder includes other neighbouring files."""
     (tree / "src/main.cu").write_text("#include <a.h>\n")
     (tree / "first/a.h").write_text("int a;\n")
     before = fingerprint(tree)
@@ -125,7 +125,7 @@ def test_a_header_found_elsewhere_counts(tree: Path) -> None:
 
 
 def test_an_edit_within_one_tick_of_the_clock(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system may give it the time stamps of the edit before: of a young file the content counts."""
+    """Two edits may get the same time stamp, so recently changed files are compared by content."""
     main, real = tree / "src/main.cu", Path.stat
     main.write_text("int a;\n")
     stamped = main.stat()
@@ -136,7 +136,7 @@ def test_an_edit_within_one_tick_of_the_clock(tree: Path, monkeypatch: pytest.Mo
 
 
 def test_an_edit_that_keeps_length_and_time(tree: Path) -> None:
-    """As `cp -p`, `rsync -t` or unpacking an archive can make it."""
+    """Possible with `cp -p`, `rsync -t` or archives."""
     main = tree / "src/main.cu"
     main.write_text("int a;\n")
     os.utime(main, (1_000_000_000,) * 2)
@@ -159,7 +159,7 @@ def test_a_computed_include_cannot_be_known(tree: Path, line: str) -> None:
     assert fingerprint(tree) is None
 
 
-def test_prose_is_no_computed_include(tree: Path) -> None:
+def test_prose_is_not_a_computed_include(tree: Path) -> None:
     (tree / "src/main.cu").write_text("// #include of another file\nint includes;  // the #include above\n")
     assert fingerprint(tree) is not None
 
@@ -170,15 +170,15 @@ def test_names_and_text_in_any_encoding(tree: Path) -> None:
 
 
 def test_shipped_kernels_can_be_cached() -> None:
-    """CUDA's own headers among their includes."""
+    """Including CUDA's own headers."""
     for kernel in registry.kernels().values():
         assert sources.fingerprint(kernel.source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs())) is not None
     files, _ = sources.included_files(registry.get("fwd_minimal").source, (nvrtc.INCLUDE_DIR, *nvrtc.include_dirs()))
     assert {"tensor.cuh", "score_mod.cuh", "cuda_fp16.h", "cuda_bf16.h"} <= {path.name for path in files}
 
 
-def test_headers_full_of_comments_are_read_at_once(tree: Path) -> None:
-    """As CUDA's own are: a pattern that backtracks over them would not come to an end."""
+def test_headers_full_of_comments_are_scanned_quickly(tree: Path) -> None:
+    """A pattern that backtracks over the comments of CUDA's headers would not terminate."""
     comments = "/* one */ /* two **/\n/**\n * three\n */\n" * 2000
     (tree / "src/main.cu").write_text(f'{comments}/* four */ #include "a.h"\n{comments}')
     (tree / "first/a.h").write_text("")
