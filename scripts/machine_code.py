@@ -1,8 +1,8 @@
-"""Compare the machine code of all kernels before and after a refactoring. Needs NVRTC, no GPU.
+"""Compare the machine code of all kernels before and after a refactoring. Needs NVRTC but no GPU.
 
 python scripts/machine_code.py record before.json       in a checkout of the old revision
 python scripts/machine_code.py record after.json        in the new one
-python scripts/machine_code.py compare before.json after.json --renamed bwd_preprocess=bwd_preprocess
+python scripts/machine_code.py compare before.json after.json --renamed OLD=NEW
 
 `record` compiles every kernel with its default tile for D = 64, 128 and 256, causal and not, plain and with each score
 option alone, for sm_80 and sm_90a, and stores a hash of every `.text` section of the cubins. Symbol names, line numbers
@@ -56,13 +56,13 @@ class Job(NamedTuple):
     option: str
 
     def problem(self) -> Problem:
-        """What is compiled for."""
+        """The problem to compile for."""
         plain = Problem(2, 4, S, S, self.D, dtype=self.dtype, causal="bottom-right" if self.causal else False)
         return plain if self.option == "plain" else replace(plain, **{**OPTIONS, **LAYOUTS}[self.option](plain))
 
 
 def jobs(kernel: Kernel) -> Iterator[Job]:
-    """Every problem that the kernel supports. bfloat16 and float32 code: plain problems only."""
+    """Every problem that the kernel supports. bfloat16 and float32: without options only."""
     for name, D, causal, option in itertools.product(ARCHS, HEAD_DIMS, (False, True), ("plain", *OPTIONS, *LAYOUTS)):
         for dtype in kernel.dtypes:
             if dtype == "bfloat16" and option != "plain":
@@ -84,7 +84,7 @@ def code_hashes(cubin: bytes) -> list[str]:
 
 
 def compiled(job: Job) -> tuple[str, list[str]]:
-    """The job's key, and the hashes of its machine code or the reason why there is none."""
+    """The job's key, and the hashes of its machine code, or the name of the exception."""
     key = " ".join(map(str, job))
     kernel, problem = registry.get(job.kernel), job.problem()
     try:
@@ -111,7 +111,7 @@ def record(path: Path, names: list[str], sample: int, seed: int, workers: int) -
 
 
 def compare(before: Path, after: Path, renamed: dict[str, str]) -> bool:
-    """Print what differs; whether nothing does. Only problems in both records are compared."""
+    """Print the differences; returns whether there are none. Only problems in both records are compared."""
     old: dict[str, list[str]] = {}
     for key, hashes in json.loads(before.read_text()).items():
         kernel, rest = key.split(" ", 1)
@@ -129,7 +129,7 @@ def compare(before: Path, after: Path, renamed: dict[str, str]) -> bool:
 
 
 def main() -> int:
-    """0 when the machine code is equal, else 1."""
+    """Exit status: 0 if the machine code is equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")

@@ -1,14 +1,14 @@
-"""Break the project on purpose, one small fault at a time, and see which of them no test notices.
+"""Mutation tests: insert small faults into the project, one at a time, and report those that no test detects.
 
-`mutations.toml` beside this file holds the faults: a text that its file has exactly once, what it becomes, and the
-tests that ought to notice, smallest first. Each is put into a scratch copy of the project, its tests are run until one
-fails, and it is taken out again. A survivor is a missing test, or says in the data why it is equivalent.
+`mutations.toml` in this folder contains the faults: a text that occurs exactly once in its file, its replacement, and
+the tests that should fail, smallest first. Each mutation is applied to a scratch copy of the project, its tests run until
+one fails, and it is reverted. A mutation that survives needs a test, or a reason in the data why it is equivalent.
 
-    python scripts/mutants.py                  all of them
-    python scripts/mutants.py --sample 5 --seed 3 five, sampled
-    python scripts/mutants.py --match fwd_mma  those whose file, text or replacement contains it
+    python scripts/mutants.py                      all mutations
+    python scripts/mutants.py --sample 5 --seed 3  five random mutations
+    python scripts/mutants.py --match fwd_mma      mutations whose file, text or replacement contains fwd_mma
 
-What has been found out about this very tree is kept in a file of JSON lines, and not found out again.
+Results are stored as JSON lines and reused until a file of the project changes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ sys.path.insert(0, str(ROOT))
 from sandbox.core import jsonl  # noqa: E402
 from sandbox.toolchain import cache  # noqa: E402
 
-_COUNTS = ("kernels_cu", "sandbox", "tests", "pyproject.toml")  # what a result depends on
-# Mutated, these decide what is found in a cache of compiled objects: they get an empty one.
+_COUNTS = ("kernels_cu", "sandbox", "tests", "pyproject.toml")  # files that results depend on
+# Mutations of these files affect cache keys, so their tests run with an empty cache.
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One fault. `tests`: selections of pytest, such as "tests/x/test_y.py -k z", the smallest first. `equivalent`: why
-    nothing can notice it, if so."""
+    """One fault. `tests`: pytest selections, such as "tests/x/test_y.py -k z", smallest first. `equivalent`: why no
+    test can detect it, if so."""
 
     file: str
     text: str
@@ -67,14 +67,14 @@ def _short(text: str) -> str:
 
 
 def load(path: Path = DATA) -> list[Mutation]:
-    """Every mutation of the file, in its order."""
+    """All mutations, in the order of the file."""
     files: dict[str, list[dict[str, Any]]] = tomllib.loads(path.read_text())
     rows = ((file, row) for file, its_rows in files.items() for row in its_rows)
     return [Mutation(file, **{**row, "tests": tuple(row.get("tests", ()))}) for file, row in rows]
 
 
 def project_files() -> list[str]:
-    """What belongs to the project: tracked, or new and not ignored."""
+    """The files of the project: tracked, or untracked and not ignored."""
     command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     names = sorted(filter(None, listed.stdout.decode().split("\0")))
@@ -82,7 +82,7 @@ def project_files() -> list[str]:
 
 
 def digest(names: Sequence[str]) -> str:
-    """Of everything that decides what becomes of a mutation, the data apart."""
+    """A digest of all files that results depend on, except the mutations."""
     found = hashlib.sha256()
     for name in names:
         if name.startswith(_COUNTS):
@@ -91,7 +91,7 @@ def digest(names: Sequence[str]) -> str:
 
 
 class Copy:
-    """A scratch copy of the project with a cache of compiled objects of its own."""
+    """A scratch copy of the project with its own cache of compiled objects."""
 
     def __init__(self, folder: Path, names: Sequence[str]):
         self.root, self._cache, self._limit = folder / "project", folder / "cache", 600.0
@@ -101,7 +101,7 @@ class Copy:
 
     @contextmanager
     def broken(self, mutation: Mutation) -> Iterator[None]:
-        """With the mutation in it. Raises ValueError unless its text is there once."""
+        """Context with the mutation applied. Raises ValueError unless its text occurs exactly once."""
         file = self.root / mutation.file
         content = file.read_text()
         if content.count(mutation.text) != 1:
@@ -113,10 +113,10 @@ class Copy:
             file.write_text(content)
 
     def passes(self, selection: str, fresh_cache: bool = False, limit: float = 600.0) -> bool:
-        """Whether these tests pass; not if they hang, crash, or cannot be collected."""
+        """Whether these tests pass. False if they hang, crash, or cannot be collected."""
         environment = {
             **os.environ,
-            "PYTHONDONTWRITEBYTECODE": "1",  # two edits within a second, of one length, would share their bytecode
+            "PYTHONDONTWRITEBYTECODE": "1",  # two edits of equal length within a second would share bytecode
             "SANDBOX_TEST_CACHE_DIR": tempfile.mkdtemp(dir=self.root.parent) if fresh_cache else str(self._cache),
         }
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(selection)]
@@ -135,14 +135,14 @@ class Copy:
 
 
 class Results:
-    """What is known of this tree: rows {"tree", "what", "outcome", "seconds"}, kept as they come."""
+    """Stored results of this tree: rows {"tree", "what", "outcome", "seconds"}."""
 
     def __init__(self, path: Path, tree: str):
         self._path, self._tree, self._lock = path, tree, Lock()
         self.known = {row["what"]: row for row in jsonl.read(path) if row.get("tree") == tree}
 
     def add(self, what: str, outcome: str, seconds: float) -> dict[str, Any]:
-        """Keep a row, and return it."""
+        """Store a row and return it."""
         row = {"tree": self._tree, "what": what, "outcome": outcome, "seconds": round(seconds, 1)}
         with self._lock:
             jsonl.append(self._path, row)
@@ -151,7 +151,7 @@ class Results:
 
 
 def examine(mutation: Mutation, copy: Copy, results: Results) -> dict[str, Any]:
-    """A row on the mutation: "killed", "survived", or "void" where its tests fail without it."""
+    """The result of a mutation: "killed", "survived", or "void" if its tests fail without the mutation."""
     what = f"{mutation} {hashlib.sha256(repr(mutation).encode()).hexdigest()[:8]}"
     if what in results.known:
         return results.known[what]
@@ -162,7 +162,10 @@ def examine(mutation: Mutation, copy: Copy, results: Results) -> dict[str, Any]:
         if sound is None:
             begun = time.perf_counter()
             if not copy.passes(selection):
-                return {"outcome": "void", "seconds": time.perf_counter() - start}  # not kept: to be tried again
+                return {
+                    "outcome": "void",
+                    "seconds": time.perf_counter() - start,
+                }  # not stored, so that it is tried again
             sound = results.add(selection, "passes", time.perf_counter() - begun)
         with copy.broken(mutation):
             if not copy.passes(selection, fresh, limit=60 + 10 * sound["seconds"]):
@@ -173,7 +176,7 @@ def examine(mutation: Mutation, copy: Copy, results: Results) -> dict[str, Any]:
 def run(
     mutations: Sequence[Mutation], results: Results, jobs: int, names: Sequence[str]
 ) -> Iterator[tuple[Mutation, str]]:
-    """Each mutation with its outcome, as they come, from `jobs` scratch copies at a time."""
+    """Each mutation with its outcome, when available, with `jobs` scratch copies in parallel."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for n in range(jobs):
@@ -197,7 +200,7 @@ def run(
 
 
 def chosen(options: argparse.Namespace) -> list[Mutation]:
-    """What the options ask for, without those that are said to be equivalent."""
+    """The selected mutations, without equivalent ones."""
     mutations = [m for m in load() if not m.equivalent]
     if options.match:
         mutations = [m for m in mutations if any(options.match in text for text in (m.file, m.text, m.becomes))]
@@ -210,22 +213,24 @@ def chosen(options: argparse.Namespace) -> list[Mutation]:
 
 
 def main() -> int:
-    """0 when every mutation was noticed."""
-    parser = argparse.ArgumentParser(description="Which small faults does no test notice?")
-    parser.add_argument("--sample", type=int, metavar="N", help="draw N mutations at random")
-    parser.add_argument("--seed", type=int, metavar="S", help="of the lot; by default another each time")
-    parser.add_argument("--match", metavar="TEXT", help="those whose file, text or replacement contains it")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
+    """Exit status: 0 if every mutation was detected."""
+    parser = argparse.ArgumentParser(description="Mutation tests: report small faults that no test detects.")
+    parser.add_argument("--sample", type=int, metavar="N", help="number of random mutations")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of --sample; default: random")
+    parser.add_argument("--match", metavar="TEXT", help="only mutations whose file, text or replacement contains TEXT")
     parser.add_argument(
-        "--results", type=Path, default=None, help="what is known; by default mutants.jsonl in the cache"
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of parallel jobs; default: all cores"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=None, help="file of stored results; default: mutants.jsonl in the cache folder"
     )
     options = parser.parse_args()
     mutations, names = chosen(options), project_files()
     results = Results(options.results or cache.directory() / "mutants.jsonl", digest(names))
     outcomes = dict(run(mutations, results, max(1, options.jobs), names))
     killed = sum(outcome == "killed" for outcome in outcomes.values())
-    print(f"{killed} of {len(outcomes)} noticed" + (f", {100 * killed / len(outcomes):.1f}%" if outcomes else ""))
-    for outcome, meaning in (("survived", "no test notices"), ("void", "its tests fail without it")):
+    print(f"{killed} of {len(outcomes)} detected" + (f", {100 * killed / len(outcomes):.1f}%" if outcomes else ""))
+    for outcome, meaning in (("survived", "not detected"), ("void", "its tests fail without the mutation")):
         for mutation in mutations:
             if outcomes[mutation] == outcome:
                 print(f"{meaning}: {mutation}")

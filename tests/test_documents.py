@@ -1,4 +1,4 @@
-"""What is written for people: links lead somewhere, commands exist, tables are as their programs write them."""
+"""The documentation: links resolve, commands exist, and generated tables match their stored rows."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from sandbox.spec import Problem
 from sandbox.verify.check import Result
 from sandbox.verify.report import results_table
 
-MOST_LINES = 150  # of the README: what a head holds
+MOST_LINES = 150  # of the README
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/**/README.md")])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 
 
 def anchors(text: str) -> set[str]:
-    """What `#…` may name: headings, as they become part of an address."""
+    """The anchors of a page: its headings, converted as GitHub does."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_readme_fits_a_head() -> None:
+def test_length_of_the_readme() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_resolve(name: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[name]):
         if re.match(r"https?:|mailto:", target):
             continue
@@ -47,8 +47,8 @@ def test_links_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in anchors(file.read_text()), f"{name} links to {target}"
 
 
-def test_every_page_can_be_reached() -> None:
-    """From the README, link by link."""
+def test_every_page_is_linked_from_the_readme() -> None:
+    """Directly or through other pages."""
     seen, left = set(), {ROOT / "README.md"}
     while left:
         page = left.pop()
@@ -62,7 +62,7 @@ def test_every_page_can_be_reached() -> None:
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(command, its options) of every `python -m sandbox …` in a page; of "sass|ptx" both."""
+    """(command, its options) of every `python -m sandbox …` in a page; "sass|ptx" counts as both."""
     found = []
     for line in re.findall(r"python -m sandbox ([a-z][^\n`#]*)", text):
         names, _, rest = line.partition("   ")[0].replace("[", " ").replace("]", " ").partition(" ")
@@ -84,42 +84,42 @@ def test_the_readme_names_every_command() -> None:
 
 
 def test_every_command_takes_json() -> None:
-    groups = [(f"{name} {verb}", of) for name, group in cli.commands.items() for verb, of in verbs(group).items()]
+    groups = [(f"{name} {sub}", of) for name, group in cli.commands.items() for sub, of in subcommands(group).items()]
     for name, command in [*cli.commands.items(), *groups]:
-        assert verbs(command) or any("--json" in p.opts for p in command.params), name
+        assert subcommands(command) or any("--json" in p.opts for p in command.params), name
 
 
-def verbs(command: click.Command) -> dict[str, click.Command]:
+def subcommands(command: click.Command) -> dict[str, click.Command]:
     return command.commands if isinstance(command, click.Group) else {}
 
 
 def test_exit_statuses_are_the_same_on_every_page() -> None:
-    said = [found for text in TEXTS.values() for found in re.findall(r"Exit status: ([^.]*)\.", text)]
-    assert len(said) == 2
-    assert len({" ".join(words.split()) for words in said}) == 1
+    found = [status for text in TEXTS.values() for status in re.findall(r"Exit status: ([^.]*)\.", text)]
+    assert len(found) == 2
+    assert len({" ".join(words.split()) for words in found}) == 1
 
 
 def test_the_samples_of_run_have_its_columns() -> None:
-    """A GPU's and a laptop's."""
+    """The sample of a GPU and that of a laptop."""
     result = Result("k", "c", Problem(1, 1, 1, 1, 8), "cpu", ok=True)
     columns = [str(column.header) for column in results_table([result], 200).columns]
     shown = re.findall(r"^kernel +case.*$", TEXTS["README.md"], re.MULTILINE)
     assert [line.split() for line in shown] == [" ".join(columns).split()] * 2
 
 
-def test_a_file_is_as_long_as_it_is_said_to_be() -> None:
+def test_stated_length_of_a_file() -> None:
     (name, lines) = re.findall(r"\[`(\w+\.cu)`\]\(\S+\) is (\d+) lines", TEXTS["README.md"])[0]
     assert len((ROOT / "kernels_cu" / name).read_text().splitlines()) == int(lines)
 
 
-def test_every_command_on_a_problem_is_told_it_by_shape() -> None:
+def test_every_command_with_a_problem_takes_shape() -> None:
     for name, command in cli.commands.items():
-        spelled = {option for p in command.params if not getattr(p, "hidden", False) for option in p.opts}
-        assert ("--shape" in spelled) == ("--causal" in spelled) == ("--dtype" in spelled), name
+        names = {option for p in command.params if not getattr(p, "hidden", False) for option in p.opts}
+        assert ("--shape" in names) == ("--causal" in names) == ("--dtype" in names), name
 
 
-def test_the_map_of_the_folders() -> None:
-    """A line each, lowest first, as imports go."""
+def test_the_table_of_folders() -> None:
+    """One row per folder, in import order."""
     listed = re.findall(r"^\| `(\w+)/` \|", TEXTS["CONTRIBUTING.md"], re.MULTILINE)
     assert listed == [*ORDER]
 
@@ -136,7 +136,7 @@ def test_files_that_are_named_exist(name: str) -> None:
 
 
 def scripts() -> dict[str, set[str]]:
-    """{the program that writes a table: the pages that have one}."""
+    """{script that writes a table: pages with such a table}."""
     found: dict[str, set[str]] = {}
     for name, text in TEXTS.items():
         for script in re.findall(r"<!-- .*: written by (\S+) table -->", text):
@@ -162,7 +162,7 @@ def blocks(figure: Path) -> np.ndarray:
 
 
 def assert_same_figures(folder: Path, experiment: Path) -> int:
-    """The figures that a script wrote are those of the repository, up to the rendering of text. Their number."""
+    """Compares the figures that a script wrote with those of the repository, up to text rendering. Returns their number."""
     written = sorted((folder / experiment).glob("*.png"))
     for figure in written:
         found, expected = blocks(figure), blocks(ROOT / experiment / figure.name)
@@ -172,8 +172,8 @@ def assert_same_figures(folder: Path, experiment: Path) -> int:
 
 
 @pytest.mark.parametrize("script", scripts())
-def test_tables_and_figures_are_what_their_script_writes(script: str, tmp_path: Path) -> None:
-    """From the stored rows."""
+def test_generated_tables_and_figures(script: str, tmp_path: Path) -> None:
+    """Each table and figure is equal to the output of its script for the stored rows."""
     pytest.importorskip("matplotlib")
     for name, text in TEXTS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

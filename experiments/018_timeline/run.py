@@ -1,7 +1,7 @@
 """The cost of TIMELINE marks in each kernel, and timelines of one block. See README.md beside this file.
 
-python experiments/018_timeline/run.py           one minute on a GPU; writes rows and lanes
-python experiments/018_timeline/run.py --draw    draws the stored lanes, on any machine
+python experiments/018_timeline/run.py           one minute on a GPU; writes rows and tracks
+python experiments/018_timeline/run.py --draw    draws the stored tracks, on any machine
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def draw(found: record.Timeline, prefix: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--draw", action="store_true", help="draw stored lanes, measure nothing")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows, lanes and figures")
+    parser.add_argument("--draw", action="store_true", help="draw stored tracks, measure nothing")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for rows, tracks and figures")
     options = parser.parse_args()
     small = options.backend == "cpu"
     entries = [
