@@ -1,8 +1,9 @@
 """Mutation tests: insert small faults into the project, one at a time, and report those that no test detects.
 
-`mutations.toml` in this folder contains the faults: a text that occurs exactly once in its file, its replacement, and
-the tests that should fail, smallest first. Each mutation is applied to a scratch copy of the project, its tests run until
-one fails, and it is reverted. A mutation that survives needs a test, or a reason in the data why it is equivalent.
+`mutations.toml` in this folder contains the faults: a text that occurs exactly once in its file, its replacement and
+the tests that should fail, smallest first. Each mutation is applied to a scratch copy of the project, its tests run
+until one fails, and it is reverted. A mutation that survives needs a test, or a reason in the data why it is
+equivalent.
 
     python scripts/mutants.py                      all mutations
     python scripts/mutants.py --sample 5 --seed 3  five random mutations

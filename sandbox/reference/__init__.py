@@ -1,4 +1,4 @@
-"""NumPy attention: the dense truth in float64, its error bounds, and FlashAttention's loops to read beside a kernel."""
+"""NumPy attention: the dense float64 reference, error bounds, and FlashAttention's tiled loops."""
 
 from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, gradient_bound, lse_bound, max_error, output_bound
 from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward

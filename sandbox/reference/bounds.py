@@ -1,4 +1,4 @@
-"""How far a result may lie from the truth, and how far it does; NaN never passes.
+"""Errors of a result relative to the reference, and their bounds. NaN never passes.
 
 Write `assert max_error(x, ref) <= output_bound(ref, naive, dtype)`, never `if error > bound: fail`.
 """
@@ -10,47 +10,47 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .rounding import dtype_name, ulp
 
-OUTPUT_FACTOR = 2.0  # of the yardstick's own error, for O
-GRADIENT_FACTOR = 3.0  # for dQ, dK and dV
+OUTPUT_FACTOR = 2.0  # multiple of naive attention's error, for O
+GRADIENT_FACTOR = 3.0  # the same for dQ, dK and dV
 LSE_TOLERANCE = {
     "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3, "float8_e4m3": 5e-3, "float8_e5m2": 5e-3
 }  # fmt: skip
 
 
 def errors(x: ArrayLike, ref: ArrayLike) -> NDArray[np.float64]:
-    """|x − ref| elementwise, float64, in ref's shape; 0 or inf where either is not finite.
+    """|x − ref| elementwise, float64, in ref's shape.
 
-    Where ref is NaN or ±inf, x must be the same: 0 if it is, inf if not. Where ref is finite and x is not: inf.
-    Any dtypes. Raises ValueError when the shapes differ, since broadcasting would hide a missing axis.
+    Elements that are not finite: 0 if x and ref are equal or both NaN, otherwise inf. Any dtypes. Raises ValueError if
+    the shapes differ, because broadcasting would hide a missing axis.
     """
     x, ref = np.asarray(x).astype(np.float64), np.asarray(ref).astype(np.float64)
     if x.shape != ref.shape:
-        raise ValueError(f"result {x.shape} and reference {ref.shape} must have one shape")
+        raise ValueError(f"result {x.shape} and reference {ref.shape} must have the same shape")
     finite = np.isfinite(x) & np.isfinite(ref)
     equal = (x == ref) | (np.isnan(x) & np.isnan(ref))
     return np.where(finite, abs(np.where(finite, x, 0) - np.where(finite, ref, 0)), np.where(equal, 0, np.inf))
 
 
 def max_error(x: ArrayLike, ref: ArrayLike) -> float:
-    """The largest of `errors(x, ref)`; 0 for empty arrays. Never NaN."""
+    """The maximum of `errors(x, ref)`; 0 for empty arrays. Never NaN."""
     return float(errors(x, ref).max(initial=0))
 
 
 def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: float = OUTPUT_FACTOR) -> float:
-    """The largest error that O may have: factor · max|naive − ref| + one ulp at max|ref|.
+    """The bound for the error of O: factor · max|naive − ref| + one ulp at max|ref|.
 
-    ref is the truth, naive the same computed plainly in `dtype`, of one shape. Both maxima run over the elements that
-    are finite in ref. One that is finite in ref and not in naive (its scores overflow float16) measures nothing and is
-    left out. Raises ValueError when all drop out that way, when the shapes differ, and for an unknown dtype.
+    ref is the float64 reference, naive is plain attention in `dtype`; they have the same shape. Both maxima are over
+    the elements that are finite in ref. Elements that are not finite in naive (its scores overflow float16) are ignored
+    in the first maximum. Raises ValueError if no element remains, if the shapes differ, and for an unknown dtype.
     """
     ref, naive = np.asarray(ref).astype(np.float64), np.asarray(naive).astype(np.float64)
     if ref.shape != naive.shape:
-        raise ValueError(f"naive {naive.shape} and reference {ref.shape} must have one shape")
+        raise ValueError(f"naive {naive.shape} and reference {ref.shape} must have the same shape")
     expected = np.isfinite(ref)
     measured = expected & np.isfinite(naive)
     if expected.any() and not measured.any():
         raise ValueError(
-            f"naive attention in {dtype_name(dtype)} is finite nowhere that the reference is, so it measures nothing: "
+            f"naive attention in {dtype_name(dtype)} has no finite element, so there is no bound: "
             "its scores overflow; use smaller inputs or a smaller scale"
         )
     naive_error = abs(naive[measured] - ref[measured]).max(initial=0)
@@ -60,29 +60,30 @@ def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: flo
 def gradient_bound(
     ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike, factor: float = GRADIENT_FACTOR
 ) -> float:
-    """The largest error that dQ, dK or dV may have: `output_bound` with `factor`, and one fp32 ulp at the largest
-    finite `magnitude`, of `backward_magnitudes`: what sums in fp32 lose.
+    """The bound for the error of dQ, dK or dV: `output_bound` with `factor`, plus one fp32 ulp at the largest finite
+    `magnitude` (of `backward_magnitudes`) for the rounding of fp32 sums.
 
-    Autograd's dP − rowsum(P ∘ dP) is exactly 0 in a row of one key; a kernel's dP − delta, from O, is two roundings of
-    a difference of 0, which nothing in ref or naive measures. Nor do they know that a kernel is given LSE in fp32.
+    The second term is necessary because naive does not contain all errors of a kernel. In a row with one key,
+    autograd's dP − rowsum(P ∘ dP) is exactly 0, while a kernel's dP − delta has two rounding errors. A kernel also
+    reads LSE in fp32.
 
-    dsink is one number a head, where naive's error is a matter of luck. A kernel's is not: it rounds nothing but what
-    is given to it. There `naive` is the true gradient of O and LSE as they are given, and `factor` 1.
+    dsink is one number per head, for which naive's error is arbitrary. A kernel's error comes only from its rounded
+    inputs. For dsink, `naive` is the float64 gradient for the given O and LSE, and `factor` is 1.
 
-    Raises ValueError as `output_bound` does.
+    Raises ValueError like `output_bound`.
     """
     size = np.asarray(magnitude).astype(np.float64)
-    lost = ulp(size[np.isfinite(size)].max(initial=0), "float32")
-    return output_bound(ref, naive, dtype, factor) + float(lost)
+    rounding = ulp(size[np.isfinite(size)].max(initial=0), "float32")
+    return output_bound(ref, naive, dtype, factor) + float(rounding)
 
 
 def lse_bound(ref_lse: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:
-    """The largest error that each LSE may have: tolerance · max(1, |ref|), in ref_lse's shape (B, H, Sq).
+    """The bounds for the error of each LSE: tolerance · max(1, |ref|), in ref_lse's shape (B, H, Sq).
 
-    The tolerance is 1e-5 for float32 inputs, 1e-3 for those of 16 bits and 5e-3 for those of 8, of whose
-    products tensor cores sum up some 14 bits. Where ref_lse is not finite the bound
-    is 0: a row without keys must have −inf. Compare elementwise: `(errors(lse, ref) <= lse_bound(ref, dtype)).all()`.
-    Raises ValueError for an unknown dtype.
+    The tolerance is 1e-5 for float32 inputs, 1e-3 for 16-bit inputs, and 5e-3 for 8-bit inputs, whose products tensor
+    cores accumulate with about 14 bits. Where ref_lse is not finite the bound is 0: a row without visible keys must
+    have −inf. Compare elementwise: `(errors(lse, ref) <= lse_bound(ref, dtype)).all()`. Raises ValueError for an
+    unknown dtype.
     """
     ref = np.asarray(ref_lse).astype(np.float64)
     return np.where(np.isfinite(ref), LSE_TOLERANCE[dtype_name(dtype)] * np.maximum(1, abs(ref)), 0)

@@ -1,10 +1,10 @@
-"""Dense attention, forward and backward: the truth in float64, and the yardstick in the input dtype.
+"""Dense attention, forward and backward: the reference in float64, and naive attention in the input dtype.
 
-One body serves both. The truth runs it in float64 and rounds nothing; the yardstick runs it in float32 and rounds
-to the input dtype whatever plain attention stores (S, P, O, dP, dS and the gradients).
+Both share the same code. The reference computes in float64 without rounding. Naive attention computes in float32 and
+rounds the stored tensors (S, P, O, dP, dS and the gradients) to the input dtype.
 
-A row whose scores are all −inf, because it sees no key or because its inputs make them so, has no probability
-mass: O = 0, LSE = −inf, or the sink's own logarithm where there is one, gradients 0.
+A row whose scores are all −inf, because no key is visible or because of its inputs, has O = 0, LSE = −inf (or the
+sink's value), and gradients 0.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_
 
 Round = Callable[[Array], Array]
 
-CHUNK = 1 << 18  # scores held at once: 2^18 * 8 B = 2 MiB, small enough to stay in cache from pass to pass
+CHUNK = 1 << 18  # scores computed at once: 2^18 * 8 B = 2 MiB, which fits in cache
 
 
 def attention(
     q: Array, k: Array, v: Array, *, causal: Causal = False, scale: float | None = None, **options: Unpack[Options]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The truth: out = softmax(scores of q kᵀ) v and its LSE, float64 on the very inputs.
+    """The reference: out = softmax(scores of q kᵀ) v and its LSE, in float64 on the same inputs.
 
-    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides, Hk dividing H. `scale` defaults
-    to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". What a score is beyond that: `window`,
-    `softcap`, `alibi`, `bias`, `mask`, `sink`, `key_lengths` and `score`, as `reference.score` has them; and `dropout`
-    with its `seed`. Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural-log log-sum-exp of the scores, the
-    sink's among them. Raises ValueError for shapes that do not fit and for an unknown `causal`.
+    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides; H is a multiple of Hk. `scale`
+    defaults to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". Score options: `window`, `softcap`,
+    `alibi`, `bias`, `mask`, `sink`, `key_lengths`, `score`, and `dropout` with its `seed`, see `reference.score`.
+    Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural log of the sum of the exponentials of the scores and the
+    sink. Raises ValueError for inconsistent shapes and for an unknown `causal`.
 
     Source: FlashAttention-2 (Dao 2023), section 2.2: S, P and O.
     """
@@ -54,20 +54,20 @@ def attention_backward(
     dlse: Array | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
-    """The true gradients (dq, dk, dv) of the loss sum(dout ∘ out) + sum(dlse ∘ lse), float64 on the very inputs.
+    """The reference gradients (dq, dk, dv) of the loss sum(dout ∘ out) + sum(dlse ∘ lse), in float64 on the same
+    inputs.
 
     dout and out (B, H, Sq, Dv), lse and dlse (B, H, Sq); the other arguments as in `attention`. P = exp(S − LSE) and
-    delta = rowsum(dO ∘ O) use `out` and `lse` as given; one that is None is computed. dk and dv sum over the query
-    heads that share a key/value head. The result is a tuple of three, whose attributes `dbias`, in the bias's own
-    shape, and `dsink` are None where there is no such option. Raises ValueError as `attention` does, and for a
-    misshapen dout, out, lse or dlse.
+    delta = rowsum(dO ∘ O) use the given `out` and `lse`; if None, they are computed. dk and dv sum over the query heads
+    of a group. The result is a tuple of three with attributes `dbias` (in the bias's shape) and `dsink`, which are None
+    without the option. Raises ValueError like `attention`, and for dout, out, lse or dlse with a wrong shape.
 
     Source: FlashAttention-2 (Dao 2023), section 2.2: dV, dP, dS, dQ, dK; delta from Algorithm 2, line 4.
     """
     if out is None or lse is None:
-        true_out, true_lse = attention(q, k, v, causal=causal, scale=scale, **options)
-        out = true_out if out is None else out
-        lse = true_lse if lse is None else lse
+        ref_out, ref_lse = attention(q, k, v, causal=causal, scale=scale, **options)
+        out = ref_out if out is None else out
+        lse = ref_lse if lse is None else lse
     return _backward(dout, q, k, v, out, lse, dlse, causal, scale, options, np.float64, _exact)
 
 
@@ -83,13 +83,13 @@ def naive(
     out_dtype: DTypeLike | None = None,
     **options: Unpack[Options],
 ) -> NDArray[np.float32]:
-    """The yardstick: out (B, H, Sq, Dv) of plain attention in `dtype` (by default q's) with fp32 accumulation.
+    """Naive attention: out (B, H, Sq, Dv) of plain attention in `dtype` (default: q's) with fp32 accumulation.
 
-    The scores are made in fp32 and rounded once, the softmax is fp32 and its P rounded, P V accumulates in fp32 and is
-    rounded. The result is float32 holding numbers of `dtype`; inputs of another dtype are rounded to it first, but for
-    what the options bring. Scores beyond float16's range become inf and their rows NaN, as plain attention has them.
-    Of float8 the scores stay fp32, P is rounded to v's dtype (by default `v_dtype` is q's) as `quantised` has it, and
-    the result to `out_dtype`, by default bfloat16. Raises ValueError as `attention` does, and for an unknown dtype.
+    Scores are computed in fp32 and rounded once; the softmax is computed in fp32 and P rounded; P V is accumulated in
+    fp32 and rounded. The result is a float32 array with values of `dtype`. Inputs of other dtypes are first rounded to
+    it, except tensors of options. Scores beyond float16's range become inf, and their rows NaN. For float8, scores stay
+    in fp32, P is rounded to `v_dtype` (default: q's) with `quantised`, and the result to `out_dtype` (default:
+    bfloat16). Raises ValueError like `attention`, and for an unknown dtype.
     """
     name = dtype_name(np.asarray(q).dtype if dtype is None else dtype)
     rounded = _rounding(q, name)
@@ -118,11 +118,12 @@ def naive_backward(
     dtype: DTypeLike | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
-    """The yardstick's gradients (dq, dk, dv): backpropagation through `naive`, each stored step rounded to `dtype`.
+    """Gradients (dq, dk, dv) of naive attention: backpropagation through `naive`, with stored tensors rounded to
+    `dtype`.
 
-    P, dP and dS are rounded; the matrix products, the sum over a group's heads and that over what a bias was broadcast
-    along accumulate in fp32 and round once, a sink's gradient not at all. delta is rowsum(P ∘ dP), as a softmax's own
-    backward takes it. Shapes, dtypes, errors as in `naive`, the result as of `attention_backward`.
+    P, dP and dS are rounded. Matrix products and the sums over the heads of a group and over broadcast axes of a bias
+    are accumulated in fp32 and rounded once; dsink is not rounded. delta is rowsum(P ∘ dP), as in the backward of
+    softmax. Shapes, dtypes and errors as in `naive`, the result as in `attention_backward`.
     """
     rounded = _rounding(q, dtype)
     inputs = (rounded(dout), rounded(q), rounded(k), rounded(v))
@@ -143,11 +144,11 @@ def backward_magnitudes(
     dlse: Array | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
-    """The sizes that the rounding errors of dq, dk and dv are relative to: their sums, were no two terms to cancel.
+    """The magnitudes to which the rounding errors of dq, dk and dv are relative: sums of the terms' absolute values.
 
-    Every factor of a sum counts by its absolute value, dP − delta as |dP| + |delta|. P = exp(S − LSE) counts
-    1 + |S| + |LSE| times, |S| the sum of all that a score is made from: an error of the exponent is a relative error
-    of P. Arguments as in `attention_backward`, results of the gradients' shapes, in float64.
+    All factors are replaced by their absolute values, dP − delta by |dP| + |delta|. P = exp(S − LSE) is multiplied by 1
+    + |S| + |LSE|, where |S| is the sum of the absolute terms of a score, because an error of the exponent is a relative
+    error of P. Arguments as in `attention_backward`, results in the gradients' shapes, in float64.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1, to first order.
     """
@@ -169,10 +170,11 @@ def backward_magnitudes(
             dx = np.where(S.seen, P * (head.dropped(dO @ V.T, rows.start) + delta[:, None]), 0)
             P = head.dropped(P, rows.start)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
-            dS, dbias = (np.where(S.seen, abs(s) * dx, 0) for s in (S.steep, S.steep_bias))  # NaN where none is seen
+            # The derivatives may be NaN in rows without visible keys.
+            dS, dbias = (np.where(S.seen, abs(s) * dx, 0) for s in (S.steep, S.steep_bias))
             sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += abs(head.dsink(lse[b, h, rows], delta) * (1 + abs(head.sink) + abs(LSE[:, 0]))).sum()
-    return sums.gradients(np.abs)  # a negative scale is a size too
+    return sums.gradients(np.abs)  # for a negative scale
 
 
 def _exact(x: Array) -> Array:
@@ -180,7 +182,7 @@ def _exact(x: Array) -> Array:
 
 
 class Roundings(NamedTuple):
-    """What becomes of S, of P before and after dropout, and of O."""
+    """Rounding of S, of P before and after dropout, and of O."""
 
     S: Round
     P: Round
@@ -202,14 +204,14 @@ def _chunks(Sq: int, Sk: int) -> Iterator[slice]:
 
 
 def _softmax(S: Array, seen: Mask, sink: float) -> tuple[Array, Array]:
-    """P (M, N) and LSE (M,) of S (M, N). Unseen entries of P are exactly 0, even in a row whose l is NaN."""
+    """P (M, N) and LSE (M,) of S (M, N). Masked entries of P are exactly 0, even if l is NaN."""
     m = or_zero(np.maximum(S.max(axis=1, initial=-np.inf), S.dtype.type(sink)))
     P = np.exp(S - m[:, None])
     l = P.sum(axis=1) + np.exp(S.dtype.type(sink) - m)
     return np.where(seen, P / or_one(l)[:, None], 0), m + np.log(l)
 
 
-@np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without keys takes log(0)
+@np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without visible keys computes log(0)
 def _forward(
     q: Array, k: Array, v: Array, causal: Causal, scale: float | None, options: Options, dtype: DTypeLike,
     rounded: Roundings,
@@ -234,7 +236,7 @@ def _backward(
     dout: Array, q: Array, k: Array, v: Array, out: Array | None, lse: Array | None, dlse: Array | None,
     causal: Causal, scale: float | None, options: Options, dtype: DTypeLike, rounded: Round,
 ) -> Gradients:  # fmt: skip
-    """With out and lse, P and delta come from them (FlashAttention); without, from the softmax (autograd)."""
+    """P and delta come from out and lse if given (as in FlashAttention), else from the softmax (as in autograd)."""
     dout, q, k, v = plain_array(dout), plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
     check_gradient_shapes(shape, dout, out, lse, dlse)

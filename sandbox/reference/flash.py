@@ -1,11 +1,11 @@
-"""FlashAttention-1 and -2 as tiled loops over NumPy arrays, to be read beside a kernel.
+"""FlashAttention-1 and -2 as tiled loops over NumPy arrays, to be read together with a kernel.
 
-Names as in the kernels: a bare Q, K, V, O, … is one head's tensor in global memory, `_smem` and `_rmem` mark the
-tile on chip; S, P, dP, dS, m, l, alpha never leave the chip. `load` and `store` are the only lines that touch
-global memory, and `io_model` counts what they move. Tails need no guard here: a slice past the end is short.
+Names are those of the kernels: Q, K, V, O, … are one head's tensors in global memory; the suffixes `_smem` and `_rmem`
+mark tiles on chip; S, P, dP, dS, m, l and alpha are never stored in global memory. Only `load` and `store` access
+global memory; `io_model` counts their bytes. Slices past the end are short, so no boundary handling is needed.
 
-Arithmetic runs in `dtype`, float64 unless told otherwise; float32 follows a kernel's rounding more closely. Where v is
-float8, P is rounded to its dtype.
+Arithmetic is in `dtype`, by default float64; float32 is closer to the rounding of a kernel. If v is float8, P is
+rounded to its dtype.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, pla
 
 
 def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
-    """Rows [row, row + rows) of one head's tensor in global memory, (rows, D) or (rows,); short at its end."""
+    """Rows [row, row + rows) of one head's tensor in global memory, (rows, D) or (rows,); fewer at the end."""
     return x[row : row + rows].astype(dtype)
 
 
 def as_operand(P: Array, V: Array) -> Array:
-    """P as it is multiplied by V, in global memory: of float8 rounded to its dtype."""
+    """P as an operand of P V: rounded to V's dtype if that is float8."""
     return quantised(P, V.dtype).astype(P.dtype) if V.dtype.itemsize == 1 else P
 
 
@@ -47,15 +47,16 @@ def flash1(
     dtype: DTypeLike = np.float64,
     **options: Unpack[Options],
 ) -> tuple[Array, Array]:
-    """FlashAttention's forward: key tiles outside, query tiles inside; O, l and m re-read and rewritten each time.
+    """FlashAttention's forward: outer loop over key tiles, inner loop over query tiles, which reads and writes O, l and
+    m.
 
-    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides; BLOCK_M, BLOCK_N ≥ 1, also
-    beyond Sq, Sk; what a score is beyond causal and scale as in `attention`. Returns out (B, H, Sq, Dv) and lse
-    (B, H, Sq) = m + ln l in `dtype`. No tile is skipped under causal, as printed in the paper. Raises ValueError for
-    shapes that do not fit, an unknown `causal` or a tile side below 1.
+    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides; BLOCK_M, BLOCK_N ≥ 1, possibly
+    larger than Sq, Sk; score options as in `attention`. Returns out (B, H, Sq, Dv) and lse (B, H, Sq) = m + ln l in
+    `dtype`. As in the paper, causal skips no tiles. Raises ValueError for inconsistent shapes, an unknown `causal`, or
+    a tile size below 1.
 
-    Source: FlashAttention (Dao et al. 2022), Algorithm 2, which has mask and dropout; its line numbers stand at the
-    right. What its line 1 keeps for the backward, a generator's state, is `seed` here.
+    Source: FlashAttention (Dao et al. 2022), Algorithm 2, which includes mask and dropout. Comments give its line
+    numbers. `seed` replaces the generator state of line 1.
     """
     return _forward(_flash1_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, options, dtype)
 
@@ -72,11 +73,11 @@ def flash2(
     dtype: DTypeLike = np.float64,
     **options: Unpack[Options],
 ) -> tuple[Array, Array]:
-    """FlashAttention-2's forward: query tiles outside, one rescale at the end, key tiles beyond its reach skipped.
+    """FlashAttention-2's forward: outer loop over query tiles, one division at the end, hidden key tiles skipped.
 
     Arguments, results and errors as in `flash1`.
 
-    Source: FlashAttention-2 (Dao 2023), Algorithm 1, whose line numbers stand at the right; skipping: section 3.1.
+    Source: FlashAttention-2 (Dao 2023), Algorithm 1; comments give its line numbers. Skipped tiles: section 3.1.
     """
     return _forward(_flash2_head, q, k, v, BLOCK_M, BLOCK_N, causal, scale, options, dtype)
 
@@ -85,7 +86,7 @@ def _flash1_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
     Sq, Sk, dtype = len(Q), len(K), O.dtype
     l, m = np.empty(Sq, dtype), np.empty(Sq, dtype)  # in global memory, unlike FlashAttention-2's
     store(O, 0, np.zeros(O.shape, dtype))  # line 3
-    store(l, 0, np.full(Sq, head.sink > -np.inf, dtype))  # a sink counts as a key of no value, seen by every row
+    store(l, 0, np.full(Sq, head.sink > -np.inf, dtype))  # a sink acts as a key without a value that every row sees
     store(m, 0, np.full(Sq, head.sink, dtype))
     for n0 in range(0, Sk, BLOCK_N):  # line 6
         K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 7
@@ -121,7 +122,7 @@ def _flash2_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
             P = np.exp(S - or_zero(m_new)[:, None])
             alpha = np.exp(m - or_zero(m_new))
             l = alpha * l + P.sum(axis=1)
-            P = head.dropped(as_operand(P, V), m0, n0)  # not in the paper, which leaves it to FlashAttention-1
+            P = head.dropped(as_operand(P, V), m0, n0)  # not in this paper; as in FlashAttention-1
             O_rmem = alpha[:, None] * O_rmem + dot_seen(P, V_smem, seen)  # line 10
             m = m_new
         store(O, m0, O_rmem / or_one(l)[:, None])  # lines 12 and 14
@@ -134,7 +135,7 @@ class _ForwardHead(Protocol):
     ) -> None: ...
 
 
-@np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without keys takes log(0)
+@np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without visible keys computes log(0)
 def _forward(
     head: _ForwardHead,
     q: Array,

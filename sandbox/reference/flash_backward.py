@@ -1,4 +1,4 @@
-"""FlashAttention-2's backward as tiled loops, in the manner of `flash`."""
+"""FlashAttention-2's backward as tiled loops, in the style of `flash`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def flash2_backward(
     dtype: DTypeLike = np.float64,
     **options: Unpack[Options],
 ) -> Gradients:
-    """(dq, dk, dv): key tiles outside, dK and dV kept on chip, dQ summed up in global memory.
+    """(dq, dk, dv): outer loop over key tiles, dK and dV accumulated on chip, dQ accumulated in global memory.
 
-    dout and out (B, H, Sq, Dv), lse (B, H, Sq) as `flash2` returns it, dlse alike; the other arguments as in `flash1`.
-    Results in `dtype`, those of bias and sink as `attention_backward` has them; dk and dv sum over the query heads that
-    share a key/value head. Query tiles that see nothing of a key tile are skipped. Raises ValueError as `flash1` does,
-    and for a misshapen dout, out, lse or dlse.
+    dout and out (B, H, Sq, Dv), lse (from `flash2`) and dlse (B, H, Sq); the other arguments as in `flash1`. Results
+    are in `dtype`; dbias and dsink as in `attention_backward`; dk and dv sum over the query heads of a group. Query
+    tiles without visible keys in a key tile are skipped. Raises ValueError like `flash1`, and for dout, out, lse or
+    dlse with a wrong shape.
 
-    Source: FlashAttention-2 (Dao 2023), Algorithm 2, whose line numbers stand at the right.
+    Source: FlashAttention-2 (Dao 2023), Algorithm 2; comments give its line numbers.
     """
     dout, q, k, v, out, lse = (plain_array(x) for x in (dout, q, k, v, out, lse))
     shape = shape_of(q, k, v)
@@ -47,8 +47,8 @@ def flash2_backward(
     dq, dk, dv = np.zeros(q.shape, dtype), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype)  # line 3
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3)  # line 4
     if dlse is not None:
-        delta -= dlse  # all that an LSE which somebody differentiates changes
-    dbias = None if meaning.bias is None else np.zeros(meaning.bias.shape, dtype)  # each head its own, summed below
+        delta -= dlse  # the only effect of a gradient of LSE
+    dbias = None if meaning.bias is None else np.zeros(meaning.bias.shape, dtype)  # one per head, summed below
     dsink = None if meaning.sink is None else np.zeros(shape.H, dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
@@ -90,10 +90,10 @@ def _backward_head(
             P = np.where(seen, np.exp(S - or_zero(LSE_rmem)[:, None]), 0)  # line 11
             dV_rmem += dot_seen(head.dropped(P, m0, n0).T, dO_smem, seen.T)  # line 12
             dP = head.dropped(dO_smem @ V_smem.T, m0, n0)  # line 13
-            dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: of the score
+            dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: gradient of the score
             if dbias is not None:
                 dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = np.where(seen, dx * steep_bias, 0)
-            dS = np.where(seen, dx * steep, 0)  # of the scaled dot product
+            dS = np.where(seen, dx * steep, 0)  # gradient of the scaled dot product
             dQ_rmem = load(dQ, m0, BLOCK_M, dtype)  # line 15
             store(dQ, m0, dQ_rmem + scale * dot_seen(dS, K_smem, seen))
             dK_rmem += scale * dot_seen(dS.T, Q_smem, seen.T)  # line 16

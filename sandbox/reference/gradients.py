@@ -1,4 +1,4 @@
-"""The gradients of one attention call, and the sums that they are."""
+"""The gradients of one attention call, and their accumulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .semantics import Array, Mask, dot_seen
 
 
 class Gradients(tuple[Array, Array, Array]):
-    """(dq, dk, dv), with those of bias and sink beside them: `dbias` and `dsink`, None without such an option."""
+    """(dq, dk, dv) with attributes `dbias` and `dsink`, which are None without the option."""
 
     dbias: Array | None
     dsink: Array | None
@@ -25,13 +25,13 @@ class Gradients(tuple[Array, Array, Array]):
         return self
 
     def named(self) -> dict[str, Array]:
-        """Those that there are, by the names in a spec's `args`."""
+        """The existing gradients by their names in a spec's `args`."""
         extra = {"dbias": self.dbias, "dsink": self.dsink}
         return dict(zip(("dQ", "dK", "dV"), self, strict=True)) | {k: x for k, x in extra.items() if x is not None}
 
 
 class Sums:
-    """What strips of query rows add up to: every gradient, and the sink's a number for each head."""
+    """Accumulates the gradients over chunks of query rows; dsink is one number per head."""
 
     def __init__(self, meaning: Meaning, dtype: DTypeLike):
         B, H, Hk, Sq, Sk, D, Dv = meaning.shape
@@ -43,7 +43,7 @@ class Sums:
     def add(
         self, b: int, h: int, rows: slice, seen: Mask, P: Array, dS: Array, dx: Array, Q: Array, K: Array, dO: Array
     ) -> None:
-        """Of query rows: P; the gradients dS of their scaled dot products and dx of the bias."""
+        """Add a chunk of query rows: P, the gradients dS of the scaled dot products and dx of the bias."""
         hk = self._meaning.shape.key_head(h)
         self._dq[b, h, rows] = self._meaning.scale * dot_seen(dS, K, seen)
         self._dk[b, hk] += self._meaning.scale * dot_seen(dS.T, Q, seen.T)
@@ -52,7 +52,7 @@ class Sums:
             self._dx[b, h, rows] = dx
 
     def gradients(self, rounded: Callable[[Array], Array] = lambda x: x) -> Gradients:
-        """The sums, rounded; the sink's are in fp32 whatever the inputs, and left as they are."""
+        """The rounded sums. dsink is fp32 for all input dtypes and is not rounded."""
         dbias = None if self._dx is None else rounded(self._meaning.dbias(self._dx))
         dsink = None if self._meaning.sink is None else self.dsink
         return Gradients(rounded(self._dq), rounded(self._dk), rounded(self._dv), dbias, dsink)

@@ -1,4 +1,4 @@
-"""Keys and values that lie in pages, put together."""
+"""Gathers paged keys and values into dense arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Array = NDArray[Any]
 
 
 def gather_pages(pages: Array, block_table: Array, key_lengths: Array) -> Array:
-    """Of pages (pages, page_size, Hk, D), block_table (B, most pages) and key_lengths (B,): (B, Hk, most pages *
-    page_size, D), keys that count where they belong, zeros for the others.
+    """Dense keys or values (B, Hk, max pages * page_size, D) from pages (pages, page_size, Hk, D), block_table
+    (B, max pages) and key_lengths (B,). Rows beyond key_lengths are zero.
 
-    Raises ValueError for a page that there is not, of a key that counts.
+    Raises ValueError if a valid key is in a page that does not exist.
     """
     count, page_size, Hk, D = pages.shape
     B, most = block_table.shape
@@ -23,6 +23,6 @@ def gather_pages(pages: Array, block_table: Array, key_lengths: Array) -> Array:
         length = min(max(int(key_lengths[b]), 0), most * page_size)
         used = block_table[b, : -(-length // page_size)]
         if ((used < 0) | (used >= count)).any():
-            raise ValueError(f"block_table[{b}] names pages {used.tolist()} of {count}")
+            raise ValueError(f"block_table[{b}] has pages {used.tolist()}: valid page numbers are 0 to {count - 1}")
         found[b, :length] = pages[used].reshape(-1, Hk, D)[:length]
     return np.ascontiguousarray(found.swapaxes(1, 2))

@@ -1,4 +1,4 @@
-"""Rounding to the kernels' dtypes and the size of their last place."""
+"""Rounding to the kernels' dtypes, and their units in the last place (ulp)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 class _Format(NamedTuple):
     numpy: np.dtype
     fraction_bits: int  # stored bits of the significand: one ulp at 1.0 is 2**-fraction_bits
-    min_exponent: int  # of the smallest normal number; below it the spacing stays constant
+    min_exponent: int  # of the smallest normal number; below it the spacing is constant
 
 
 _FORMATS = {
@@ -22,12 +22,12 @@ _FORMATS = {
     "float8_e4m3": _Format(np.dtype(ml_dtypes.float8_e4m3fn), 3, -6),
     "float8_e5m2": _Format(np.dtype(ml_dtypes.float8_e5m2), 2, -14),
 }
-MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # the largest numbers of 8 bits
+MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # the largest finite values
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """The name float32, float16, bfloat16, float8_e4m3 (ml_dtypes' float8_e4m3fn) or float8_e5m2 for a name, NumPy
-    dtype or scalar type; ValueError for any other."""
+    """The dtype's name: float32, float16, bfloat16, float8_e4m3 (float8_e4m3fn in ml_dtypes) or float8_e5m2, from a
+    name, NumPy dtype or scalar type. Raises ValueError for other dtypes."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     name = "float8_e4m3" if name == "float8_e4m3fn" else name
     if name not in _FORMATS:
@@ -36,12 +36,12 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
-    """x rounded to nearest-even in `dtype`, kept as float32; beyond the dtype's range it becomes ±inf, or in 8 bits the
-    largest number there is, as kernels convert.
+    """x rounded to nearest-even in `dtype`, as float32. Values beyond the range become ±inf, or for 8-bit dtypes the
+    largest finite value, as in the kernels' conversions.
 
-    Any shape. x is taken to float32 first. ValueError for an unknown dtype.
+    Any shape. x is first converted to float32. Raises ValueError for an unknown dtype.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is the dtype's answer, not a fault
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is intended
         wide: NDArray[np.float32] = np.asarray(x).astype(np.float32, copy=False)
         if most := MOST.get(dtype_name(dtype)):
             wide = np.clip(wide, np.float32(-most), np.float32(most))
@@ -49,8 +49,8 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
 
 
 def quantised(P: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
-    """P, numbers up to 1, as kernels round it to 8 bits: 1 becomes the largest number there is, so that all of the
-    dtype's range is used, and what is small beside it goes down to the smallest."""
+    """P (values up to 1) rounded to 8 bits as in the kernels: P is scaled so that 1 becomes the largest finite value,
+    which uses the dtype's full range."""
     most = np.float32(MOST[dtype_name(dtype)])
     return round_to(np.asarray(P, np.float32) * most, dtype) / most
 
@@ -58,8 +58,8 @@ def quantised(P: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
 def ulp(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:
     """One unit in the last place of `dtype` at |x|, float64, x's shape; NaN where x is not finite.
 
-    It is 2**(e − fraction bits) for 2**e ≤ |x| < 2**(e+1), and the smallest subnormal at 0. Beyond the dtype's
-    largest number it goes on as if the exponent did. ValueError for an unknown dtype.
+    It is 2**(e − fraction bits) for 2**e ≤ |x| < 2**(e+1), and the smallest subnormal at 0. Beyond the dtype's range
+    the exponent is extended. Raises ValueError for an unknown dtype.
     """
     form = _FORMATS[dtype_name(dtype)]
     x = np.asarray(x, np.float64)

@@ -1,6 +1,6 @@
-"""What a query row sees: shapes, causal alignment, tile ranges, and sums over visible keys alone.
+"""Semantics of a call: shapes, causal alignment, ranges of tiles, and sums over visible keys.
 
-The dense and the tiled references both build on these functions, so that a mask is defined once.
+The dense and the tiled reference share these functions, so that the mask is defined once.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Shape(NamedTuple):
 
 
 def plain_array(x: Any) -> Array:
-    """x as an array. Raises ValueError for a masked array (np.ma), whose mask would be ignored."""
+    """x as an array. Raises ValueError for a masked array (np.ma), because its mask would be ignored."""
     if isinstance(x, np.ma.MaskedArray):
-        raise ValueError("a MaskedArray is not supported: pass its numbers (.filled(0)), and what is hidden as mask=")
+        raise ValueError("a MaskedArray is not supported: pass its data (.filled(0)) and, separately, mask=")
     return np.asarray(x)
 
 
 def shape_of(q: Array, k: Array, v: Array) -> Shape:
     """Sizes of q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv).
 
-    Raises ValueError, naming the shapes, unless they agree, D ≥ 1 and Hk divides H.
+    Raises ValueError with the shapes unless they are consistent, D ≥ 1, and H is a multiple of Hk.
     """
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
@@ -57,18 +57,18 @@ def shape_of(q: Array, k: Array, v: Array) -> Shape:
 def check_gradient_shapes(
     shape: Shape, dout: Array, out: Array | None, lse: Array | None, dlse: Array | None = None
 ) -> None:
-    """Raises ValueError unless dout and out are (B, H, Sq, Dv), lse and dlse (B, H, Sq); None passes."""
+    """Raises ValueError unless dout and out are (B, H, Sq, Dv), and lse and dlse (B, H, Sq). None is accepted."""
     rows = (shape.B, shape.H, shape.Sq)
     wide = (*rows, shape.Dv)
     for name, x, wanted in (("dout", dout, wide), ("out", out, wide), ("lse", lse, rows), ("dlse", dlse, rows)):
         if x is not None and x.shape != wanted:
-            raise ValueError(f"{name} must be {wanted} to go with q and v; got {x.shape}")
+            raise ValueError(f"{name} must be {wanted} to match q and v; got {x.shape}")
 
 
 def check_tile(BLOCK_M: int, BLOCK_N: int) -> None:
-    """Raises ValueError unless both sides of the tile are at least 1."""
+    """Raises ValueError unless both tile sizes are at least 1."""
     if BLOCK_M < 1 or BLOCK_N < 1:
-        raise ValueError(f"a tile needs at least one row on each side; got BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}")
+        raise ValueError(f"tile sizes must be at least 1; got BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}")
 
 
 def softmax_scale(scale: float | None, D: int) -> float:
@@ -77,11 +77,11 @@ def softmax_scale(scale: float | None, D: int) -> float:
 
 
 def causal_offset(Sq: int, Sk: int, causal: Causal) -> int:
-    """The offset for which query i sees key j exactly when j ≤ i + offset.
+    """The offset such that query i sees key j if and only if j ≤ i + offset.
 
-    `False` gives Sk (every key), `True` and "bottom-right" Sk − Sq (the last query sees the last key, as
-    FlashAttention ≥ 2.1), "top-left" 0 (the first query sees the first key, as PyTorch's `is_causal`).
-    Raises ValueError for anything else.
+    `False`: Sk (every key); `True` and "bottom-right": Sk − Sq (the last query sees the last key, as
+    FlashAttention ≥ 2.1); "top-left": 0 (the first query sees the first key, as PyTorch's `is_causal`).
+    Raises ValueError for other values.
     """
     offsets: dict[Causal, int] = {False: Sk, True: Sk - Sq, "bottom-right": Sk - Sq, "top-left": 0}
     if not isinstance(causal, bool | np.bool_ | str) or causal not in offsets:
@@ -90,12 +90,12 @@ def causal_offset(Sq: int, Sk: int, causal: Causal) -> int:
 
 
 def causal_bounds(causal: Causal, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """(left, right) of causal and window together: how far to either side of its place a query sees; None: no bound.
+    """(left, right): the combined window of causal and window, relative to the query's position. None: unbounded.
 
     Raises ValueError for an unknown `causal`.
     """
     causal_offset(0, 0, causal)
-    # At most 2^62: rows and keys are fewer, and NumPy's int64 holds the sum with a row number.
+    # At most 2^62, so that the sum with a row number fits in int64.
     left, right = (None if n is None else min(n, 2**62) for n in (window or (None, None)))
     return left, (0 if right is None else min(right, 0)) if causal else right
 
@@ -106,28 +106,29 @@ def visible(Sq: int, Sk: int, causal: Causal) -> Mask:
 
 
 def visible_tile(m0: int, rows: int, n0: int, cols: int, offset: int) -> Mask:
-    """The part (rows, cols) of the mask whose first query row is m0 and first key column n0."""
+    """The tile (rows, cols) of the mask that begins at query row m0 and key column n0."""
     query_row, key_col = np.arange(m0, m0 + rows)[:, None], np.arange(n0, n0 + cols)[None, :]
     return np.less_equal(key_col, query_row + offset)
 
 
 def key_end(m0: int, BLOCK_M: int, Sq: int, Sk: int, offset: int) -> int:
-    """One past the last key that any row of the query tile [m0, m0 + BLOCK_M) sees; 0 when it sees none."""
+    """One past the last key that is visible to the query tile [m0, m0 + BLOCK_M); 0 if there is none."""
     last_row = min(m0 + BLOCK_M, Sq) - 1
     return max(0, min(Sk, last_row + offset + 1))
 
 
 def query_start(n0: int, BLOCK_M: int, Sq: int, offset: int) -> int:
-    """First row, a multiple of BLOCK_M, of the first query tile that sees key n0; Sq when none does."""
+    """First row (a multiple of BLOCK_M) of the first query tile to which key n0 is visible; Sq if there is none."""
     first_row = max(0, n0 - offset)
     return first_row // BLOCK_M * BLOCK_M if first_row < Sq else Sq
 
 
 def dot_seen(A: Array, X: Array, seen: Mask) -> Array:
-    """A @ X, (M, N) by (N, D) -> (M, D), summed over the pairs `seen` (M, N) alone.
+    """A @ X, (M, N) by (N, D) -> (M, D), summed over the pairs in `seen` (M, N) only.
 
-    A must be 0 elsewhere, save in rows that are NaN as a whole. A zero is no mask when X holds NaN or inf, as
-    0 · NaN = NaN: rows of X that are not finite leave the product and join only the sums that see them.
+    A must be 0 for other pairs, except in rows that are entirely NaN. Zeros in A do not mask NaN or inf in X, because
+    0 · NaN = NaN. Rows of X that are not finite are therefore excluded from the product and added only to the sums of
+    rows that see them.
     """
     finite = np.all(np.isfinite(X), axis=1)
     if finite.all():
@@ -140,10 +141,11 @@ def dot_seen(A: Array, X: Array, seen: Mask) -> Array:
 
 
 def or_zero(x: Array) -> Array:
-    """x with 0 for −inf: a maximum or LSE to subtract from scores of −inf, so that exp gives 0 and not NaN."""
+    """x with −inf replaced by 0: a maximum or LSE to subtract from scores of −inf, so that exp gives 0 instead of
+    NaN."""
     return np.where(x == -np.inf, 0, x)
 
 
 def or_one(x: Array) -> Array:
-    """x with 1 for 0: a row sum to divide by, so that the output of a row without keys stays 0."""
+    """x with 0 replaced by 1: a row sum to divide by, so that the output of a row without visible keys stays 0."""
     return np.where(x == 0, 1, x)

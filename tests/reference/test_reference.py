@@ -1,4 +1,4 @@
-"""The dense reference against numbers worked by hand, a scalar loop, PyTorch's autograd and finite differences."""
+"""The dense reference against hand-computed numbers, a scalar loop, PyTorch's autograd and finite differences."""
 
 import math
 import re
@@ -17,7 +17,7 @@ CAUSAL = (False, True, "bottom-right", "top-left")
 
 
 def column(*numbers):
-    """One head of width 1: (1, 1, S, 1)."""
+    """One head with D = 1: (1, 1, S, 1)."""
     return np.array(numbers, np.float64).reshape(1, 1, -1, 1)
 
 
@@ -90,7 +90,7 @@ def test_visible_by_hand():
 
 
 @pytest.mark.parametrize("causal", ["bottom_right", "yes", None, 1, 0.0, [True]])
-def test_unknown_causal_names_itself_and_the_choices(causal):
+def test_unknown_causal_is_rejected(causal):
     message = f"causal={causal!r} must be one of False, True, 'bottom-right', 'top-left'"
     with pytest.raises(ValueError, match=re.escape(message)):
         reference.attention(*qkv(), causal=causal)
@@ -106,12 +106,12 @@ def test_unknown_causal_names_itself_and_the_choices(causal):
         [(2, 4, 8), (2, 4, 8), (2, 4, 8)],
     ],
 )
-def test_shapes_that_do_not_fit_are_named(shapes):
+def test_inconsistent_shapes_are_rejected(shapes):
     with pytest.raises(ValueError, match=re.escape("got q {}, k {}, v {}".format(*shapes))):
         reference.attention(*(np.zeros(shape) for shape in shapes))
 
 
-def test_misshapen_gradients_are_named():
+def test_gradients_of_wrong_shape_are_rejected():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="dout"):
         reference.attention_backward(q[:, :, 1:], q, k, v)
@@ -120,7 +120,7 @@ def test_misshapen_gradients_are_named():
 
 
 def scalar_attention(q, k, v, causal, scale):
-    """Attention one number at a time, from the words of the semantics, sharing no code with the reference."""
+    """Attention as a scalar loop that implements the semantics without the reference's code."""
     B, H, Sq, D = q.shape
     Hk, Sk = k.shape[1:3]
     out, lse = np.zeros(q.shape), np.full((B, H, Sq), -np.inf)
@@ -238,7 +238,7 @@ def test_empty_axes(B, Sq, Sk, causal):
     assert all((g == 0).all() for g in grads)
 
 
-def test_scores_of_minus_infinity_are_no_keys():
+def test_scores_of_minus_infinity_are_masked():
     q, k, v = qkv(H=1, Hk=1, Sq=2, Sk=2, D=1)
     k[:] = -np.inf * np.sign(q[0, 0, 0, 0])  # every score of row 0 is −inf
     q[0, 0, 1] = -q[0, 0, 0]  # every score of row 1 is +inf
@@ -269,15 +269,15 @@ def test_strides_do_not_matter():
         np.testing.assert_allclose(grad, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_backward_uses_the_out_and_lse_it_is_given():
+def test_backward_uses_the_given_out_and_lse():
     q, k, v = qkv()
     dout, (out, lse) = randn(8, *q.shape), reference.attention(q, k, v)
-    true = reference.attention_backward(dout, q, k, v)
+    expected = reference.attention_backward(dout, q, k, v)
     off_lse = reference.attention_backward(dout, q, k, v, out, lse + LN2)
-    np.testing.assert_allclose(off_lse[2], true[2] / 2, rtol=1e-12)  # P = exp(S − LSE) halves, and dV with it
+    np.testing.assert_allclose(off_lse[2], expected[2] / 2, rtol=1e-12)  # P = exp(S − LSE) halves, and dV with it
     off_out = reference.attention_backward(dout, q, k, v, 2 * out, lse)
-    np.testing.assert_array_equal(off_out[2], true[2])  # delta is no part of dV
-    assert not np.allclose(off_out[0], true[0])
+    np.testing.assert_array_equal(off_out[2], expected[2])  # delta is no part of dV
+    assert not np.allclose(off_out[0], expected[0])
 
 
 def test_memory_stays_modest():

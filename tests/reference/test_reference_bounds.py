@@ -1,4 +1,4 @@
-"""Rounding, the size of an ulp, and bounds that reject what is wrong and NaN above all."""
+"""Rounding, ulp, and bounds that reject wrong results and NaN."""
 
 import ml_dtypes
 import numpy as np
@@ -70,7 +70,7 @@ def test_ulp_is_the_gap_to_the_next_number(dtype):
     assert np.isnan(ulp(NAN, dtype))
 
 
-def test_an_unknown_dtype_is_named():
+def test_an_unknown_dtype_is_rejected():
     for call in (lambda: ulp(1, "float8"), lambda: round_to(1, np.float64), lambda: lse_bound(np.zeros(1), "int8")):
         with pytest.raises(ValueError, match="float16, bfloat16, float32"):
             call()
@@ -97,7 +97,7 @@ def test_errors_match_in_kind(x, ref, error):
     assert max_error([x, 0.0], [ref, 0.0]) == error
 
 
-def test_errors_refuse_to_broadcast():
+def test_errors_does_not_broadcast():
     with pytest.raises(ValueError, match=r"\(3, 1\)"):
         max_error(np.zeros((3, 1)), np.zeros(3))
     with pytest.raises(ValueError, match=r"\(3, 1\)"):
@@ -112,7 +112,7 @@ def test_output_bound_by_hand():
     assert output_bound(np.zeros((0, 4)), np.zeros((0, 4)), "float32") == 2**-149
 
 
-def test_output_bound_skips_what_is_not_finite():
+def test_output_bound_ignores_nonfinite_elements():
     ref = np.array([[1.0, NAN], [2.0, 1.0]])
     plain = np.array([[1.5, NAN], [INF, 1.0]])  # finite where ref is not, and the reverse, must not enter
     assert output_bound(ref, plain, "float32") == 2 * 0.5 + 2**-22
@@ -133,7 +133,7 @@ def test_lse_bound_by_hand():
 
 
 def test_magnitudes_by_hand():
-    """One query, two keys, D = 1: every term by its absolute value, P with 1 + |S| + |LSE|."""
+    """One query, two keys, D = 1: absolute values of all terms, P with the factor 1 + |S| + |LSE|."""
     q, k, v, dout = (np.array(x, float).reshape(1, 1, -1, 1) for x in ([2.0], [-1.0, 1.0], [3.0, -4.0], [-0.5]))
     out, lse = reference.attention(q, k, v, scale=0.5)
     P = np.exp(np.array([-1.0, 1.0]) - lse[0, 0]) * (1 + 1 + abs(lse[0, 0]))
@@ -143,7 +143,7 @@ def test_magnitudes_by_hand():
         np.testing.assert_allclose(got.ravel(), wanted, rtol=1e-12)
 
 
-def test_magnitudes_are_no_smaller_than_gradients_and_see_what_they_see():
+def test_magnitudes_bound_gradients_and_have_the_same_mask():
     q, k, v, dout = problem("float32")
     k[0, 0, 40], v[0, 1, 50] = NAN, NAN
     out, lse = reference.attention(q, k, v, causal=True)
@@ -162,7 +162,7 @@ def test_the_gradient_bound_adds_one_fp32_ulp_of_the_magnitude():
 
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_the_gradient_bound_accepts_rows_of_one_key(dtype):
-    """Autograd's dS is 0 there; dP - delta, each rounded on its own, is not."""
+    """Autograd's dS is exactly 0 there; dP - delta has two rounding errors."""
     q, k, v, dout = (x[:, :, :1] for x in problem(dtype))
     out, lse = reference.attention(q, k, v)
     sizes = backward_magnitudes(dout, q, k, v, out, lse)
@@ -207,7 +207,7 @@ def test_the_output_bound_rejects(dtype, fault):
 
 @pytest.mark.parametrize("dtype", NUMPY)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_bounds_accept_the_truth_rounded_and_the_yardstick(dtype, causal):
+def test_the_bounds_accept_the_rounded_reference_and_naive(dtype, causal):
     q, k, v, dout = problem(dtype)
     ref = reference.attention(q, k, v, causal=causal)[0]
     plain = naive(q, k, v, causal=causal)
@@ -222,7 +222,7 @@ def test_the_bounds_accept_the_truth_rounded_and_the_yardstick(dtype, causal):
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
-def test_the_yardstick_holds_numbers_of_its_dtype(dtype):
+def test_naive_returns_values_of_its_dtype(dtype):
     q, k, v, dout = problem(dtype, S=20, D=8)
     for x in (naive(q, k, v), *naive_backward(dout, q, k, v)):
         assert x.dtype == np.float32
@@ -233,7 +233,7 @@ def test_the_yardstick_holds_numbers_of_its_dtype(dtype):
         naive(*wide)  # no dtype to stand for
 
 
-def test_the_yardstick_rounds_scores_by_hand():
+def test_naive_rounds_scores_by_hand():
     # bfloat16 keeps eight bits. S = (1 + 2^-7) · (255, 254) = (256.99, 255.98), and both round to 256: P is (1/2, 1/2),
     # where S unrounded gives (0.73, 0.27).
     q, k = np.full((1, 1, 1, 1), 1 + 2**-7), np.array([255.0, 254.0]).reshape(1, 1, 2, 1)
@@ -241,7 +241,7 @@ def test_the_yardstick_rounds_scores_by_hand():
     assert naive(q, k, v, scale=1, dtype="bfloat16").item() == 0.5
 
 
-def test_the_yardstick_rounds_every_stored_step():
+def test_naive_rounds_every_stored_tensor():
     q, k, v, dout = (x[0, 0].astype(np.float32) for x in problem("bfloat16", S=16, D=8))
 
     def stored(x):
@@ -259,7 +259,7 @@ def test_the_yardstick_rounds_every_stored_step():
         np.testing.assert_array_equal(x[0, 0], y)
 
 
-def test_the_yardstick_overflows_where_plain_attention_does():
+def test_naive_overflows_like_plain_attention():
     q = k = np.full((1, 1, 2, 64), 100.0)  # S = 64 · 1e4 / 8 = 80000 > 65504
     assert np.isnan(naive(q, k, k, dtype="float16")).all()
     assert (naive(q, k, k, dtype="bfloat16") == 100).all()

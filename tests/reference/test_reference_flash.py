@@ -1,4 +1,4 @@
-"""The tiled loops and the yardstick against the dense truth: ragged shapes, pointed inputs, NaN containment."""
+"""The tiled loops and naive attention against the dense reference: odd shapes, inputs that isolate faults, NaN."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_tiled_is_dense(p, tile, causal, scale):
 
 @pytest.mark.parametrize("S", [1, 2, 5, 17, 77, 97, 15, 16, 33])
 @pytest.mark.parametrize("causal", CAUSAL)
-def test_the_customary_lengths(S, causal):
+def test_common_lengths(S, causal):
     tile = {"BLOCK_M": 16, "BLOCK_N": 32}  # S includes BLOCK − 1, BLOCK and BLOCK + 1 of either side
     q, k, v = qkv(1, 1, 2, 1, S, 40, 8)
     expected = reference.attention(q, k, v, causal=causal)
@@ -95,7 +95,7 @@ def test_rows_without_keys():
 
 
 @pytest.mark.parametrize("tile", [(0, 4), (4, 0), (-1, 4)])
-def test_an_empty_tile_is_refused(tile):
+def test_an_empty_tile_is_rejected(tile):
     q, k, v = qkv()
     for call in (flash1, flash2):
         with pytest.raises(ValueError, match=f"BLOCK_M={tile[0]}, BLOCK_N={tile[1]}"):
@@ -104,7 +104,7 @@ def test_an_empty_tile_is_refused(tile):
 
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize(("Sq", "Sk"), [(11, 11), (5, 11), (11, 5)])
-def test_the_backward_visits_the_tiles_that_hold_a_visible_pair(monkeypatch, causal, Sq, Sk):
+def test_the_backward_visits_tiles_with_a_visible_pair(monkeypatch, causal, Sq, Sk):
     q, k, v = qkv(H=1, Hk=1, Sq=Sq, Sk=Sk)
     visited = []
 
@@ -121,7 +121,7 @@ def test_the_backward_visits_the_tiles_that_hold_a_visible_pair(monkeypatch, cau
     assert visited == [m0 for m0, n0 in corners if seen[m0 : m0 + 4, n0 : n0 + 2].any()]
 
 
-def test_misshapen_gradients_are_named():
+def test_gradients_of_wrong_shape_are_rejected():
     q, k, v = qkv()
     out, lse = flash2(q, k, v, BLOCK_M=4, BLOCK_N=4)
     for name, wrong in (("dout", (q[:, :, 1:], out, lse)), ("out", (q, out[:1, :1], lse)), ("lse", (q, out, out))):
@@ -197,7 +197,7 @@ def test_an_offset_keeps_the_relative_error_honest(forward):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_integers_are_exact(dtype):
-    # q·k is a small integer and one key dwarfs the rest, so that no step of the yardstick has anything to round.
+    # q·k is a small integer and one key dominates, so that naive attention has nothing to round.
     rng = np.random.default_rng(0)
     k, v = 8.0 * np.eye(8)[None, None], rng.integers(-4, 5, (1, 1, 8, 8)).astype(float)
     q = 16.0 * np.eye(8)[rng.integers(0, 8, 5)][None, None]  # the chosen score is 128, the others 0; exp(−128) < 2^−149
@@ -208,7 +208,7 @@ def test_small_integers_are_exact(dtype):
 
 
 def through(algorithm, dout, q, k, v, causal):
-    """(out, lse, dq, dk, dv) of one implementation; the yardstick has no LSE."""
+    """(out, lse, dq, dk, dv) of one implementation; naive attention has no LSE."""
     if algorithm == "dense":
         out, lse = reference.attention(q, k, v, causal=causal)
         return out, lse, *reference.attention_backward(dout, q, k, v, out, lse, causal=causal)
@@ -225,7 +225,7 @@ def through(algorithm, dout, q, k, v, causal):
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor", ["dout", "q", "k", "v"])
 @pytest.mark.parametrize("row", [0, 3, 6])
-def test_poison_stays_with_the_rows_that_see_it(algorithm, causal, poison, tensor, row):
+def test_nan_and_inf_affect_only_rows_that_see_them(algorithm, causal, poison, tensor, row):
     Sq, Sk = (7, 9) if row < 6 else (9, 7)  # the second has rows without keys, and rows that see every key
     q, k, v = qkv(3, 2, 2, 1, Sq, Sk, 4)
     tensors = {"dout": randn(6, *q.shape), "q": q, "k": k, "v": v}

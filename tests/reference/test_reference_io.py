@@ -1,4 +1,4 @@
-"""The IO model against the loads and stores that the tiled loops make, and against numbers worked by hand."""
+"""The IO model against the loads and stores of the tiled loops, and against hand-computed numbers."""
 
 from collections import Counter
 
@@ -44,7 +44,7 @@ def counted(algorithm, q, k, v, **options):
 
 
 def folded(terms):
-    """The model's terms under the counter's names; Counter equality takes a missing term for 0."""
+    """The model's terms under the counter's names. Counter equality treats missing terms as 0."""
     total = Counter()
     for name, n in terms.items():
         total["stats" if name in ("l", "m", "LSE") else name] += n
@@ -59,7 +59,7 @@ def folded(terms):
     tile=st.tuples(st.integers(1, 24), st.integers(1, 24)),
     causal=st.sampled_from([False, True, "top-left"]),
 )
-def test_the_model_counts_what_the_loops_touch(algorithm, heads, lengths, tile, causal):
+def test_the_model_equals_the_loops(algorithm, heads, lengths, tile, causal):
     (B, Hk, group), (Sq, Sk), D = heads, lengths, 2
     q, k, v = np.ones((B, Hk * group, Sq, D)), np.ones((B, Hk, Sk, D)), np.ones((B, Hk, Sk, D))
     options = {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "causal": causal}
@@ -86,8 +86,8 @@ def test_the_model_counts_what_the_loops_touch(algorithm, heads, lengths, tile, 
     tile=st.tuples(st.integers(1, 24), st.integers(1, 24)),
     causal=st.sampled_from([False, True, "top-left"]),
 )
-def test_the_model_counts_what_the_backward_touches(heads, lengths, tile, causal):
-    """dK and dV begin as 0 on chip (Algorithm 2, line 7); the loops load that 0, which is not counted. dQ is fp32."""
+def test_the_model_equals_the_loops_of_the_backward(heads, lengths, tile, causal):
+    """dK and dV are 0 on chip at first (Algorithm 2, line 7); loads of these zeros do not count. dQ is fp32."""
     (B, H), (Sq, Sk), D = heads, lengths, 2
     q, k, v = np.ones((B, H, Sq, D)), np.ones((B, H, Sk, D)), np.ones((B, H, Sk, D))
     dout, out, lse = np.ones(q.shape), np.ones(q.shape), np.ones(q.shape[:3])
@@ -146,12 +146,12 @@ def test_flash2_by_hand():
     # Bottom-right, row i sees keys 0 … i + 1: the tiles end at keys 3, 5 and 6 of 6, so they load 4, 6 and 6 keys.
     causal = hbm_bytes("flash2", **SHAPE, BLOCK_M=2, BLOCK_N=4, causal=True)
     assert causal.read == {"Q": 80, "K": 256, "V": 256}
-    # Top-left, row i sees keys 0 … i: tiles of 4 + 1 rows end at keys 4 and 5, for the last tile has one true row.
+    # Top-left, row i sees keys 0 … i: tiles of 4 + 1 rows end at keys 4 and 5, for the last tile has one actual row.
     ragged = hbm_bytes("flash2", **SHAPE, BLOCK_M=4, BLOCK_N=1, causal="top-left")
     assert ragged.read == {"Q": 80, "K": 9 * 16, "V": 9 * 16}
 
 
-def test_a_backward_in_two_passes_by_hand():
+def test_a_backward_of_two_kernels_by_hand():
     # Key tiles of 4 + 2 keys, each passing over all 5 queries: Q, dO 2 · 80 B, LSE, delta 2 · 20 B.
     dkv = hbm_bytes("flash2_dkv", **SHAPE, BLOCK_M=2, BLOCK_N=4)
     assert dkv.read == {"K": 96, "V": 96, "Q": 160, "dO": 160, "LSE": 40, "delta": 40}

@@ -1,4 +1,4 @@
-"""What a score may be: the dense reference against autograd on the plain formula, and the tiled ones with it."""
+"""Score options: the dense reference against autograd on the plain formula, and the tiled reference against it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ B, H, HK, SQ, SK, D, DV = 2, 4, 2, 7, 11, 5, 3
 
 
 class Cubic:
-    """A user's own expressions, written out: x + 0.05 x³ − 0.1 j / Sk, seen where (i + j) % 3."""
+    """A custom score: x + 0.05 x³ − 0.1 j / Sk, visible where (i + j) % 3."""
 
     def evaluate(self, x, b, h, i, j, Sq, Sk):
         return x + 0.05 * x**3 - 0.1 * j / max(Sk, 1), 1 + 0.15 * x**2, np.broadcast_to((i + j) % 3 != 0, x.shape)
@@ -26,7 +26,7 @@ OPTIONS = ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", 
 
 
 def draw(name: str, rng: np.random.Generator, lengths: tuple[int, int]) -> Any:
-    """One option's value, of any of its forms."""
+    """A random value of an option, in one of its forms."""
     Sq, Sk = lengths
     forms = [(B, H, Sq, Sk), (1, H, Sq, Sk), (B, 1, 1, Sk), (1, 1, Sq, 1), (Sq, Sk), (H, 1, Sk)]
     form = forms[rng.integers(len(forms))]
@@ -44,7 +44,7 @@ def draw(name: str, rng: np.random.Generator, lengths: tuple[int, int]) -> Any:
 
 
 def plain(q, k, v, causal, scale, o):
-    """The formula of DESIGN's Semantics on whole PyTorch tensors, float64. (out, lse), −inf where nothing counts."""
+    """The score formula on complete PyTorch tensors in float64. (out, lse), −inf in rows without visible keys."""
     group, Sq = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     b, i, j = torch.arange(B)[:, None, None, None], torch.arange(Sq)[:, None], torch.arange(k.shape[2])
@@ -83,7 +83,7 @@ def plain(q, k, v, causal, scale, o):
 
 
 def problem(seed: int, names: tuple[str, ...]):
-    """Inputs in any causal alignment and lengths, and the options of these names, of a seed."""
+    """Random inputs with any causal alignment and lengths, and random values of the named options."""
     rng = np.random.default_rng(seed)
     lengths = [(SQ, SK), (SK, SQ)][rng.integers(2)]
     causal = [False, True, "top-left"][rng.integers(3)]
@@ -97,7 +97,7 @@ def problem(seed: int, names: tuple[str, ...]):
 
 
 def expected(q, k, v, dout, dlse, call, options):
-    """(out, lse, dq, dk, dv, dbias, dsink) of PyTorch; None where there is no such option."""
+    """(out, lse, dq, dk, dv, dbias, dsink) of PyTorch; None for absent options."""
     leaves = {n: torch.from_numpy(x).requires_grad_() for n, x in (("q", q), ("k", k), ("v", v))}
     leaves |= {n: torch.from_numpy(options[n]).requires_grad_() for n in ("bias", "sink") if n in options}
     o = {**options, **{n: leaves[n] for n in ("bias", "sink") if n in leaves}}
@@ -153,7 +153,7 @@ def test_an_option_makes_a_difference(name: str) -> None:
     "names", [("window",), ("softcap",), ("alibi",), ("bias",), ("sink",), ("score",), ("dropout",), OPTIONS]
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_yardstick_is_near_the_truth_and_within_its_own_bound(names: tuple[str, ...], dtype: str) -> None:
+def test_naive_is_close_to_the_reference_and_within_its_bound(names: tuple[str, ...], dtype: str) -> None:
     q, k, v, dout, dlse, call, options = problem(1, names)
     q, k, v, dout = (reference.round_to(x, dtype) for x in (q, k, v, dout))
     out, lse = reference.attention(q, k, v, **call, **options)
@@ -170,7 +170,7 @@ def test_the_yardstick_is_near_the_truth_and_within_its_own_bound(names: tuple[s
         assert (abs(grad) <= sizes[name] * (1 + 1e-12)).all(), name
 
 
-def test_nan_behind_every_kind_of_mask_reaches_nobody() -> None:
+def test_nan_behind_every_kind_of_mask_has_no_effect() -> None:
     q, k, v, dout, _, _, _ = problem(5, ())
     Sq, Sk = q.shape[2], k.shape[2]
     hidden = np.ones(Sk, bool)
@@ -201,7 +201,7 @@ def test_nan_behind_every_kind_of_mask_reaches_nobody() -> None:
 
 
 @pytest.mark.parametrize("sink", [False, True])
-def test_a_row_that_sees_no_key(sink: bool) -> None:
+def test_rows_without_visible_keys(sink: bool) -> None:
     q, k, v, dout, dlse, _, _ = problem(5, ())
     options: Any = {"mask": np.zeros((1, 1), bool)} | ({"sink": np.arange(H) * 1.0} if sink else {})
     out, lse = reference.attention(q, k, v, **options)
@@ -223,7 +223,7 @@ def test_a_row_that_sees_no_key(sink: bool) -> None:
         ({"key_lengths": np.zeros(3, int)}, "key_lengths has shape (3,): it must be (2,)"),
     ],
 )
-def test_what_does_not_fit_is_named(options: Any, message: str) -> None:
+def test_invalid_options_are_rejected(options: Any, message: str) -> None:
     q, k, v = np.zeros((B, H, SQ, D)), np.zeros((B, HK, SK, D)), np.zeros((B, HK, SK, DV))
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         reference.attention(q, k, v, **options)
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_named(options: Any, message: str) -> None:
 
 @pytest.mark.parametrize("window", [(1, 2), (None, 0), (3, None), (0, 0)])
 @pytest.mark.parametrize(("Sq", "Sk"), [(7, 11), (11, 7)])
-def test_tile_ranges_hold_all_that_is_seen_and_no_tile_more(window, Sq: int, Sk: int) -> None:
+def test_tile_ranges_are_exact(window, Sq: int, Sk: int) -> None:
     shape = reference.semantics.Shape(1, 1, 1, Sq, Sk, 1, 1)
     for causal, M, N in itertools.product((False, True, "top-left"), (1, 3), (1, 4)):
         head = reference.score.Meaning(shape, causal, None, window=window).head(0, 0)
@@ -253,7 +253,7 @@ def test_a_window_beyond_64_bits_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "mask", "sink"])
-def test_a_masked_array_is_refused(which: str) -> None:
+def test_a_masked_array_is_rejected(which: str) -> None:
     arrays = {"q": np.zeros((1, 1, 5, 4)), "k": np.zeros((1, 1, 5, 4)), "v": np.zeros((1, 1, 5, 4)),
               "bias": np.zeros((5, 5)), "mask": np.ones((5, 5), bool), "sink": np.zeros(1)}  # fmt: skip
     q, k, v, *options = {**arrays, which: np.ma.array(arrays[which])}.values()
