@@ -23,7 +23,7 @@ from . import compiler as host
 from .compiler import HostCompiler
 
 HERE = Path(__file__).resolve().parent
-TWINS = HERE / "include"
+CPU_HEADERS = HERE / "include"
 Sanitizer = Literal["address", "undefined", "thread", "uninitialised", "none"]
 
 _OPTIONS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-march=native", "-fno-strict-aliasing", "-pthread")
@@ -159,7 +159,7 @@ def _launch_bound(texts: Sequence[str], entry: str) -> str:
 def include_dirs(source: Path) -> tuple[Path, ...]:
     """Where its headers are looked for: the twins first (cuda_fp16.h, and any header of the same name), then the folder
     `include` beside it, which goes before the project's own."""
-    return tuple(dict.fromkeys((TWINS, source.parent / "include", INCLUDE_DIR)))
+    return tuple(dict.fromkeys((CPU_HEADERS, source.parent / "include", INCLUDE_DIR)))
 
 
 def searched(source: Path, folders: Sequence[Path] = ()) -> tuple[Path, ...]:
@@ -193,7 +193,7 @@ def _build(
     """Compile `text`, which stands around `source`, into one cached file called `name`."""
 
     def made_of() -> list[str | None]:
-        files = [source, TWINS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
+        files = [source, CPU_HEADERS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
         return [sources.fingerprint(path, searched(source, folders)) for path in files]
 
     parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}

@@ -701,7 +701,7 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
     return any;
 }
 
-extern "C" void sandbox_team_barrier(Site site) {
+extern "C" void sandbox_cluster_barrier(Site site) {
     static char order;  // what came before any team's barrier, for whoever has passed one
     sandbox_barrier(site);
     Block& block = *current;
@@ -722,7 +722,7 @@ extern "C" void sandbox_team_barrier(Site site) {
     acquire(&order);
 }
 
-extern "C" const char* sandbox_of_teammate(const char* own, unsigned member) {
+extern "C" const char* sandbox_map_shared_rank(const char* own, unsigned member) {
     return current->team[member].smem->begin + (own - current->smem.begin);
 }
 
@@ -764,7 +764,7 @@ extern "C" void sandbox_fence() {
     release(&order);
 }
 
-extern "C" void sandbox_copy_later(void* to, const void* from, unsigned bytes, unsigned valid) {
+extern "C" void sandbox_cp_async(void* to, const void* from, unsigned bytes, unsigned valid) {
     Fiber& fiber = self();
 #if defined(SANDBOX_ASAN)  // reported now, with this call's stack
     if (valid) __asan_loadN(from, valid);
@@ -781,9 +781,9 @@ extern "C" void sandbox_copy_later(void* to, const void* from, unsigned bytes, u
     forbid(fiber.copies[fiber.copy_count - 1]);
 }
 
-extern "C" void sandbox_commit_copies() { ++self().copy_group; }
+extern "C" void sandbox_cp_async_commit() { ++self().copy_group; }
 
-extern "C" void sandbox_wait_for_copies(unsigned pending) {
+extern "C" void sandbox_cp_async_wait(unsigned pending) {
     Fiber& fiber = self();
     unsigned done = 0;
     while (done < fiber.copy_count && fiber.copies[done].group + pending < fiber.copy_group) {
@@ -804,7 +804,7 @@ extern "C" void sandbox_wait_for_copies(unsigned pending) {
     memmove(fiber.copies, fiber.copies + done, fiber.copy_count * sizeof(Copy));
 }
 
-#include "hopper_verbs.h"
+#include "hopper_ops.h"
 
 extern "C" void sandbox_trap(const char* reason, Site site) {
     const uint3 &t = self().thread_idx, &b = self().block_idx;

@@ -57,9 +57,9 @@ void sandbox_barrier(Site site);
 // The same; returns whether any thread handed in true.
 bool sandbox_barrier_or(bool predicate, Site site);
 // Waits until every thread of the team has come to it, those of this block to this very place.
-void sandbox_team_barrier(Site site);
+void sandbox_cluster_barrier(Site site);
 // Where that member of the team has what lies at `own` in this block's shared memory.
-const char* sandbox_of_teammate(const char* own, unsigned member);
+const char* sandbox_map_shared_rank(const char* own, unsigned member);
 // Hands in `value`; returns the 32 values of the warp, to be read at once, when every lane in `mask` (that the warp has)
 // has called the same collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);
@@ -67,9 +67,9 @@ const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t valu
 void sandbox_fence();
 // cp.async: a copy of `valid` bytes, then zeros up to `bytes`, that happens only when its group is waited for, so that
 // a missing wait shows; commit closes a group; wait completes all closed groups but the newest `pending`.
-void sandbox_copy_later(void* to, const void* from, unsigned bytes, unsigned valid);
-void sandbox_commit_copies();
-void sandbox_wait_for_copies(unsigned pending);
+void sandbox_cp_async(void* to, const void* from, unsigned bytes, unsigned valid);
+void sandbox_cp_async_commit();
+void sandbox_cp_async_wait(unsigned pending);
 // mbarriers. A wait whose phase never ends is reported with everything that waits.
 void sandbox_mbarrier_init(char* barrier, unsigned arrivals, Site site);
 void sandbox_mbarrier_arrive(char* barrier, unsigned bytes, Site site);
@@ -77,16 +77,16 @@ void sandbox_mbarrier_wait(char* barrier, unsigned parity, Site site);
 // bar.sync, bar.arrive, bar.red.or; returns whether any thread brought true.
 bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predicate, Site site);
 // setmaxnreg: a block has 65536 registers, dealt out evenly at first; taking waits until others gave back.
-void sandbox_set_registers(unsigned registers, Site site);
+void sandbox_setmaxnreg(unsigned registers, Site site);
 // Boxes. What is requested comes some scheduling steps later, until when its place in shared memory holds NaN; what is
 // sent leaves shared memory only when it is waited for. Sums are added later still: when the block ends. Numbers that are
 // stored come last of all, when no other block can go on without them, and their block stands still until then.
-void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
-void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site);
-void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site);
-void sandbox_send_commit();
-void sandbox_send_wait_read(unsigned pending);
-void sandbox_send_wait();
+void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
+void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site);
+void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site);
+void sandbox_bulk_commit();
+void sandbox_bulk_wait_read(unsigned pending);
+void sandbox_bulk_wait();
 void sandbox_yield();
 // Ordinary writes that the async proxy does not see before the fence.
 void sandbox_generic_write(const char* at, unsigned bytes);

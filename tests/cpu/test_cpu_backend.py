@@ -947,7 +947,7 @@ def test_an_edit_of_what_a_library_is_made_of_is_built(
     here, source = tmp_path / "cpu", tmp_path / "cpu" / "k.cu"
     shutil.copytree(build.HERE, here, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
     monkeypatch.setattr(build, "HERE", here)
-    monkeypatch.setattr(build, "TWINS", here / "include")
+    monkeypatch.setattr(build, "CPU_HEADERS", here / "include")
     (here / "include" / "own.cuh").write_text("#include <ptx.cuh>\n")
     source.write_text('#define DTYPE_float16 1\n#define HEAD_DIM 8\n#define CAUSAL 0\n#include "own.cuh"\n'
                       'extern "C" __global__ void k(int* out) { *out = 1; }\n')  # fmt: skip

@@ -5,15 +5,15 @@
 inline unsigned cluster_cta_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 inline void cluster_sync(SANDBOX_SITE) {
     if (CLUSTER == 1) cpu::sandbox_barrier(site);
-    else cpu::sandbox_team_barrier(site);
+    else cpu::sandbox_cluster_barrier(site);
 }
 inline void cluster_arrive() {}
 inline void cluster_wait(SANDBOX_SITE) {  // waiting for it is saying it
-    if (CLUSTER > 1) cpu::sandbox_team_barrier(site);
+    if (CLUSTER > 1) cpu::sandbox_cluster_barrier(site);
 }
 template <class T>
 inline T* map_shared_rank(T* own, unsigned member) {
     if (CLUSTER == 1) return own;
-    const char* const there = cpu::sandbox_of_teammate(reinterpret_cast<const char*>(own), member);
+    const char* const there = cpu::sandbox_map_shared_rank(reinterpret_cast<const char*>(own), member);
     return reinterpret_cast<T*>(const_cast<char*>(there));
 }

@@ -34,17 +34,17 @@ constexpr int RAGGED_ROWS = 0;
 
 inline void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
-    cpu::sandbox_request_box(to, &map, at, barrier, site);
+    cpu::sandbox_tma_load(to, &map, at, barrier, site);
 }
 inline void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from, SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
-    cpu::sandbox_send_box(from, &map, at, site);
+    cpu::sandbox_tma_store(from, &map, at, site);
 }
 inline void tma_reduce_add(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
-    cpu::sandbox_send_numbers(to, from, bytes, true, site);
+    cpu::sandbox_bulk_store(to, from, bytes, true, site);
 }
 inline void bulk_store(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
-    cpu::sandbox_send_numbers(to, from, bytes, false, site);
+    cpu::sandbox_bulk_store(to, from, bytes, false, site);
 }
 inline void store_floats(SmemAddr to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
     if (reinterpret_cast<uint64_t>(to) % 16) cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
@@ -58,10 +58,10 @@ inline void store_floats(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) to[i] = x[i];
 }
 inline float* found(float* address) { return address; }
-inline void tma_store_commit() { cpu::sandbox_send_commit(); }
+inline void tma_store_commit() { cpu::sandbox_bulk_commit(); }
 template <int PENDING = 0>
-inline void tma_store_wait_read() { cpu::sandbox_send_wait_read(PENDING); }
-inline void tma_store_wait() { cpu::sandbox_send_wait(); }
+inline void tma_store_wait_read() { cpu::sandbox_bulk_wait_read(PENDING); }
+inline void tma_store_wait() { cpu::sandbox_bulk_wait(); }
 
 // ---- counters in global memory
 
@@ -134,9 +134,9 @@ inline T uniform(T x, SANDBOX_SITE) {
 }
 inline bool elect() { return cpu::sandbox_self->lane == 0; }
 template <int REGISTERS>
-inline void setmaxnreg_dec(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
+inline void setmaxnreg_dec(SANDBOX_SITE) { cpu::sandbox_setmaxnreg(REGISTERS, site); }
 template <int REGISTERS>
-inline void setmaxnreg_inc(SANDBOX_SITE) { cpu::sandbox_set_registers(REGISTERS, site); }
+inline void setmaxnreg_inc(SANDBOX_SITE) { cpu::sandbox_setmaxnreg(REGISTERS, site); }
 inline void named_barrier_sync(unsigned id, unsigned threads, SANDBOX_SITE) {
     cpu::sandbox_named_barrier(id, threads, true, false, site);
 }

@@ -104,17 +104,17 @@ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid, SAND
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
     }
-    cpu::sandbox_copy_later(to, from, 16, valid ? 16 : 0);
+    cpu::sandbox_cp_async(to, from, 16, valid ? 16 : 0);
 }
 __forceinline__ void cp_async_4(SmemAddr to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 4) {
         cpu::sandbox_trap("cp.async of 4 bytes between addresses that are not multiples of 4", site);
     }
-    cpu::sandbox_copy_later(to, from, 4, valid ? 4 : 0);
+    cpu::sandbox_cp_async(to, from, 4, valid ? 4 : 0);
 }
-inline void cp_async_commit() { cpu::sandbox_commit_copies(); }
+inline void cp_async_commit() { cpu::sandbox_cp_async_commit(); }
 template <int PENDING>
-inline void cp_async_wait() { cpu::sandbox_wait_for_copies(PENDING); }
+inline void cp_async_wait() { cpu::sandbox_cp_async_wait(PENDING); }
 
 inline void prefetch_L2(const void*) {}
 inline void prefetch_L1(const void*) {}

@@ -253,7 +253,7 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
     return barrier.result[turn];
 }
 
-extern "C" void sandbox_set_registers(unsigned registers, Site site) {
+extern "C" void sandbox_setmaxnreg(unsigned registers, Site site) {
     Fiber& fiber = self();
     unsigned& pool = current->hopper.free_registers;
     if (registers % 8 || registers < 24 || registers > 256)
@@ -267,7 +267,7 @@ extern "C" void sandbox_set_registers(unsigned registers, Site site) {
 
 // ---- boxes
 
-extern "C" void sandbox_request_box(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
+extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
     Hopper& hopper = current->hopper;
     if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     mbarrier_at(barrier, site);
@@ -299,14 +299,14 @@ uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
 
 }  // namespace
 
-extern "C" void sandbox_send_numbers(float* to, const char* from, unsigned bytes, bool add, Site site) {
+extern "C" void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site) {
     if ((sent_from(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
         trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
     must_be_written(from, bytes, "sends", site);
     self().sent.add() = {from, {}, {}, to, bytes, add, false, 0, site};
 }
 
-extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const int* at, Site site) {
+extern "C" void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site) {
     if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     Sent& box = self().sent.add();
     box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, 0, site};
@@ -316,7 +316,7 @@ extern "C" void sandbox_send_box(const char* from, const TensorMap* map, const i
     });
 }
 
-extern "C" void sandbox_send_commit() {
+extern "C" void sandbox_bulk_commit() {
     List<Sent>& sent = self().sent;
     for (unsigned i = 0; i < sent.count; ++i) sent.items[i].younger += sent.items[i].committed;
     for (unsigned i = 0; i < sent.count; ++i) sent.items[i].committed = true;
@@ -326,7 +326,7 @@ static float* copied_floats(const char* from, unsigned bytes) {
     return static_cast<float*>(memcpy(malloc(bytes), from, bytes));
 }
 
-extern "C" void sandbox_send_wait_read(unsigned pending) {
+extern "C" void sandbox_bulk_wait_read(unsigned pending) {
     List<Sent>& sent = self().sent;
     unsigned left = 0;
     for (unsigned i = 0; i < sent.count; ++i) {
@@ -338,8 +338,8 @@ extern "C" void sandbox_send_wait_read(unsigned pending) {
     sent.count = left;
 }
 
-extern "C" void sandbox_send_wait() {
-    sandbox_send_wait_read(0);
+extern "C" void sandbox_bulk_wait() {
+    sandbox_bulk_wait_read(0);
     current->add_departed(&self());
 }
 
