@@ -12,7 +12,7 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8, "one word");
 
-struct Requested {  // one box on its way into shared memory
+struct TmaLoad {  // one box on its way into shared memory
     char* to;
     TensorMap map;
     int at[MAP_RANK];
@@ -33,7 +33,7 @@ struct Accumulators {  // of one warp, while wgmmas write them
     float values[16][WIDEST];
 };
 
-struct UnderWay {  // one warp's part of a wgmma
+struct InFlight {  // one warp's part of a wgmma
     Product lane0;
     Accumulators* accumulators;
     const unsigned* a_at[WARP];
@@ -43,16 +43,16 @@ struct UnderWay {  // one warp's part of a wgmma
 };
 
 struct WarpMma {
-    List<UnderWay*> under_way;
-    List<Accumulators*> open;
+    List<InFlight*> in_flight;
+    List<Accumulators*> open_accumulators;
     unsigned groups, issued;
-    unsigned turn;  // of the lane that is furthest, as Fiber::wgmma_turn
+    unsigned operations;  // of the lane that is furthest, as Fiber::wgmma_turn
 };
 
 struct Hopper {
     uint64_t step;
-    List<Requested> requested;
-    List<Departed> departed;
+    List<TmaLoad> tma_loads;
+    List<ReadStore> read_stores;
     NamedBarrier named[NAMED_BARRIERS];
     unsigned free_registers;
     WarpMma mma[1024 / WARP];
@@ -60,31 +60,31 @@ struct Hopper {
     Proxies proxies;
 
     void begin() {
-        step = requested.count = free_registers = 0;
-        drop_departed();
+        step = tma_loads.count = free_registers = 0;
+        drop_read_stores();
         memset(named, 0, sizeof named);
         proxies.begin();
         for (WarpMma& warp : mma) {
             drop(warp);
-            warp.groups = warp.issued = warp.turn = 0;
+            warp.groups = warp.issued = warp.operations = 0;
         }
     }
     void free_all() {
-        free(requested.items);
-        drop_departed();
-        free(departed.items);
+        free(tma_loads.items);
+        drop_read_stores();
+        free(read_stores.items);
         free(proxies.mbarriers.items);
         for (WarpMma& warp : mma) {
             drop(warp);
-            free(warp.under_way.items);
-            free(warp.open.items);
+            free(warp.in_flight.items);
+            free(warp.open_accumulators.items);
         }
     }
-    void drop_departed() {
-        while (departed.count) free(departed.items[--departed.count].numbers);
+    void drop_read_stores() {
+        while (read_stores.count) free(read_stores.items[--read_stores.count].numbers);
     }
     static void drop(WarpMma& warp) {
-        while (warp.under_way.count) delete warp.under_way.items[--warp.under_way.count];
-        while (warp.open.count) delete warp.open.items[--warp.open.count];
+        while (warp.in_flight.count) delete warp.in_flight.items[--warp.in_flight.count];
+        while (warp.open_accumulators.count) delete warp.open_accumulators.items[--warp.open_accumulators.count];
     }
 };

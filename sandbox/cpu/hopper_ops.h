@@ -4,11 +4,11 @@
 namespace {
 
 #if defined(SANDBOX_TSAN)
-void seen_reading(const void* at, uint64_t bytes) { __tsan_read_range(const_cast<void*>(at), bytes); }
-void seen_writing(void* at, uint64_t bytes) { __tsan_write_range(at, bytes); }
+void report_read(const void* at, uint64_t bytes) { __tsan_read_range(const_cast<void*>(at), bytes); }
+void report_write(void* at, uint64_t bytes) { __tsan_write_range(at, bytes); }
 #else
-void seen_reading(const void*, uint64_t) {}
-void seen_writing(void*, uint64_t) {}
+void report_read(const void*, uint64_t) {}
+void report_write(void*, uint64_t) {}
 #endif
 
 template <class... A> [[noreturn]] void trap(Site site, const char* format, A... values) {
@@ -56,13 +56,13 @@ void end_phase(Block& block, char* at) {
     block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
 }
 
-void must_be_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
+void check_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
     const Proxies& proxies = current->hopper.proxies;
     if (!proxies.used) return;
     for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) {
         if (proxies.unfenced[chunk])
             trap(site, "thread %u wrote a part of what %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1, what);
-        if (!proxies.known(chunk, thread_of(self())))
+        if (!proxies.fence_is_visible(chunk, thread_of(self())))
             trap(site, "warp %u wrote a part of what %s and called fence_proxy_async only after the barrier that passes it on",
                  proxies.fenced_by[chunk], what);
     }
@@ -88,8 +88,8 @@ void Block::wake(State state, const char* mbarrier, unsigned number) {
 
 // One scheduling step: boxes that are due come. Where nothing else can go on, time passes until one is. Returns whether
 // any came.
-bool Block::deliver_boxes() {
-    List<Requested>& boxes = hopper.requested;
+bool Block::complete_tma_loads() {
+    List<TmaLoad>& boxes = hopper.tma_loads;
     ++hopper.step;
     if (!boxes.count) return false;
     if (!any_ready()) {
@@ -99,7 +99,7 @@ bool Block::deliver_boxes() {
     }
     unsigned left = 0, come = 0;
     for (unsigned i = 0; i < boxes.count; ++i) {
-        const Requested box = boxes.items[i];
+        const TmaLoad box = boxes.items[i];
         if (box.due > hopper.step) {
             boxes.items[left++] = box;
             continue;
@@ -107,7 +107,7 @@ bool Block::deliver_boxes() {
         acquire(box.barrier);  // whoever requested it
         load_box(box.to, box.map, box.at);
         smem.mark(box.to, box_bytes(box.map), true);
-        hopper.proxies.arrived(box.to - smem.dynamic, box.to - smem.dynamic + box_bytes(box.map));
+        hopper.proxies.tma_wrote(box.to - smem.dynamic, box.to - smem.dynamic + box_bytes(box.map));
         release(box.barrier);
         reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box_bytes(box.map));
         end_phase(*this, box.barrier);
@@ -118,39 +118,39 @@ bool Block::deliver_boxes() {
 }
 
 // A block may not end before what it has requested, sent or begun to multiply has come to its end.
-bool Block::nothing_left_behind() {
-    if (hopper.requested.count) {
-        const Site site = hopper.requested.items[0].site;
+bool Block::check_completed() {
+    if (hopper.tma_loads.count) {
+        const Site site = hopper.tma_loads.items[0].site;
         return fail("the block ends before the box that was requested at %s:%d has come", site.file, site.line);
     }
     for (unsigned t = 0; t < threads; ++t) {
-        if (!fibers[t].sent.count) continue;
-        const Site site = fibers[t].sent.items[0].site;
+        if (!fibers[t].bulk_stores.count) continue;
+        const Site site = fibers[t].bulk_stores.items[0].site;
         return fail("thread %u ends before what it sent at %s:%d has left shared memory", t, site.file, site.line);
     }
     for (unsigned t = 0; t < threads; t += WARP) {
         const WarpMma &warp = hopper.mma[t / WARP], &first = hopper.mma[t / WARP / 4 * 4];
-        if (warp.under_way.count) {
-            const Site site = warp.under_way.items[0]->site;
+        if (warp.in_flight.count) {
+            const Site site = warp.in_flight.items[0]->site;
             return fail("warp %u ends before the wgmma at %s:%d has", t / WARP, site.file, site.line);
         }
         if (warp.issued != first.issued)
             return fail("warps %u and %u are of one warpgroup and came to %u and %u wgmmas", t / WARP / 4 * 4, t / WARP,
                         first.issued, warp.issued);
     }
-    add_departed();
+    write_read_stores();
     return true;
 }
 
 // Those of a fiber that waits, or all. The last sums first: their order is nobody's to rely on.
-void Block::add_departed(const Fiber* by) {
+void Block::write_read_stores(const Fiber* by) {
     if (!by) acquire(&ended);  // whoever sent them
-    List<Departed>& sums = hopper.departed;
+    List<ReadStore>& sums = hopper.read_stores;
     bool stored = false;
     for (unsigned i = 0; i < sums.count; ++i) stored |= !sums.items[i].add && (!by || sums.items[i].by == by);
     if (stored) stores.wait();
     for (unsigned i = sums.count; i-- > 0;) {
-        const Departed item = sums.items[i];
+        const ReadStore item = sums.items[i];
         if (by && item.by != by) continue;
         for (unsigned n = 0; n < item.count; ++n) {
             if (item.add) atomic_add(item.to + n, item.numbers[n]);
@@ -232,14 +232,14 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
         trap(site, "named barrier %u for %u threads: whole warps of the block's %u", id, threads, block.threads);
     if (barrier.arrived && barrier.threads != threads)
         trap(site, "named barrier %u for %u threads, but those who are there came for %u", id, threads, barrier.threads);
-    const unsigned turn = barrier.generation % 2;
-    release(&barrier.order[turn]);
-    Clock& clock = block.hopper.proxies.named_barriers[id][turn];
+    const unsigned parity = barrier.generation % 2;
+    release(&barrier.order[parity]);
+    Clock& clock = block.hopper.proxies.named_barriers[id][parity];
     block.hopper.proxies.release(clock, thread_of(self()));
     barrier.threads = threads;
     barrier.any |= predicate;
     if (++barrier.arrived == threads) {
-        barrier.result[turn] = barrier.any;
+        barrier.result[parity] = barrier.any;
         barrier.any = false;
         barrier.arrived = 0;
         ++barrier.generation;
@@ -248,9 +248,9 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
         self().named_barrier = id;
         block_until(State::at_named_barrier, site);
     }
-    if (waits) acquire(&barrier.order[turn]);
+    if (waits) acquire(&barrier.order[parity]);
     if (waits) block.hopper.proxies.acquire(clock, thread_of(self()));
-    return barrier.result[turn];
+    return barrier.result[parity];
 }
 
 extern "C" void sandbox_setmaxnreg(unsigned registers, Site site) {
@@ -271,76 +271,76 @@ extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, 
     Hopper& hopper = current->hopper;
     if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
     mbarrier_at(barrier, site);
-    must_be_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA arrives at", site);
-    seen_writing(to, box_bytes(*map));
+    check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA arrives at", site);
+    report_write(to, box_bytes(*map));
     memset(to, 0xff, box_bytes(*map));
     current->smem.mark(to, box_bytes(*map), false);
-    Requested& box = hopper.requested.add();
-    box = {to, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.requested.count % 3, site};
-    for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { seen_reading(from, valid); });
+    TmaLoad& box = hopper.tma_loads.add();
+    box = {to, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.tma_loads.count % 3, site};
+    for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { report_read(from, valid); });
     release(barrier);
 }
 
 namespace {
 
-void must_be_written(const char* from, uint64_t bytes, const char* what, Site site) {
+void check_written(const char* from, uint64_t bytes, const char* what, Site site) {
     if (!current->smem.was_written(from, bytes))
         trap(site, "%s shared memory + %lld before anything was written there", what,
              static_cast<long long>(from - current->smem.dynamic));
 }
 
 // Where in shared memory what is sent lies; all of it has to be there for the async proxy.
-uint64_t sent_from(const char* from, uint64_t bytes, Site site) {
+uint64_t bulk_source_offset(const char* from, uint64_t bytes, Site site) {
     const uint64_t offset = smem_offset_of(from, bytes, site);
-    must_be_fenced(offset, offset + bytes, "is sent", site);
-    seen_reading(from, bytes);
+    check_fenced(offset, offset + bytes, "is sent", site);
+    report_read(from, bytes);
     return offset;
 }
 
 }  // namespace
 
 extern "C" void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site) {
-    if ((sent_from(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
+    if ((bulk_source_offset(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
         trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
-    must_be_written(from, bytes, "sends", site);
-    self().sent.add() = {from, {}, {}, to, bytes, add, false, 0, site};
+    check_written(from, bytes, "sends", site);
+    self().bulk_stores.add() = {from, {}, {}, to, bytes, add, false, 0, site};
 }
 
 extern "C" void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site) {
-    if (sent_from(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
-    Sent& box = self().sent.add();
+    if (bulk_source_offset(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
+    BulkStore& box = self().bulk_stores.add();
     box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, 0, site};
     for_box_chunks(*map, box.at, [&](char* to, uint64_t place, unsigned valid) {
-        must_be_written(from + place, valid, "sends", site);
-        seen_writing(to, valid);
+        check_written(from + place, valid, "sends", site);
+        report_write(to, valid);
     });
 }
 
 extern "C" void sandbox_bulk_commit() {
-    List<Sent>& sent = self().sent;
-    for (unsigned i = 0; i < sent.count; ++i) sent.items[i].younger += sent.items[i].committed;
-    for (unsigned i = 0; i < sent.count; ++i) sent.items[i].committed = true;
+    List<BulkStore>& bulk_stores = self().bulk_stores;
+    for (unsigned i = 0; i < bulk_stores.count; ++i) bulk_stores.items[i].newer_groups += bulk_stores.items[i].committed;
+    for (unsigned i = 0; i < bulk_stores.count; ++i) bulk_stores.items[i].committed = true;
 }
 
-static float* copied_floats(const char* from, unsigned bytes) {
+static float* copy_floats(const char* from, unsigned bytes) {
     return static_cast<float*>(memcpy(malloc(bytes), from, bytes));
 }
 
 extern "C" void sandbox_bulk_wait_read(unsigned pending) {
-    List<Sent>& sent = self().sent;
+    List<BulkStore>& bulk_stores = self().bulk_stores;
     unsigned left = 0;
-    for (unsigned i = 0; i < sent.count; ++i) {
-        const Sent item = sent.items[i];
-        if (!item.committed || item.younger < pending) sent.items[left++] = item;
+    for (unsigned i = 0; i < bulk_stores.count; ++i) {
+        const BulkStore item = bulk_stores.items[i];
+        if (!item.committed || item.newer_groups < pending) bulk_stores.items[left++] = item;
         else if (!item.numbers) store_box(item.from, item.map, item.at);
-        else current->hopper.departed.add() = {item.numbers, copied_floats(item.from, item.bytes), item.bytes / 4, item.add, &self()};
+        else current->hopper.read_stores.add() = {item.numbers, copy_floats(item.from, item.bytes), item.bytes / 4, item.add, &self()};
     }
-    sent.count = left;
+    bulk_stores.count = left;
 }
 
 extern "C" void sandbox_bulk_wait() {
     sandbox_bulk_wait_read(0);
-    current->add_departed(&self());
+    current->write_read_stores(&self());
 }
 
 // Lets the others go on: of a thread that waits for another block.
@@ -363,33 +363,33 @@ extern "C" void sandbox_fence_proxy_async() {
 
 namespace {
 
-WarpMma& own_warp() { return current->hopper.mma[thread_of(self()) / WARP]; }
+WarpMma& warp_mma() { return current->hopper.mma[thread_of(self()) / WARP]; }
 
 // Whether this lane is the first of its warp to come here: it does, for all of them, what a warp does once.
-bool first_of_warp() {
-    WarpMma& warp = own_warp();
-    if (++self().wgmma_turn <= warp.turn) return false;
-    warp.turn = self().wgmma_turn;
+bool first_lane_to_arrive() {
+    WarpMma& warp = warp_mma();
+    if (++self().wgmma_operations <= warp.operations) return false;
+    warp.operations = self().wgmma_operations;
     return true;
 }
 
 void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count, bool issued,
                   Site site) {
     const SharedMemory& smem = current->smem;
-    const MatrixPlace place(bits);
+    const MatrixDescriptor place(bits);
     if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset");
-    const Range read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
-        must_be_written(smem.dynamic + offset, 16, "wgmma reads", site);
-        if (issued) must_be_fenced(offset, offset + 16, "wgmma reads", site);
+    const ByteRange read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
+        check_written(smem.dynamic + offset, 16, "wgmma reads", site);
+        if (issued) check_fenced(offset, offset + 16, "wgmma reads", site);
     });
     if (read.end > smem.dynamic_bytes)
         trap(site, "wgmma reads up to shared memory + %llu, which has %u", static_cast<unsigned long long>(read.end),
              smem.dynamic_bytes);
-    seen_reading(smem.dynamic + read.begin, read.end - read.begin);
+    report_read(smem.dynamic + read.begin, read.end - read.begin);
 }
 
 // Both operands as they are now. A fragment in registers: see include/ptx.cuh.
-void read_operands(const UnderWay& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], bool issued, Site site) {
+void read_operands(const InFlight& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], bool issued, Site site) {
     const unsigned warp = thread_of(self()) / WARP % 4;
     read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, issued, site);
     if (!product.lane0.a)
@@ -414,9 +414,9 @@ template <class F> void for_accumulators(Accumulators& a, F f) {
 }
 
 Accumulators* accumulators_of(WarpMma& warp, const uint64_t* lanes, const Product& lane0) {
-    for (unsigned i = 0; i < warp.open.count; ++i)
-        if (warp.open.items[i]->d[0] == lane0.d) return warp.open.items[i];
-    Accumulators* fresh = warp.open.add() = new Accumulators;
+    for (unsigned i = 0; i < warp.open_accumulators.count; ++i)
+        if (warp.open_accumulators.items[i]->d[0] == lane0.d) return warp.open_accumulators.items[i];
+    Accumulators* fresh = warp.open_accumulators.add() = new Accumulators;
     for (unsigned lane = 0; lane < WARP; ++lane) fresh->d[lane] = reinterpret_cast<const Product*>(lanes[lane])->d;
     fresh->n = lane0.n;
     fresh->products = 0;
@@ -428,7 +428,7 @@ Accumulators* accumulators_of(WarpMma& warp, const uint64_t* lanes, const Produc
 }
 
 // The operands have to be what they were when the wgmma was issued.
-void finish(const UnderWay& product, Site waiting) {
+void complete(const InFlight& product, Site waiting) {
     auto &A = current->hopper.A, &B = current->hopper.B;
     read_operands(product, A, B, false, product.site);
     if (!same(A, product.A, 16) || !same(B, product.B, product.lane0.n))
@@ -444,9 +444,9 @@ void finish(const UnderWay& product, Site waiting) {
 extern "C" void sandbox_wgmma(const Product* mine, Site site) {
     if (!self().wgmma_fenced) trap(site, "wgmma without wgmma_fence since the last wgmma_wait");
     const uint64_t* lanes = sandbox_collective(Collective::wgmma, 0xffffffffu, reinterpret_cast<uint64_t>(mine), site);
-    if (!first_of_warp()) return;
-    WarpMma& warp = own_warp();
-    UnderWay* product = new UnderWay;
+    if (!first_lane_to_arrive()) return;
+    WarpMma& warp = warp_mma();
+    InFlight* product = new InFlight;
     product->lane0 = *reinterpret_cast<const Product*>(lanes[0]);
     for (unsigned lane = 0; lane < WARP; ++lane) product->a_at[lane] = reinterpret_cast<const Product*>(lanes[lane])->a;
     product->accumulators = accumulators_of(warp, lanes, product->lane0);
@@ -455,37 +455,37 @@ extern "C" void sandbox_wgmma(const Product* mine, Site site) {
     read_operands(*product, product->A, product->B, true, site);
     ++product->accumulators->products;
     ++warp.issued;
-    warp.under_way.add() = product;
+    warp.in_flight.add() = product;
 }
 
 extern "C" void sandbox_wgmma_fence() { self().wgmma_fenced = true; }
 
 extern "C" void sandbox_wgmma_commit() {
-    if (first_of_warp()) ++own_warp().groups;
+    if (first_lane_to_arrive()) ++warp_mma().groups;
 }
 
 extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     sandbox_collective(Collective::wgmma_wait, 0xffffffffu, 0, site);
     self().wgmma_fenced = false;
-    if (!first_of_warp()) return;
-    WarpMma& warp = own_warp();
+    if (!first_lane_to_arrive()) return;
+    WarpMma& warp = warp_mma();
     unsigned done = 0;
-    while (done < warp.under_way.count && warp.under_way.items[done]->group + pending < warp.groups) {
-        finish(*warp.under_way.items[done++], site);
+    while (done < warp.in_flight.count && warp.in_flight.items[done]->group + pending < warp.groups) {
+        complete(*warp.in_flight.items[done++], site);
     }
-    for (unsigned i = 0; i < done; ++i) delete warp.under_way.items[i];  // only now: a trap leaves them to their owner
-    warp.under_way.count -= done;
-    memmove(warp.under_way.items, warp.under_way.items + done, warp.under_way.count * sizeof(UnderWay*));
-    unsigned open = 0;
-    for (unsigned i = 0; i < warp.open.count; ++i) {
-        if (warp.open.items[i]->products) warp.open.items[open++] = warp.open.items[i];
-        else delete warp.open.items[i];
+    for (unsigned i = 0; i < done; ++i) delete warp.in_flight.items[i];  // only now: a trap leaves them to their owner
+    warp.in_flight.count -= done;
+    memmove(warp.in_flight.items, warp.in_flight.items + done, warp.in_flight.count * sizeof(InFlight*));
+    unsigned open_accumulators = 0;
+    for (unsigned i = 0; i < warp.open_accumulators.count; ++i) {
+        if (warp.open_accumulators.items[i]->products) warp.open_accumulators.items[open_accumulators++] = warp.open_accumulators.items[i];
+        else delete warp.open_accumulators.items[i];
     }
-    warp.open.count = open;
+    warp.open_accumulators.count = open_accumulators;
 }
 
 extern "C" void sandbox_wgmma_settled(const float* d, Site site) {
-    const WarpMma& warp = own_warp();
-    for (unsigned i = 0; i < warp.open.count; ++i)
-        if (warp.open.items[i]->d[self().lane] == d) trap(site, "accumulators are used before the wait for their wgmma");
+    const WarpMma& warp = warp_mma();
+    for (unsigned i = 0; i < warp.open_accumulators.count; ++i)
+        if (warp.open_accumulators.items[i]->d[self().lane] == d) trap(site, "accumulators are used before the wait for their wgmma");
 }

@@ -85,7 +85,7 @@ int main(int argc, char** argv) {
                 argv[2], threads, most);
         return 3;
     }
-    launch.team = read_number(file);
+    launch.cluster = read_number(file);
     launch.smem_bytes = read_number(file);
     launch.workers = read_number(file);
     launch.order = read_number(file);

@@ -57,7 +57,7 @@ struct Proxies {
         if ((end + 15) / 16 > last[thread]) last[thread] = static_cast<uint32_t>((end + 15) / 16);
         for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) unfenced[chunk] = static_cast<uint16_t>(1 + thread);
     }
-    void arrived(uint64_t begin, uint64_t end) {  // by TMA: no fence is needed to read it
+    void tma_wrote(uint64_t begin, uint64_t end) {  // by TMA: no fence is needed to read it
         for (uint64_t chunk = begin / 16; used && chunk * 16 < end; ++chunk) unfenced[chunk] = fenced_at[chunk] = 0;
     }
     void fence(unsigned thread) {
@@ -70,7 +70,7 @@ struct Proxies {
         }
         last[thread] = 0;
     }
-    bool known(uint64_t chunk, unsigned thread) const {  // whether the fence came before a barrier that this thread has passed
+    bool fence_is_visible(uint64_t chunk, unsigned thread) const {  // whether the fence came before a barrier that this thread has passed
         return warps[thread / WARP].of[fenced_by[chunk]] >= fenced_at[chunk];
     }
 };

@@ -92,7 +92,7 @@ __fentry__:
 
 namespace {
 
-constexpr unsigned WARP = 32, HELD_UP = 64;  // steps at most
+constexpr unsigned WARP = 32, LAG_STEPS = 64;  // steps at most
 constexpr size_t STACK_BYTES = 512 * 1024, GUARD_BYTES = 64 * 1024;  // reserved; only what is touched is committed
 #if defined(SANDBOX_TSAN)
 constexpr bool TSAN = true;
@@ -111,7 +111,7 @@ struct Copy {  // one cp.async, on its way
     void* issued;  // where in the kernel: what it does later is done there, for whoever reports it
 };
 
-struct Sent {  // one box, or numbers, on its way out of shared memory
+struct BulkStore {  // one box, or numbers, on its way out of shared memory
     const char* from;
     TensorMap map;
     int at[MAP_RANK];
@@ -119,13 +119,13 @@ struct Sent {  // one box, or numbers, on its way out of shared memory
     unsigned bytes;
     bool add;  // to what is there
     bool committed;
-    unsigned younger;  // groups that were committed since
+    unsigned newer_groups;  // groups that were committed since
     Site site;
 };
 
 struct Fiber;
 
-struct Departed {  // numbers that have left shared memory and have not arrived yet
+struct ReadStore {  // numbers that have left shared memory and have not arrived yet
     float *to, *numbers;
     unsigned count;
     bool add;
@@ -160,18 +160,18 @@ struct Fiber : Thread {
     char* stack;
     void* tool;          // the sanitizer's idea of this fiber
     char order[2];       // addresses that ThreadSanitizer hangs __syncwarp's ordering on, in turn
-    unsigned turn;
+    unsigned syncwarps;
     Copy* copies;        // in the order of their groups
     unsigned copy_count, copy_room, copy_group;
-    List<Sent> sent;
+    List<BulkStore> bulk_stores;
     char* mbarrier;      // that it waits at, for the phase of this parity to end
     unsigned parity, named_barrier, registers;
     bool wgmma_fenced;
-    unsigned wgmma_turn;  // how many of its warp's wgmmas, commits and waits it has come to
-    unsigned team_turn;   // how many of the team's barriers
+    unsigned wgmma_operations;  // how many of its warp's wgmmas, commits and waits it has come to
+    unsigned cluster_barriers;   // how many of the team's barriers
 };
 
-bool same_place(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+bool same_site(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
 bool same_collective(const Fiber& a, const Fiber& b) {
     return a.state == State::in_collective && b.state == State::in_collective && a.what == b.what && a.mask == b.mask;
 }
@@ -184,14 +184,14 @@ struct SharedMemory {
 #if defined(SANDBOX_SHADOW)
     bool* written;  // of each byte, by this block
 
-    bool holds(const char* at) const { return begin <= at && at < end; }
+    bool contains(const char* at) const { return begin <= at && at < end; }
     void mark(const char* at, size_t bytes, bool as) {
         for (size_t i = 0; i < bytes; ++i)
-            if (holds(at + i)) written[at + i - begin] = as;
+            if (contains(at + i)) written[at + i - begin] = as;
     }
     bool was_written(const char* at, size_t bytes) const {
         for (size_t i = 0; i < bytes; ++i)
-            if (holds(at + i) && !written[at + i - begin]) return false;
+            if (contains(at + i) && !written[at + i - begin]) return false;
         return true;
     }
     ~SharedMemory() { free(written); }
@@ -248,10 +248,10 @@ struct SharedMemory {
 
 // When numbers that are stored, not added, reach global memory: as late as can be, when no other block can go on without them.
 // Whoever adds before, or takes them for there, shows. Of several that are on their way the last comes first.
-struct Stores {
+struct StoreOrder {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-    unsigned running = 0, under_way = 0;  // OS threads whose block can go on; that stand still for their stores
+    unsigned running = 0, in_flight = 0;  // OS threads whose block can go on; that stand still for their stores
 
     void count(int more) {
         pthread_mutex_lock(&lock);
@@ -263,29 +263,29 @@ struct Stores {
         if (TSAN) return;  // the tool would take it for an order that the kernel has
         pthread_mutex_lock(&lock);
         --running;
-        const unsigned place = ++under_way;
+        const unsigned place = ++in_flight;
         pthread_cond_broadcast(&changed);
-        while (running || under_way != place) pthread_cond_wait(&changed, &lock);
-        --under_way, ++running;
+        while (running || in_flight != place) pthread_cond_wait(&changed, &lock);
+        --in_flight, ++running;
         pthread_mutex_unlock(&lock);
     }
 };
 
-struct Teammate {  // what a block of a team shows the others
+struct ClusterBlock {  // what a block of a team shows the others
     SharedMemory* smem;
-    unsigned turn;  // of the team's barriers that all of its threads have come to
+    unsigned barriers;  // of the team's barriers that all of its threads have come to
     bool ended;
 };
 
 struct Block {
     const Launch& launch;
-    Stores& stores;
+    StoreOrder& stores;
     const int& failed;  // whether some block of the launch has
-    Teammate* team = nullptr;
-    unsigned member = 0;  // which of its team it is
+    ClusterBlock* cluster = nullptr;
+    unsigned cta_rank = 0;  // which of its team it is
     unsigned threads;
     Fiber* fibers;
-    unsigned *turns, *warps;  // the threads, warp by warp, and the warps, in the order in which they run
+    unsigned *thread_order, *warp_order;  // the threads, warp by warp, and the warps, in the order in which they run
     uint64_t values[WARP];  // handed in by the lanes of the warp whose turn it is
     Context scheduler;
     void* scheduler_tool = nullptr;
@@ -299,28 +299,28 @@ struct Block {
     char* message = nullptr;
     Hopper hopper{};
     unsigned resumed = 0, yielded = 0;  // in this scheduling step: fibers, and those that only waited for another block
-    unsigned held_for = 0;              // steps in which others went on, and one warp was held up
-    bool stuck = false;                 // all did
+    unsigned lagged_steps = 0;              // steps in which others went on, and one warp was held up
+    bool waits_for_blocks = false;                 // all did
 
-    Block(const Launch& launch, Stores& stores, const int& failed);
+    Block(const Launch& launch, StoreOrder& stores, const int& failed);
     ~Block();
-    bool run(dim3 index, Teammate* its_team);
+    bool run(dim3 index, ClusterBlock* its_cluster);
 
     void fill_stack(Fiber& fiber);
     void shuffle(dim3 index);
     // The first warp of a shuffled order lags behind as long as others go on, also after it has told them that they may: what
     // they do too early for it shows. Not for ever: some ask again and again.
-    bool holds_up() const { return launch.order && threads > WARP; }
-    bool lags(const Fiber& fiber) const { return holds_up() && (&fiber - fibers) / WARP == warps[0]; }
+    bool has_lagging_warp() const { return launch.order && threads > WARP; }
+    bool lags(const Fiber& fiber) const { return has_lagging_warp() && (&fiber - fibers) / WARP == warp_order[0]; }
     void resume(Fiber& fiber);
     bool run_warp(unsigned first);
     bool release_collectives(unsigned first, unsigned last);
     bool release_barrier();
     bool any_ready() const;
-    bool deliver_boxes();
-    bool nothing_left_behind();
-    void add_departed(const Fiber* by = nullptr);
-    void become_stuck(bool now);
+    bool complete_tma_loads();
+    bool check_completed();
+    void write_read_stores(const Fiber* by = nullptr);
+    void set_waits_for_blocks(bool now);
     void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
@@ -340,32 +340,32 @@ void release(char*) {}
 
 // What a copy is on its way to is nobody's to read or write.
 #if defined(SANDBOX_ASAN)
-void forbid(const Copy& copy) { __asan_poison_memory_region(copy.to, copy.bytes); }
-void permit(const Copy& copy) { __asan_unpoison_memory_region(copy.to, copy.bytes); }
+void poison_destination(const Copy& copy) { __asan_poison_memory_region(copy.to, copy.bytes); }
+void unpoison_destination(const Copy& copy) { __asan_unpoison_memory_region(copy.to, copy.bytes); }
 #else
-void forbid(const Copy&) {}
-void permit(const Copy&) {}
+void poison_destination(const Copy&) {}
+void unpoison_destination(const Copy&) {}
 #endif
 
 #if defined(SANDBOX_ASAN)
 // The cp.async that is still to write to `at`, and the thread that issued it.
-const Copy* copy_under_way(const char* at, unsigned* thread);
+const Copy* pending_copy(const char* at, unsigned* thread);
 #endif
 
 // Gives the turn back to the scheduler; returns when the scheduler resumes this fiber.
-void pause(bool for_ever = false) {
+void pause(bool finished = false) {
     Block& block = *current;
     Fiber& fiber = self();
 #if defined(SANDBOX_TSAN)
     __tsan_switch_to_fiber(block.scheduler_tool, 1);  // 1: a switch orders nothing
 #elif defined(SANDBOX_ASAN)
-    __sanitizer_start_switch_fiber(for_ever ? nullptr : &fiber.tool, block.scheduler_stack, block.scheduler_stack_size);
+    __sanitizer_start_switch_fiber(finished ? nullptr : &fiber.tool, block.scheduler_stack, block.scheduler_stack_size);
 #endif
     switch_context(&fiber.context, &block.scheduler);
 #if defined(SANDBOX_ASAN)
     __sanitizer_finish_switch_fiber(fiber.tool, nullptr, nullptr);
 #endif
-    (void)for_ever;
+    (void)finished;
 }
 
 void fiber_main() {
@@ -379,13 +379,13 @@ void fiber_main() {
     pause(true);
 }
 
-Block::Block(const Launch& launch, Stores& stores, const int& failed)
+Block::Block(const Launch& launch, StoreOrder& stores, const int& failed)
     : launch(launch), stores(stores), failed(failed), smem(launch) {
     threads = launch.block.x * launch.block.y * launch.block.z;
     fibers = static_cast<Fiber*>(calloc(threads, sizeof(Fiber)));
-    turns = static_cast<unsigned*>(malloc(2 * threads * sizeof(unsigned)));
-    warps = turns + threads;
-    for (unsigned t = 0; t < threads; ++t) turns[t] = warps[t] = t;
+    thread_order = static_cast<unsigned*>(malloc(2 * threads * sizeof(unsigned)));
+    warp_order = thread_order + threads;
+    for (unsigned t = 0; t < threads; ++t) thread_order[t] = warp_order[t] = t;
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         void* stack = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
@@ -416,12 +416,12 @@ Block::~Block() {
     for (unsigned t = 0; t < threads && fibers[t].stack; ++t) {
         munmap(fibers[t].stack, GUARD_BYTES + STACK_BYTES);
         if (!TSAN) free(fibers[t].copies);
-        if (!TSAN) free(fibers[t].sent.items);
+        if (!TSAN) free(fibers[t].bulk_stores.items);
 #if defined(SANDBOX_TSAN)
         __tsan_destroy_fiber(fibers[t].tool);
 #endif
     }
-    free(turns);
+    free(thread_order);
     if (!TSAN) free(fibers);  // the tool would take it for a race with a fiber that was given up
     if (!TSAN) hopper.free_all();
     free(message);
@@ -448,7 +448,7 @@ bool Block::run_warp(unsigned first) {
     const unsigned last = first + WARP < threads ? first + WARP : threads;
     do {
         for (unsigned t = first; t < last; ++t) {
-            Fiber& fiber = fibers[turns[t]];
+            Fiber& fiber = fibers[thread_order[t]];
             if (fiber.state == State::ready) resume(fiber);
             if (message) return false;
         }
@@ -492,19 +492,19 @@ void Block::shuffle(dim3 index) {
             numbers[j] = last;
         }
     };
-    permute(warps, (threads + WARP - 1) / WARP);
+    permute(warp_order, (threads + WARP - 1) / WARP);
     for (unsigned first = 0; first < threads; first += WARP) {
-        permute(turns + first, threads - first < WARP ? threads - first : WARP);
+        permute(thread_order + first, threads - first < WARP ? threads - first : WARP);
     }
 }
 
-bool Block::run(dim3 index, Teammate* its_team) {
+bool Block::run(dim3 index, ClusterBlock* its_cluster) {
     if (message) return false;
-    team = its_team, member = index.x % launch.team;
-    team[member].smem = &smem;
+    cluster = its_cluster, cta_rank = index.x % launch.cluster;
+    cluster[cta_rank].smem = &smem;
     acquire(&ended);  // the block before this one on the same OS thread
     for (unsigned t = 0; t < threads; ++t) {
-        for (unsigned i = 0; i < fibers[t].copy_count; ++i) permit(fibers[t].copies[i]);
+        for (unsigned i = 0; i < fibers[t].copy_count; ++i) unpoison_destination(fibers[t].copies[i]);
     }
     smem.poison((index.x + index.y + index.z) % 2);
     if (launch.order) shuffle(index);
@@ -516,9 +516,9 @@ bool Block::run(dim3 index, Teammate* its_team) {
         fiber.block_idx = {index.x, index.y, index.z};
         fiber.state = State::ready;
         fiber.copy_count = fiber.copy_group = 0;  // what nobody waited for never arrives
-        fiber.sent.count = 0;
+        fiber.bulk_stores.count = 0;
         fiber.wgmma_fenced = false;
-        fiber.wgmma_turn = fiber.team_turn = 0;
+        fiber.wgmma_operations = fiber.cluster_barriers = 0;
         fiber.registers = REGISTERS / threads / 8 * 8;
         fill_stack(fiber);
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);
@@ -527,20 +527,21 @@ bool Block::run(dim3 index, Teammate* its_team) {
     current = this;
     for (;;) {
         resumed = yielded = 0;
-        for (unsigned w = holds_up(); w < (threads + WARP - 1) / WARP; ++w) {
-            if (!run_warp(warps[w] * WARP)) return false;
+        for (unsigned w = has_lagging_warp(); w < (threads + WARP - 1) / WARP; ++w) {
+            if (!run_warp(warp_order[w] * WARP)) return false;
         }
-        const bool others = resumed != yielded || hopper.requested.count;
-        if (holds_up() && (!others || ++held_for % HELD_UP == 0) && !run_warp(warps[0] * WARP)) return false;
-        become_stuck(resumed && resumed == yielded && !hopper.requested.count);
+        const bool others_progress = resumed != yielded || hopper.tma_loads.count;
+        if (has_lagging_warp() && (!others_progress || ++lagged_steps % LAG_STEPS == 0) && !run_warp(warp_order[0] * WARP))
+            return false;
+        set_waits_for_blocks(resumed && resumed == yielded && !hopper.tma_loads.count);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
         if (returned == threads) {
-            __atomic_store_n(&team[member].ended, true, __ATOMIC_RELEASE);
-            return nothing_left_behind();
+            __atomic_store_n(&cluster[cta_rank].ended, true, __ATOMIC_RELEASE);
+            return check_completed();
         }
-        if (stuck) sched_yield();
-        if (!deliver_boxes() && !any_ready() && !release_barrier()) {
+        if (waits_for_blocks) sched_yield();
+        if (!complete_tma_loads() && !any_ready() && !release_barrier()) {
             explain_deadlock();
             return false;
         }
@@ -558,9 +559,9 @@ void Block::fill_stack(Fiber& fiber) {
 #endif
 }
 
-void Block::become_stuck(bool now) {
-    if (now != stuck) stores.count(now ? -1 : 1);
-    stuck = now;
+void Block::set_waits_for_blocks(bool now) {
+    if (now != waits_for_blocks) stores.count(now ? -1 : 1);
+    waits_for_blocks = now;
 }
 
 bool Block::any_ready() const {
@@ -572,7 +573,7 @@ bool Block::any_ready() const {
 // True when every thread of the block waits at one and the same barrier: then all go on.
 bool Block::release_barrier() {
     for (unsigned t = 0; t < threads; ++t) {
-        if (fibers[t].state != State::at_barrier || !same_place(fibers[t].site, fibers[0].site)) return false;
+        if (fibers[t].state != State::at_barrier || !same_site(fibers[t].site, fibers[0].site)) return false;
     }
     for (unsigned t = 0; t < threads; ++t) fibers[t].state = State::ready;
     any[++generation % 2] = false;  // every thread has read it: it was used two barriers ago
@@ -589,7 +590,7 @@ bool Block::fail(const char* format, ...) {
     return false;
 }
 
-const char* name_of(Collective what) {
+const char* collective_name(Collective what) {
     static const char* const names[] = {"?", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync",
                                         "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
                                         "__match_any_sync", "__reduce_sync", "ldmatrix", "mma", "stmatrix",
@@ -597,7 +598,7 @@ const char* name_of(Collective what) {
     return names[static_cast<int>(what)];
 }
 
-bool hopper_waits(const Fiber& fiber) {
+bool waits_in_hopper(const Fiber& fiber) {
     return fiber.state == State::at_mbarrier || fiber.state == State::at_named_barrier || fiber.state == State::for_registers;
 }
 void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size);
@@ -611,7 +612,7 @@ void Block::explain_deadlock() {
         const Fiber& fiber = fibers[t];
         unsigned end = t + 1;
         while (end < threads && fibers[end].state == fiber.state &&
-               (fiber.state == State::returned || same_place(fibers[end].site, fiber.site)) &&
+               (fiber.state == State::returned || same_site(fibers[end].site, fiber.site)) &&
                (fiber.state != State::at_mbarrier || fibers[end].mbarrier == fiber.mbarrier) &&
                (fiber.state != State::at_named_barrier || fibers[end].named_barrier == fiber.named_barrier) &&
                (fiber.state != State::in_collective || same_collective(fibers[end], fiber))) ++end;
@@ -624,10 +625,10 @@ void Block::explain_deadlock() {
             else if (fiber.state == State::at_barrier)
                 snprintf(where, sizeof where, "wait%s at __syncthreads() %s:%d", *plural ? "" : "s", fiber.site.file,
                          fiber.site.line);
-            else if (hopper_waits(fiber))
+            else if (waits_in_hopper(fiber))
                 describe_wait(*this, fiber, end - t > 1, where, sizeof where);
             else snprintf(where, sizeof where, "wait%s in %s(mask 0x%08x) %s:%d", *plural ? "" : "s",
-                          name_of(fiber.what), fiber.mask, fiber.site.file, fiber.site.line);
+                          collective_name(fiber.what), fiber.mask, fiber.site.file, fiber.site.line);
             used += snprintf(text + used, sizeof text - used, "\n  thread%s %s %s", plural, who, where);
             if (used >= sizeof text) used = sizeof text - 1;
         }
@@ -635,7 +636,7 @@ void Block::explain_deadlock() {
     }
     const char* kind = "barrier not reached by every thread of the block";
     for (unsigned t = 0; t < threads; ++t) {
-        if (hopper_waits(fibers[t])) kind = "deadlock: nobody is left to end what these wait for";
+        if (waits_in_hopper(fibers[t])) kind = "deadlock: nobody is left to end what these wait for";
     }
     for (unsigned t = 0; t < threads; ++t) {
         if (fibers[t].state == State::in_collective) kind = "warp collective not reached by every lane of its mask";
@@ -650,8 +651,8 @@ struct Grid {
     uint64_t workers, next = 0;  // the next block, taken atomically by the workers
     int failed = 0;
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    Stores stores{};
-    Teammate* teammates = nullptr;  // all blocks, team by team
+    StoreOrder stores{};
+    ClusterBlock* cluster_blocks = nullptr;  // all blocks, team by team
 };
 
 void* work(void* argument) {
@@ -665,7 +666,7 @@ void* work(void* argument) {
     while (index < grid.blocks && !__atomic_load_n(&grid.failed, __ATOMIC_RELAXED)) {
         const uint64_t i = grid.launch.order ? grid.blocks - 1 - index : index;
         const dim3 at(i % extent.x, i / extent.x % extent.y, i / extent.x / extent.y);
-        if (!block.run(at, grid.teammates + i / grid.launch.team * grid.launch.team)) {
+        if (!block.run(at, grid.cluster_blocks + i / grid.launch.cluster * grid.launch.cluster)) {
             pthread_mutex_lock(&grid.lock);
             if (!grid.failed) snprintf(grid.launch.error, grid.launch.error_size, "%s", block.message);
             __atomic_store_n(&grid.failed, 1, __ATOMIC_RELAXED);
@@ -674,7 +675,7 @@ void* work(void* argument) {
         // For ThreadSanitizer in fixed shares: blocks of one worker are ordered, so that neighbours must not share one.
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
-    block.become_stuck(true);  // nobody waits for it any more
+    block.set_waits_for_blocks(true);  // nobody waits for it any more
     acquire(&block.ended);  // whoever waits for the launch may read what it wrote
     return nullptr;
 }
@@ -706,12 +707,12 @@ extern "C" void sandbox_cluster_barrier(Site site) {
     sandbox_barrier(site);
     Block& block = *current;
     Fiber& fiber = self();
-    const unsigned turn = ++fiber.team_turn;
+    const unsigned reached = ++fiber.cluster_barriers;
     release(&order);
-    if (&fiber == block.fibers) __atomic_store_n(&block.team[block.member].turn, turn, __ATOMIC_RELEASE);
-    for (unsigned member = 0; member < block.launch.team; ++member) {
-        while (__atomic_load_n(&block.team[member].turn, __ATOMIC_ACQUIRE) < turn) {
-            if (__atomic_load_n(&block.team[member].ended, __ATOMIC_ACQUIRE) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
+    if (&fiber == block.fibers) __atomic_store_n(&block.cluster[block.cta_rank].barriers, reached, __ATOMIC_RELEASE);
+    for (unsigned cta_rank = 0; cta_rank < block.launch.cluster; ++cta_rank) {
+        while (__atomic_load_n(&block.cluster[cta_rank].barriers, __ATOMIC_ACQUIRE) < reached) {
+            if (__atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
                 block.fail("team barrier %s:%d: block (%u,%u,%u) waits for one of its team that has ended", site.file, site.line,
                            fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
                 pause(true);
@@ -722,8 +723,8 @@ extern "C" void sandbox_cluster_barrier(Site site) {
     acquire(&order);
 }
 
-extern "C" const char* sandbox_map_shared_rank(const char* own, unsigned member) {
-    return current->team[member].smem->begin + (own - current->smem.begin);
+extern "C" const char* sandbox_map_shared_rank(const char* own, unsigned cta_rank) {
+    return current->cluster[cta_rank].smem->begin + (own - current->smem.begin);
 }
 
 extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site) {
@@ -735,14 +736,14 @@ extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, ui
     fiber.mask = mask;
     if (!(mask >> fiber.lane & 1)) {
         const unsigned t = static_cast<unsigned>(&fiber - block.fibers);
-        block.fail("%s(mask 0x%08x) %s:%d: lane %u (thread %u) calls it but is not in its mask", name_of(what), mask,
+        block.fail("%s(mask 0x%08x) %s:%d: lane %u (thread %u) calls it but is not in its mask", collective_name(what), mask,
                    site.file, site.line, fiber.lane, t);
         pause(true);
     }
     char* order = nullptr;
     // Only __syncwarp orders memory; a shuffle or a vote does not (CUDA C++ Programming Guide, warp intrinsics).
     if (TSAN && what == Collective::syncwarp) {
-        order = &fiber.order[fiber.turn++ % 2];  // of the lane that comes first
+        order = &fiber.order[fiber.syncwarps++ % 2];  // of the lane that comes first
         for (unsigned lane = 0; lane < WARP; ++lane) {
             if (!(mask & fiber.warp_mask & 1u << lane) || lane == fiber.lane) continue;
             const Fiber& other = (&fiber - fiber.lane)[lane];
@@ -770,7 +771,7 @@ extern "C" void sandbox_cp_async(void* to, const void* from, unsigned bytes, uns
     if (valid) __asan_loadN(from, valid);
     const char* bad = static_cast<char*>(__asan_region_is_poisoned(to, bytes));
     unsigned thread;
-    if (bad && !copy_under_way(bad, &thread)) __asan_storeN(to, bytes);
+    if (bad && !pending_copy(bad, &thread)) __asan_storeN(to, bytes);
 #endif
     if (fiber.copy_count == fiber.copy_room) {
         fiber.copy_room = fiber.copy_room ? 2 * fiber.copy_room : 16;
@@ -778,7 +779,7 @@ extern "C" void sandbox_cp_async(void* to, const void* from, unsigned bytes, uns
     }
     fiber.copies[fiber.copy_count++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, valid,
                                         fiber.copy_group, __builtin_return_address(0)};
-    forbid(fiber.copies[fiber.copy_count - 1]);
+    poison_destination(fiber.copies[fiber.copy_count - 1]);
 }
 
 extern "C" void sandbox_cp_async_commit() { ++self().copy_group; }
@@ -788,7 +789,7 @@ extern "C" void sandbox_cp_async_wait(unsigned pending) {
     unsigned done = 0;
     while (done < fiber.copy_count && fiber.copies[done].group + pending < fiber.copy_group) {
         const Copy& copy = fiber.copies[done++];
-        permit(copy);
+        unpoison_destination(copy);
         current->smem.mark(copy.to, copy.bytes, true);
 #if defined(SANDBOX_TSAN)
         __tsan_func_entry(copy.issued);
@@ -816,7 +817,7 @@ extern "C" void sandbox_trap(const char* reason, Site site) {
 
 #if defined(SANDBOX_ASAN)
 namespace {
-const Copy* copy_under_way(const char* at, unsigned* thread) {
+const Copy* pending_copy(const char* at, unsigned* thread) {
     for (*thread = 0; current && *thread < current->threads; ++*thread) {
         const Fiber& fiber = current->fibers[*thread];
         for (unsigned i = 0; i < fiber.copy_count; ++i) {
@@ -831,7 +832,7 @@ const Copy* copy_under_way(const char* at, unsigned* thread) {
 extern "C" void __asan_on_error() {
     const char* const at = static_cast<char*>(__asan_get_report_address());
     unsigned thread;
-    if (copy_under_way(at, &thread)) {
+    if (pending_copy(at, &thread)) {
         fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", thread);
         return;
     }
@@ -848,10 +849,10 @@ extern "C" void __asan_on_error() {
 #elif defined(SANDBOX_SHADOW)
 namespace {
 // Whose of the team's shared memory an address is in; of none's, this block's own.
-SharedMemory& holder(const char* at) {
-    for (unsigned member = 0; member < current->launch.team; ++member) {
-        SharedMemory* const its = current->team[member].smem;
-        if (its && its->holds(at)) return *its;
+SharedMemory& owner_of(const char* at) {
+    for (unsigned cta_rank = 0; cta_rank < current->launch.cluster; ++cta_rank) {
+        SharedMemory* const its = current->cluster[cta_rank].smem;
+        if (its && its->contains(at)) return *its;
     }
     return current->smem;
 }
@@ -863,7 +864,7 @@ bool unwritten_local(const char* at, size_t bytes) {
 }
 void check_read(const char* at, size_t bytes, const void* where) {
     const bool local = unwritten_local(at, bytes);
-    if (!local && holder(at).was_written(at, bytes)) return;
+    if (!local && owner_of(at).was_written(at, bytes)) return;
     void* calls[16];
     char stack[1024] = "";
     size_t used = 0;
@@ -880,8 +881,8 @@ void check_read(const char* at, size_t bytes, const void* where) {
                   local ? "a local array" : "shared memory", b.x, b.y, b.z, t.x, t.y, t.z, stack);
     pause(true);
 }
-void seen_store(const char* at, size_t bytes) {
-    holder(at).mark(at, bytes, true);
+void record_store(const char* at, size_t bytes) {
+    owner_of(at).mark(at, bytes, true);
     if (current->hopper.proxies.used) sandbox_generic_write(at, static_cast<unsigned>(bytes));
 }
 }  // namespace
@@ -889,14 +890,14 @@ void seen_store(const char* at, size_t bytes) {
 // What -fsanitize=kernel-address makes of each load and store.
 #define SANDBOX_ACCESS(size) \
     extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
-    extern "C" void __asan_store##size##_noabort(const char* at) { seen_store(at, size); }
+    extern "C" void __asan_store##size##_noabort(const char* at) { record_store(at, size); }
 SANDBOX_ACCESS(1)
 SANDBOX_ACCESS(2)
 SANDBOX_ACCESS(4)
 SANDBOX_ACCESS(8)
 SANDBOX_ACCESS(16)
 extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) { check_read(at, bytes, __builtin_return_address(0)); }
-extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { seen_store(at, bytes); }
+extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { record_store(at, bytes); }
 extern "C" void __asan_handle_no_return() {}
 #endif
 
@@ -905,23 +906,23 @@ extern "C" int sandbox_launch(const Launch* launch) {
     launch->error[0] = '\0';
     const uint64_t threads = static_cast<uint64_t>(launch->block.x) * launch->block.y * launch->block.z;
     // The blocks of a team are taken one after the other: with as many workers as it has blocks each begins, and none waits for ever.
-    const uint64_t wanted = launch->workers < launch->team ? launch->team : launch->workers;
-    uint64_t most = wanted < grid.blocks ? wanted : grid.blocks;
+    const uint64_t at_least = launch->workers < launch->cluster ? launch->cluster : launch->workers;
+    uint64_t most = at_least < grid.blocks ? at_least : grid.blocks;
     if (most * threads > MAX_FIBERS) most = MAX_FIBERS / threads;
-    grid.teammates = static_cast<Teammate*>(calloc(grid.blocks, sizeof(Teammate)));
-    pthread_t* others = static_cast<pthread_t*>(calloc(most + 1, sizeof(pthread_t)));
+    grid.cluster_blocks = static_cast<ClusterBlock*>(calloc(grid.blocks, sizeof(ClusterBlock)));
+    pthread_t* threads_of_workers = static_cast<pthread_t*>(calloc(most + 1, sizeof(pthread_t)));
     pthread_mutex_lock(&grid.lock);
-    while (grid.workers < most && pthread_create(&others[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
+    while (grid.workers < most && pthread_create(&threads_of_workers[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
     grid.stores.running = grid.workers;
-    if (grid.workers < launch->team) {
-        snprintf(launch->error, launch->error_size, "no memory for the threads of %u blocks at one time", launch->team);
+    if (grid.workers < launch->cluster) {
+        snprintf(launch->error, launch->error_size, "no memory for the threads of %u blocks at one time", launch->cluster);
         grid.failed = 1;
     }
     pthread_mutex_unlock(&grid.lock);
     work(&grid);
-    for (uint64_t i = 1; i < grid.workers; ++i) pthread_join(others[i], nullptr);
-    free(others);
-    free(grid.teammates);
+    for (uint64_t i = 1; i < grid.workers; ++i) pthread_join(threads_of_workers[i], nullptr);
+    free(threads_of_workers);
+    free(grid.cluster_blocks);
     return grid.failed;
 }
 

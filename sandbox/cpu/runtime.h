@@ -59,7 +59,7 @@ bool sandbox_barrier_or(bool predicate, Site site);
 // Waits until every thread of the team has come to it, those of this block to this very place.
 void sandbox_cluster_barrier(Site site);
 // Where that member of the team has what lies at `own` in this block's shared memory.
-const char* sandbox_map_shared_rank(const char* own, unsigned member);
+const char* sandbox_map_shared_rank(const char* own, unsigned cta_rank);
 // Hands in `value`; returns the 32 values of the warp, to be read at once, when every lane in `mask` (that the warp has)
 // has called the same collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);
@@ -108,7 +108,7 @@ struct Launch {
     void** args;
     char* (*dynamic_smem)();  // where the calling OS thread has its dynamic shared memory
     dim3 grid, block;
-    unsigned team;  // blocks, neighbours along x, that run at one time and read each other's shared memory
+    unsigned cluster;  // blocks, neighbours along x, that run at one time and read each other's shared memory
     unsigned smem_bytes;
     unsigned workers;  // OS threads to spread the blocks over
     unsigned order;    // 0: blocks, warps and lanes in ascending order; else blocks descending, and a shuffle's seed; one warp lags behind

@@ -41,25 +41,25 @@ inline void store_box(const char* smem, const TensorMap& map, const int (&at)[MA
 
 // ---- matrices of 16-bit elements, as a wgmma descriptor finds them
 
-struct MatrixPlace {
+struct MatrixDescriptor {
     uint64_t start, leading, stride;  // bytes
     unsigned swizzle, base_offset;
-    explicit MatrixPlace(uint64_t bits)
+    explicit MatrixDescriptor(uint64_t bits)
         : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4),
           swizzle(bits >> 62), base_offset(bits >> 49 & 7) {}
 };
 
 constexpr unsigned DEPTH = 16, WIDEST = 256;  // of one wgmma
 
-struct Range { uint64_t begin, end; };
+struct ByteRange { uint64_t begin, end; };
 
 // Elements (k, i), i from `first` on, `count` of them, of a matrix that lies at `place` with K, or with i, contiguous.
 // Returns the bytes between which it lies, counted from `smem`; reads nothing from `end` on. Calls reads(offset) of each 16
 // bytes read.
 template <class F>
-inline Range read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixPlace& place,
+inline ByteRange read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixDescriptor& place,
                          bool k_major, unsigned first, unsigned count, F reads) {
-    Range range{~0ull, 0};
+    ByteRange range{~0ull, 0};
     const auto chunk = [&](uint64_t offset, uint16_t (&elements)[8]) {
         offset = swizzled(place.start + offset);
         if (offset < range.begin) range.begin = offset;
@@ -117,7 +117,7 @@ inline float widened8(unsigned x, bool e5m2) {
 }
 
 // Rounded to 14 bits, towards zero: what Hopper's tensor cores keep of a sum of float8 products.
-inline float kept_of_sum(double x) {
+inline float round_to_fp8_accumulator(double x) {
     float sum = static_cast<float>(x);
     uint32_t bits;
     memcpy(&bits, &sum, 4);
@@ -140,7 +140,7 @@ inline void multiply8(float (&D)[16][WIDEST], const uint16_t (&A)[DEPTH][WIDEST]
             const float a = widened8(A[k / 2][row] >> 8 * (k % 2) & 0xffu, e5m2);
             for (unsigned i = 0; i < n; ++i) sum[i] += static_cast<double>(a) * b[k][i];
         }
-        for (unsigned i = 0; i < n; ++i) D[row][i] = kept_of_sum(sum[i]);
+        for (unsigned i = 0; i < n; ++i) D[row][i] = round_to_fp8_accumulator(sum[i]);
     }
 }
 
