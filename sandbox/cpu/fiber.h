@@ -1,6 +1,6 @@
-// Switching between stacks: the callee-saved registers go onto the old stack, the new ones come off the new stack.
-// Hand-written for x86-64 (System V ABI) and AArch64 (AAPCS64), some 10 ns; ucontext elsewhere (or with
-// -DSANDBOX_PORTABLE_FIBERS), some 200 ns.
+// Switching between stacks: saves the callee-saved registers on the old stack and restores them from the new stack.
+// Assembly for x86-64 (System V ABI) and AArch64 (AAPCS64), about 10 ns per switch; ucontext elsewhere (or with
+// -DSANDBOX_PORTABLE_FIBERS), about 200 ns.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -37,7 +37,7 @@ sandbox_switch:
 )");
 
 inline void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
-    // At entry the ABI wants rsp = 8 mod 16, as after a call; the word below the return address ends a backtrace.
+    // The ABI requires rsp = 8 mod 16 at function entry, as after a call. The word above the return address ends a backtrace.
     uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + size) - 1;
     *--top = reinterpret_cast<uintptr_t>(entry);
     for (int saved = 0; saved < 6; ++saved) *--top = 0;
@@ -90,7 +90,7 @@ sandbox_switch:
 inline void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
     uintptr_t* saved = reinterpret_cast<uintptr_t*>(stack + size) - 20;
     for (int i = 0; i < 20; ++i) saved[i] = 0;
-    saved[11] = reinterpret_cast<uintptr_t>(entry);  // x30: where `ret` goes
+    saved[11] = reinterpret_cast<uintptr_t>(entry);  // x30: target of `ret`
     *context = saved;
 }
 

@@ -1,23 +1,23 @@
-// What a block keeps for Hopper's asynchronous instructions: mbarriers, boxes on their way in, named barriers, registers,
-// wgmmas under way. Included by runtime.cpp.
+// Per-block state of Hopper's asynchronous instructions: mbarriers, pending TMA loads, named barriers, registers, pending
+// wgmmas. Included by runtime.cpp.
 #pragma once
 
 constexpr unsigned REGISTERS = 65536;  // of an SM
 
-// An mbarrier's 64-bit word. Bytes that are announced and have not come keep a phase open, as arrivals do.
+// An mbarrier's 64-bit word. A phase ends when no arrivals and no transaction bytes are pending.
 struct Mbarrier {
     uint64_t magic : 4, parity : 1, expected : 14, missing : 14;
-    int64_t bytes : 31;  // announced and not come; negative where they came before they were announced
+    int64_t bytes : 31;  // expected minus received; negative if they are received before expect_tx
     static constexpr uint64_t MAGIC = 5;  // neither zeros nor poison
 };
 static_assert(sizeof(Mbarrier) == 8, "one word");
 
-struct TmaLoad {  // one box on its way into shared memory
+struct TmaLoad {  // one pending TMA load of a box
     char* to;
     TensorMap map;
     int at[MAP_RANK];
     char* barrier;
-    uint64_t due;  // the scheduling step in which it comes
+    uint64_t due;  // the scheduling step in which it completes
     Site site;
 };
 
@@ -27,17 +27,17 @@ struct NamedBarrier {
     char order[2];  // as Fiber::order
 };
 
-struct Accumulators {  // of one warp, while wgmmas write them
+struct Accumulators {  // of one warp, while wgmmas are pending
     float* d[WARP];
     unsigned n, products;
     float values[16][WIDEST];
 };
 
-struct InFlight {  // one warp's part of a wgmma
+struct InFlight {  // one warp's part of a pending wgmma
     Product lane0;
     Accumulators* accumulators;
     const unsigned* a_at[WARP];
-    uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // as they were when it was issued
+    uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // values at issue
     unsigned group;
     Site site;
 };
@@ -46,7 +46,7 @@ struct WarpMma {
     List<InFlight*> in_flight;
     List<Accumulators*> open_accumulators;
     unsigned groups, issued;
-    unsigned operations;  // of the lane that is furthest, as Fiber::wgmma_turn
+    unsigned operations;  // maximum of Fiber::wgmma_operations
 };
 
 struct Hopper {
@@ -56,7 +56,7 @@ struct Hopper {
     NamedBarrier named[NAMED_BARRIERS];
     unsigned free_registers;
     WarpMma mma[1024 / WARP];
-    uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // operands as they are when a wgmma ends
+    uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // operands at completion of a wgmma
     Proxies proxies;
 
     void begin() {

@@ -1,4 +1,4 @@
-// Hopper's asynchronous instructions, as a fiber calls them. Included by runtime.cpp.
+// Hopper's asynchronous instructions, called by fibers. Included by runtime.cpp.
 #pragma once
 
 namespace {
@@ -30,7 +30,7 @@ void atomic_add(float* to, float x) {
 
 unsigned thread_of(const Fiber& fiber) { return static_cast<unsigned>(&fiber - current->fibers); }
 
-// Where an address lies in dynamic shared memory, in bytes from its beginning.
+// Byte offset of an address in dynamic shared memory.
 uint64_t smem_offset_of(const char* at, uint64_t bytes, Site site) {
     const SharedMemory& smem = current->smem;
     if (at < smem.dynamic || at + bytes > smem.dynamic + smem.dynamic_bytes)
@@ -47,7 +47,7 @@ Mbarrier& mbarrier_at(char* at, Site site) {
     return barrier;
 }
 
-// Ends the phase when nobody and nothing is missing any more.
+// Ends the phase if no arrivals and no bytes are pending.
 void end_phase(Block& block, char* at) {
     Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(at);
     if (barrier.missing || barrier.bytes) return;
@@ -61,9 +61,9 @@ void check_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
     if (!proxies.used) return;
     for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) {
         if (proxies.unfenced[chunk])
-            trap(site, "thread %u wrote a part of what %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1, what);
+            trap(site, "thread %u wrote data that %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1, what);
         if (!proxies.fence_is_visible(chunk, thread_of(self())))
-            trap(site, "warp %u wrote a part of what %s and called fence_proxy_async only after the barrier that passes it on",
+            trap(site, "warp %u wrote data that %s and called fence_proxy_async only after the barrier that orders the accesses",
                  proxies.fenced_by[chunk], what);
     }
 }
@@ -86,8 +86,8 @@ void Block::wake(State state, const char* mbarrier, unsigned number) {
     }
 }
 
-// One scheduling step: boxes that are due come. Where nothing else can go on, time passes until one is. Returns whether
-// any came.
+// One scheduling step: completes the TMA loads that are due. If no fiber is ready, advances to the first load that is due.
+// Returns whether any load completed.
 bool Block::complete_tma_loads() {
     List<TmaLoad>& boxes = hopper.tma_loads;
     ++hopper.step;
@@ -97,54 +97,54 @@ bool Block::complete_tma_loads() {
         for (unsigned i = 1; i < boxes.count; ++i) next = boxes.items[i].due < next ? boxes.items[i].due : next;
         if (next > hopper.step) hopper.step = next;
     }
-    unsigned left = 0, come = 0;
+    unsigned left = 0, completed = 0;
     for (unsigned i = 0; i < boxes.count; ++i) {
         const TmaLoad box = boxes.items[i];
         if (box.due > hopper.step) {
             boxes.items[left++] = box;
             continue;
         }
-        acquire(box.barrier);  // whoever requested it
+        acquire(box.barrier);  // the issuing thread
         load_box(box.to, box.map, box.at);
         smem.mark(box.to, box_bytes(box.map), true);
         hopper.proxies.tma_wrote(box.to - smem.dynamic, box.to - smem.dynamic + box_bytes(box.map));
         release(box.barrier);
         reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box_bytes(box.map));
         end_phase(*this, box.barrier);
-        ++come;
+        ++completed;
     }
     boxes.count = left;
-    return come;
+    return completed;
 }
 
-// A block may not end before what it has requested, sent or begun to multiply has come to its end.
+// Reports TMA loads, bulk stores and wgmmas that are pending when the block ends.
 bool Block::check_completed() {
     if (hopper.tma_loads.count) {
         const Site site = hopper.tma_loads.items[0].site;
-        return fail("the block ends before the box that was requested at %s:%d has come", site.file, site.line);
+        return fail("the block ends before the TMA load issued at %s:%d has completed", site.file, site.line);
     }
     for (unsigned t = 0; t < threads; ++t) {
         if (!fibers[t].bulk_stores.count) continue;
         const Site site = fibers[t].bulk_stores.items[0].site;
-        return fail("thread %u ends before what it sent at %s:%d has left shared memory", t, site.file, site.line);
+        return fail("thread %u ends before the bulk store issued at %s:%d has read shared memory", t, site.file, site.line);
     }
     for (unsigned t = 0; t < threads; t += WARP) {
         const WarpMma &warp = hopper.mma[t / WARP], &first = hopper.mma[t / WARP / 4 * 4];
         if (warp.in_flight.count) {
             const Site site = warp.in_flight.items[0]->site;
-            return fail("warp %u ends before the wgmma at %s:%d has", t / WARP, site.file, site.line);
+            return fail("warp %u ends before the wgmma at %s:%d has completed", t / WARP, site.file, site.line);
         }
         if (warp.issued != first.issued)
-            return fail("warps %u and %u are of one warpgroup and came to %u and %u wgmmas", t / WARP / 4 * 4, t / WARP,
+            return fail("warps %u and %u of one warpgroup issued %u and %u wgmmas", t / WARP / 4 * 4, t / WARP,
                         first.issued, warp.issued);
     }
     write_read_stores();
     return true;
 }
 
-// Those of a fiber that waits, or all. The last sums first: their order is nobody's to rely on.
+// Writes the bulk stores of one fiber that waits, or of all. Reductions are added in reverse order, which is unspecified.
 void Block::write_read_stores(const Fiber* by) {
-    if (!by) acquire(&ended);  // whoever sent them
+    if (!by) acquire(&ended);  // the issuing threads
     List<ReadStore>& sums = hopper.read_stores;
     bool stored = false;
     for (unsigned i = 0; i < sums.count; ++i) stored |= !sums.items[i].add && (!by || sums.items[i].by == by);
@@ -167,23 +167,23 @@ void Block::write_read_stores(const Fiber* by) {
 
 namespace {
 
-// "waits at mbarrier_wait(shared memory + 512) file.cu:12 for phase 0 to end: 2 arrivals and 4096 bytes are missing"
+// "waits at mbarrier_wait(shared memory + 512) file.cu:12 for the phase of parity 0: 2 arrivals and 4096 bytes are pending"
 void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size) {
-    const int verb = snprintf(text, size, several ? "wait " : "waits ");
-    text += verb;
-    size -= verb;
+    const int length = snprintf(text, size, several ? "wait " : "waits ");
+    text += length;
+    size -= length;
     if (fiber.state == State::at_mbarrier) {
         const Mbarrier& barrier = *reinterpret_cast<const Mbarrier*>(fiber.mbarrier);
         snprintf(text, size,
-                 "at mbarrier_wait(shared memory + %td) %s:%d for the phase of parity %u: %u arrivals and %lld bytes are missing",
+                 "at mbarrier_wait(shared memory + %td) %s:%d for the phase of parity %u: %u arrivals and %lld bytes are pending",
                  fiber.mbarrier - block.smem.dynamic, fiber.site.file, fiber.site.line, fiber.parity,
                  static_cast<unsigned>(barrier.missing), static_cast<long long>(barrier.bytes));
     } else if (fiber.state == State::at_named_barrier) {
         const NamedBarrier& barrier = block.hopper.named[fiber.named_barrier];
-        snprintf(text, size, "at named barrier %u %s:%d, where %u of %u threads are", fiber.named_barrier, fiber.site.file,
+        snprintf(text, size, "at named barrier %u %s:%d: %u of %u threads have arrived", fiber.named_barrier, fiber.site.file,
                  fiber.site.line, barrier.arrived, barrier.threads);
     } else {
-        snprintf(text, size, "for registers %s:%d, of which %u are free", fiber.site.file, fiber.site.line,
+        snprintf(text, size, "for registers %s:%d: %u are free", fiber.site.file, fiber.site.line,
                  block.hopper.free_registers);
     }
 }
@@ -191,8 +191,8 @@ void describe_wait(const Block& block, const Fiber& fiber, bool several, char* t
 }  // namespace
 
 extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
-    if (smem_offset_of(at, 8, site) % 8) trap(site, "an mbarrier must lie at a multiple of 8 bytes");
-    if (!arrivals || arrivals > 1024) trap(site, "an mbarrier for %u arrivals: 1 to 1024 are possible here", arrivals);
+    if (smem_offset_of(at, 8, site) % 8) trap(site, "the address of an mbarrier must be a multiple of 8 bytes");
+    if (!arrivals || arrivals > 1024) trap(site, "an mbarrier for %u arrivals is not supported: the count must be 1 to 1024", arrivals);
     Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(at);
     barrier.magic = Mbarrier::MAGIC;
     barrier.parity = 0;
@@ -203,7 +203,7 @@ extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
 
 extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
     Mbarrier& barrier = mbarrier_at(at, site);
-    if (!barrier.missing) trap(site, "one arrival too many: this phase of the mbarrier waits for bytes alone");
+    if (!barrier.missing) trap(site, "too many arrivals: only transaction bytes of this mbarrier phase are pending");
     release(at);
     Proxies& proxies = current->hopper.proxies;
     proxies.release(proxies.mbarrier(at), thread_of(self()));
@@ -217,7 +217,7 @@ extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {
     Fiber& fiber = self();
     fiber.mbarrier = at;
     fiber.parity = parity;
-    if (parity > 1) trap(site, "a parity is 0 or 1, not %u", parity);
+    if (parity > 1) trap(site, "parity %u of an mbarrier wait: it must be 0 or 1", parity);
     if (mbarrier_at(at, site).parity == parity) block_until(State::at_mbarrier, site);
     acquire(at);
     Proxies& proxies = current->hopper.proxies;
@@ -226,12 +226,12 @@ extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {
 
 extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predicate, Site site) {
     Block& block = *current;
-    if (!id || id >= NAMED_BARRIERS) trap(site, "named barriers are 1 to 15 (0 is __syncthreads), not %u", id);
+    if (!id || id >= NAMED_BARRIERS) trap(site, "named barrier %u: it must be 1 to 15 (0 is __syncthreads)", id);
     NamedBarrier& barrier = block.hopper.named[id];
     if (!threads || threads % WARP || threads > block.threads)
-        trap(site, "named barrier %u for %u threads: whole warps of the block's %u", id, threads, block.threads);
+        trap(site, "named barrier %u for %u threads: the count must be a multiple of 32, at most the block's %u", id, threads, block.threads);
     if (barrier.arrived && barrier.threads != threads)
-        trap(site, "named barrier %u for %u threads, but those who are there came for %u", id, threads, barrier.threads);
+        trap(site, "named barrier %u for %u threads, but earlier arrivals used a count of %u", id, threads, barrier.threads);
     const unsigned parity = barrier.generation % 2;
     release(&barrier.order[parity]);
     Clock& clock = block.hopper.proxies.named_barriers[id][parity];
@@ -257,7 +257,7 @@ extern "C" void sandbox_setmaxnreg(unsigned registers, Site site) {
     Fiber& fiber = self();
     unsigned& pool = current->hopper.free_registers;
     if (registers % 8 || registers < 24 || registers > 256)
-        trap(site, "setmaxnreg %u: a multiple of 8 from 24 to 256", registers);
+        trap(site, "setmaxnreg %u: the count must be a multiple of 8 from 24 to 256", registers);
     while (registers > fiber.registers + pool) block_until(State::for_registers, site);
     pool += fiber.registers;
     pool -= registers;
@@ -265,13 +265,13 @@ extern "C" void sandbox_setmaxnreg(unsigned registers, Site site) {
     current->wake(State::for_registers, nullptr, 0);
 }
 
-// ---- boxes
+// ---- TMA and bulk copies
 
 extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
     Hopper& hopper = current->hopper;
-    if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
+    if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
     mbarrier_at(barrier, site);
-    check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA arrives at", site);
+    check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA accesses (an mbarrier)", site);
     report_write(to, box_bytes(*map));
     memset(to, 0xff, box_bytes(*map));
     current->smem.mark(to, box_bytes(*map), false);
@@ -289,10 +289,10 @@ void check_written(const char* from, uint64_t bytes, const char* what, Site site
              static_cast<long long>(from - current->smem.dynamic));
 }
 
-// Where in shared memory what is sent lies; all of it has to be there for the async proxy.
+// Offset of a bulk store's source in shared memory. All of it must be visible to the async proxy.
 uint64_t bulk_source_offset(const char* from, uint64_t bytes, Site site) {
     const uint64_t offset = smem_offset_of(from, bytes, site);
-    check_fenced(offset, offset + bytes, "is sent", site);
+    check_fenced(offset, offset + bytes, "a bulk store reads", site);
     report_read(from, bytes);
     return offset;
 }
@@ -301,17 +301,17 @@ uint64_t bulk_source_offset(const char* from, uint64_t bytes, Site site) {
 
 extern "C" void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site) {
     if ((bulk_source_offset(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)
-        trap(site, "sums of %u bytes: their number and both addresses must be multiples of 16", bytes);
-    check_written(from, bytes, "sends", site);
+        trap(site, "bulk store of %u bytes: the size and both addresses must be multiples of 16", bytes);
+    check_written(from, bytes, "bulk store reads", site);
     self().bulk_stores.add() = {from, {}, {}, to, bytes, add, false, 0, site};
 }
 
 extern "C" void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site) {
-    if (bulk_source_offset(from, box_bytes(*map), site) % 1024) trap(site, "a swizzled box must begin at a multiple of 1024 bytes");
+    if (bulk_source_offset(from, box_bytes(*map), site) % 1024) trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
     BulkStore& box = self().bulk_stores.add();
     box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, 0, site};
     for_box_chunks(*map, box.at, [&](char* to, uint64_t place, unsigned valid) {
-        check_written(from + place, valid, "sends", site);
+        check_written(from + place, valid, "TMA store reads", site);
         report_write(to, valid);
     });
 }
@@ -343,7 +343,7 @@ extern "C" void sandbox_bulk_wait() {
     current->write_read_stores(&self());
 }
 
-// Lets the others go on: of a thread that waits for another block.
+// Switches to other fibers, in a thread that polls for another block.
 extern "C" void sandbox_yield() {
     ++current->yielded;
     pause();
@@ -365,7 +365,7 @@ namespace {
 
 WarpMma& warp_mma() { return current->hopper.mma[thread_of(self()) / WARP]; }
 
-// Whether this lane is the first of its warp to come here: it does, for all of them, what a warp does once.
+// Whether this lane is the first of its warp to reach this call. It then performs the operation of the whole warp.
 bool first_lane_to_arrive() {
     WarpMma& warp = warp_mma();
     if (++self().wgmma_operations <= warp.operations) return false;
@@ -377,7 +377,7 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
                   Site site) {
     const SharedMemory& smem = current->smem;
     const MatrixDescriptor place(bits);
-    if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset");
+    if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset, is not supported");
     const ByteRange read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
         check_written(smem.dynamic + offset, 16, "wgmma reads", site);
         if (issued) check_fenced(offset, offset + 16, "wgmma reads", site);
@@ -388,7 +388,7 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
     report_read(smem.dynamic + read.begin, read.end - read.begin);
 }
 
-// Both operands as they are now. A fragment in registers: see include/ptx.cuh.
+// The current values of both operands. Register fragments: see include/ptx.cuh.
 void read_operands(const InFlight& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], bool issued, Site site) {
     const unsigned warp = thread_of(self()) / WARP % 4;
     read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, issued, site);
@@ -406,7 +406,7 @@ bool same(const uint16_t (&a)[DEPTH][WIDEST], const uint16_t (&b)[DEPTH][WIDEST]
     return true;
 }
 
-// Moves accumulators between the lanes' registers and rows and columns.
+// Calls f(register, matrix element) for each accumulator of each lane.
 template <class F> void for_accumulators(Accumulators& a, F f) {
     for (unsigned lane = 0; lane < WARP; ++lane)
         for (unsigned i = 0; i < a.n / 2; ++i)
@@ -427,7 +427,7 @@ Accumulators* accumulators_of(WarpMma& warp, const uint64_t* lanes, const Produc
     return fresh;
 }
 
-// The operands have to be what they were when the wgmma was issued.
+// The operands must not change between issue and wait.
 void complete(const InFlight& product, Site waiting) {
     auto &A = current->hopper.A, &B = current->hopper.B;
     read_operands(product, A, B, false, product.site);
@@ -473,7 +473,7 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     while (done < warp.in_flight.count && warp.in_flight.items[done]->group + pending < warp.groups) {
         complete(*warp.in_flight.items[done++], site);
     }
-    for (unsigned i = 0; i < done; ++i) delete warp.in_flight.items[i];  // only now: a trap leaves them to their owner
+    for (unsigned i = 0; i < done; ++i) delete warp.in_flight.items[i];  // only now: after a trap the list still owns them
     warp.in_flight.count -= done;
     memmove(warp.in_flight.items, warp.in_flight.items + done, warp.in_flight.count * sizeof(InFlight*));
     unsigned open_accumulators = 0;
@@ -487,5 +487,5 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
 extern "C" void sandbox_wgmma_settled(const float* d, Site site) {
     const WarpMma& warp = warp_mma();
     for (unsigned i = 0; i < warp.open_accumulators.count; ++i)
-        if (warp.open_accumulators.items[i]->d[self().lane] == d) trap(site, "accumulators are used before the wait for their wgmma");
+        if (warp.open_accumulators.items[i]->d[self().lane] == d) trap(site, "accumulators used before the wait for their wgmma");
 }

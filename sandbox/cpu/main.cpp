@@ -1,9 +1,9 @@
-// A program that runs one launch, read from a file, so that a sanitizer sees the kernel and little else. Every buffer is
-// allocated with its exact size: one element too far is out of bounds. Linked with the runtime; loads the kernel.
+// A program that executes one launch, described by a file, under a sanitizer. Every buffer is allocated with its exact size, so
+// an access one element past its end is out of bounds. Linked with the runtime; loads the kernel library.
 //
-// The entry's name is that in the .cu. The file, all numbers int64: grid[3], block[3], team, smem_bytes, workers, order, stack, buffer count, argument count;
-// for each argument: size, bytes; for each buffer: the argument that points to it, the pointer's offset there, size, bytes.
-// After the launch it holds the buffers' bytes, one after the other.
+// The file, all numbers int64: grid[3], block[3], cluster, smem_bytes, workers, order, stack, buffer count, argument count;
+// for each argument: size, bytes; for each buffer: index of the argument that contains its pointer, offset of the pointer in
+// the argument, size, bytes. After the launch the program overwrites the file with the contents of the buffers.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
@@ -13,12 +13,11 @@
 
 #include "runtime.h"
 
-
 namespace {
 
 void read(void* to, size_t bytes, FILE* file) {
     if (bytes && fread(to, bytes, 1, file) != 1) {
-        fprintf(stderr, "the launch file ends too early\n");
+        fprintf(stderr, "the launch file is truncated\n");
         exit(2);
     }
 }
@@ -50,7 +49,7 @@ void* function_of(void* kernel, const char* prefix, const char* entry) {
 
 }  // namespace
 
-// Which buffer an address is nearest to, by its number in the file, and how far from it.
+// Prints the index of the buffer nearest to the address, and the distance.
 extern "C" void sandbox_print_place(const char* at) {
     int64_t nearest = -1, least = 0;
     bool behind = false;
@@ -65,7 +64,7 @@ extern "C" void sandbox_print_place(const char* at) {
 }
 
 int main(int argc, char** argv) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);  // an endless kernel does not outlive whoever waits for it
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // an endless kernel ends with the parent process
     FILE* file = argc == 4 ? fopen(argv[3], "rb") : nullptr;
     void* kernel = file ? dlopen(argv[1], RTLD_NOW) : nullptr;
     if (!kernel) {
@@ -80,7 +79,7 @@ int main(int argc, char** argv) {
     launch.block = read_dim3(file);
     const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
     const unsigned most = reinterpret_cast<unsigned (*)()>(function_of(kernel, "sandbox_max_threads_", argv[2]))();
-    if (most && threads > most) {  // as hold_block of sandbox/launch/parameters.py says it
+    if (most && threads > most) {  // same message as sandbox/launch/parameters.py
         fprintf(stderr, "%s: a block of %u threads exceeds its __launch_bounds__(%u), and a GPU rejects such a launch\n",
                 argv[2], threads, most);
         return 3;

@@ -1,10 +1,11 @@
-// Which writes to shared memory the async proxy (TMA, wgmma) sees: those whose thread has called fence_proxy_async since, before
-// a barrier that lets the reader go on. Barriers pass on vector clocks, one number for each warp. Included by runtime.cpp.
+// Which writes to shared memory are visible to the async proxy (TMA, wgmma): the writing thread must call fence_proxy_async
+// after the write and before a barrier that orders it before the reader. Barriers propagate vector clocks with one entry per
+// warp. Included by runtime.cpp.
 #pragma once
 
 constexpr unsigned WARPS = 1024 / WARP, NAMED_BARRIERS = 16, CHUNKS = MAX_DYNAMIC_SMEM / 16;
 
-struct Clock {  // of each warp, how many of its releases are known
+struct Clock {  // vector clock: per warp, the number of its releases that are ordered before
     uint32_t of[WARPS];
 
     void join(const Clock& other) {
@@ -13,19 +14,19 @@ struct Clock {  // of each warp, how many of its releases are known
 };
 
 struct Proxies {
-    bool used;  // by the running block: without mbarriers and tracked writes nothing is kept
+    bool used;  // whether the running block has mbarriers or tracked writes; otherwise nothing is recorded
     Clock warps[WARPS], block_barrier[2], named_barriers[NAMED_BARRIERS][2];
     struct MbarrierClock {
         const char* at;
         Clock clock;
     };
     List<MbarrierClock> mbarriers;
-    uint16_t unfenced[CHUNKS];   // 1 + the thread that wrote the chunk of 16 bytes since its last fence
-    uint32_t fenced_at[CHUNKS];  // what its warp's number was at that fence
-    uint8_t fenced_by[CHUNKS];   // and the warp
-    uint32_t first[1024], last[1024];  // the chunks that each thread has written since then lie in between
+    uint16_t unfenced[CHUNKS];   // 1 + the thread that wrote this 16-byte chunk after its last fence; 0: none
+    uint32_t fenced_at[CHUNKS];  // clock of its warp at the fence
+    uint8_t fenced_by[CHUNKS];   // the warp
+    uint32_t first[1024], last[1024];  // per thread, range of the chunks written after its last fence
 
-    void begin() {  // all that the block before did is known
+    void begin() {  // everything in the previous block is ordered before
         if (used) {
             memset(unfenced, 0, sizeof unfenced);
             memset(last, 0, sizeof last);
@@ -51,13 +52,13 @@ struct Proxies {
         mbarriers.add() = {at, {}};
         return mbarriers.items[mbarriers.count - 1].clock;
     }
-    void write(uint64_t begin, uint64_t end, unsigned thread) {  // in bytes from the beginning of dynamic shared memory
+    void write(uint64_t begin, uint64_t end, unsigned thread) {  // byte offsets in dynamic shared memory
         used = true;
         if (!last[thread] || begin / 16 < first[thread]) first[thread] = static_cast<uint32_t>(begin / 16);
         if ((end + 15) / 16 > last[thread]) last[thread] = static_cast<uint32_t>((end + 15) / 16);
         for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) unfenced[chunk] = static_cast<uint16_t>(1 + thread);
     }
-    void tma_wrote(uint64_t begin, uint64_t end) {  // by TMA: no fence is needed to read it
+    void tma_wrote(uint64_t begin, uint64_t end) {  // the async proxy's own writes need no fence
         for (uint64_t chunk = begin / 16; used && chunk * 16 < end; ++chunk) unfenced[chunk] = fenced_at[chunk] = 0;
     }
     void fence(unsigned thread) {
@@ -70,7 +71,7 @@ struct Proxies {
         }
         last[thread] = 0;
     }
-    bool fence_is_visible(uint64_t chunk, unsigned thread) const {  // whether the fence came before a barrier that this thread has passed
+    bool fence_is_visible(uint64_t chunk, unsigned thread) const {  // whether the fence precedes a barrier that this thread has passed
         return warps[thread / WARP].of[fenced_by[chunk]] >= fenced_at[chunk];
     }
 };

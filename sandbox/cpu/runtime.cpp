@@ -1,11 +1,10 @@
-// Executes a grid of CUDA blocks on the CPU: the scheduler of fibers, the rendezvous, and what goes wrong at them.
+// Executes a grid of CUDA blocks on the CPU: fiber scheduler, barriers, warp collectives, asynchronous copies, error reports.
 //
-// Built once for each host compiler and sanitizer and linked by every kernel. It is never itself instrumented: under
-// ThreadSanitizer (-DSANDBOX_TSAN) fibers are announced to the tool as threads, and the barrier as the only thing that
-// orders them, so that a race between two CUDA threads is found although they never run at the same time, and found
-// in every run. Under AddressSanitizer (-DSANDBOX_ASAN) the tool is told of each change of stack, and forbidden the
-// shared memory that a cp.async is on its way to. With -DSANDBOX_SHADOW kernels call us before each of their loads and
-// stores, and what they read of shared memory must have been written.
+// Built once per host compiler and sanitizer; every kernel library links it. The runtime itself is not instrumented.
+// ThreadSanitizer (-DSANDBOX_TSAN): each fiber is registered as a thread, and only barriers order threads. A race between
+// two CUDA threads is therefore found in every run, although fibers of a block never run at the same time.
+// AddressSanitizer (-DSANDBOX_ASAN): stack switches are announced, and the destination of a pending cp.async is poisoned.
+// -DSANDBOX_SHADOW: kernels call the runtime at each load and store; a read of unwritten shared memory is an error.
 #include "runtime.h"
 
 #include <link.h>
@@ -61,10 +60,11 @@ uint64_t sandbox_stack_fill;
 
 #if defined(SANDBOX_SHADOW)
 constexpr uint64_t STACK_NAN = 0xfff5fff5fff5fff5;  // a NaN as fp64, fp32, fp16 and bf16, and no number that kernels use
-constexpr size_t FILLED_BYTES = 32 * 1024;          // of a stack, when a block begins
+constexpr size_t FILLED_BYTES = 32 * 1024;          // filled at the top of a stack when a block begins
 #if defined(__x86_64__)
-// What -mfentry calls before a function makes its frame: fills 512 bytes below, which earlier calls have used. Every register
-// may hold an argument. What is pushed here lies in the new frame, too: it is filled again at the end.
+// -mfentry calls this function before another function sets up its frame. It fills 512 bytes below the stack pointer, which
+// earlier calls have used. Every register may contain an argument. The words pushed here are in the new frame too, so they
+// are filled at the end.
 asm(R"(
     .text
     .globl __fentry__
@@ -92,11 +92,11 @@ __fentry__:
 
 namespace {
 
-constexpr unsigned WARP = 32, LAG_STEPS = 64;  // steps at most
-constexpr size_t STACK_BYTES = 512 * 1024, GUARD_BYTES = 64 * 1024;  // reserved; only what is touched is committed
+constexpr unsigned WARP = 32, LAG_STEPS = 64;  // LAG_STEPS: scheduling steps a lagging warp is delayed at most
+constexpr size_t STACK_BYTES = 512 * 1024, GUARD_BYTES = 64 * 1024;  // reserved; only touched pages are committed
 #if defined(SANDBOX_TSAN)
 constexpr bool TSAN = true;
-constexpr unsigned MAX_FIBERS = 4096;  // the tool can tell 8128 threads apart
+constexpr unsigned MAX_FIBERS = 4096;  // ThreadSanitizer supports 8128 threads
 #else
 constexpr bool TSAN = false;
 constexpr unsigned MAX_FIBERS = 16384;  // a stack and its guard are two mappings, and Linux allows a process 65530
@@ -104,28 +104,28 @@ constexpr unsigned MAX_FIBERS = 16384;  // a stack and its guard are two mapping
 
 enum class State { ready, at_barrier, in_collective, at_mbarrier, at_named_barrier, for_registers, returned };
 
-struct Copy {  // one cp.async, on its way
+struct Copy {  // one pending cp.async
     char* to;
     const char* from;
     unsigned bytes, valid, group;
-    void* issued;  // where in the kernel: what it does later is done there, for whoever reports it
+    void* issued;  // return address in the kernel: reports name it as the location of the deferred copy
 };
 
-struct BulkStore {  // one box, or numbers, on its way out of shared memory
+struct BulkStore {  // one pending store from shared to global memory: a box of a tensor map, or contiguous floats
     const char* from;
     TensorMap map;
     int at[MAP_RANK];
-    float* numbers;  // where they go; null: a box
+    float* numbers;  // destination of contiguous floats; null: a box
     unsigned bytes;
-    bool add;  // to what is there
+    bool add;  // add to the destination
     bool committed;
-    unsigned newer_groups;  // groups that were committed since
+    unsigned newer_groups;  // committed after this group
     Site site;
 };
 
 struct Fiber;
 
-struct ReadStore {  // numbers that have left shared memory and have not arrived yet
+struct ReadStore {  // floats that were read from shared memory and are not yet written to global memory
     float *to, *numbers;
     unsigned count;
     bool add;
@@ -139,7 +139,7 @@ template <class T> struct List {
         if (count == room) grow();
         return items[count++];
     }
-    void grow() {  // a block's fibers share some, one at a time: to the tool they are threads, which nothing orders here
+    void grow() {  // fibers of a block share some lists; they do not run concurrently, but ThreadSanitizer sees unordered threads
 #if defined(SANDBOX_TSAN)
         AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
 #endif
@@ -153,22 +153,22 @@ template <class T> struct List {
 struct Fiber : Thread {
     Context context;
     State state;
-    Site site;           // of the barrier or collective it waits in
+    Site site;           // of the barrier or collective in which it waits
     Collective what;
     unsigned mask;       // of the collective
-    uint64_t value;      // that it hands in
+    uint64_t value;      // its input to the collective
     char* stack;
-    void* tool;          // the sanitizer's idea of this fiber
-    char order[2];       // addresses that ThreadSanitizer hangs __syncwarp's ordering on, in turn
-    unsigned syncwarps;
-    Copy* copies;        // in the order of their groups
+    void* tool;          // the sanitizer's handle of this fiber
+    char order[2];       // ThreadSanitizer's synchronisation objects of __syncwarp, used alternately
+    unsigned syncwarps;  // calls so far
+    Copy* copies;        // sorted by group
     unsigned copy_count, copy_room, copy_group;
     List<BulkStore> bulk_stores;
-    char* mbarrier;      // that it waits at, for the phase of this parity to end
+    char* mbarrier;      // on which it waits until the phase of this parity ends
     unsigned parity, named_barrier, registers;
     bool wgmma_fenced;
-    unsigned wgmma_operations;  // how many of its warp's wgmmas, commits and waits it has come to
-    unsigned cluster_barriers;   // how many of the team's barriers
+    unsigned wgmma_operations;  // wgmma, commit and wait calls so far
+    unsigned cluster_barriers;   // cluster barrier calls so far
 };
 
 bool same_site(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
@@ -176,18 +176,18 @@ bool same_collective(const Fiber& a, const Fiber& b) {
     return a.state == State::in_collective && b.state == State::in_collective && a.what == b.what && a.mask == b.mask;
 }
 
-// This OS thread's copy of the kernel's shared memory: `__shared__` is thread_local, so that it is the TLS block of the
-// kernel's library, with the dynamic part somewhere inside.
+// This OS thread's copy of the kernel's shared memory. `__shared__` is thread_local, so shared memory is the TLS block of the
+// kernel's library; dynamic shared memory is a part of it.
 struct SharedMemory {
     char *begin, *end, *dynamic;
     unsigned dynamic_bytes;
 #if defined(SANDBOX_SHADOW)
-    bool* written;  // of each byte, by this block
+    bool* written;  // per byte: written by this block
 
     bool contains(const char* at) const { return begin <= at && at < end; }
-    void mark(const char* at, size_t bytes, bool as) {
+    void mark(const char* at, size_t bytes, bool as_written) {
         for (size_t i = 0; i < bytes; ++i)
-            if (contains(at + i)) written[at + i - begin] = as;
+            if (contains(at + i)) written[at + i - begin] = as_written;
     }
     bool was_written(const char* at, size_t bytes) const {
         for (size_t i = 0; i < bytes; ++i)
@@ -201,7 +201,7 @@ struct SharedMemory {
 #endif
 
     explicit SharedMemory(const Launch& launch) : dynamic_bytes(launch.smem_bytes) {
-        dynamic = begin = launch.dynamic_smem();  // also makes the TLS block exist
+        dynamic = begin = launch.dynamic_smem();  // the call also allocates the TLS block
         end = dynamic + MAX_DYNAMIC_SMEM;
         dl_iterate_phdr(find_tls_block, this);
 #if defined(SANDBOX_SHADOW)
@@ -230,10 +230,10 @@ struct SharedMemory {
         return 0;
     }
 
-    // What a kernel reads before it wrote it shows in its result: NaN as fp32, fp16 and bf16 (all bits set) or, since some kernels
-    // compute what has become NaN once more, numbers (1.3e7, 14.6 and 1.3e7).
-    void poison(bool numbers) {
-        const int byte = numbers ? 0x4b : 0xff;
+    // Makes reads of unwritten shared memory visible in the result. All bits set is NaN in fp32, fp16 and bf16. Some kernels
+    // recompute non-finite rows, which would hide it: alternate blocks contain finite values (1.3e7, 14.6 and 1.3e7).
+    void poison(bool finite) {
+        const int byte = finite ? 0x4b : 0xff;
         memset(begin, byte, dynamic - begin);
         memset(dynamic, byte, dynamic_bytes);
         memset(dynamic + MAX_DYNAMIC_SMEM, byte, end - (dynamic + MAX_DYNAMIC_SMEM));
@@ -246,12 +246,12 @@ struct SharedMemory {
 #include "proxies.h"
 #include "hopper.h"
 
-// When numbers that are stored, not added, reach global memory: as late as can be, when no other block can go on without them.
-// Whoever adds before, or takes them for there, shows. Of several that are on their way the last comes first.
+// Delays bulk stores (not reductions) until no other block can make progress without them. A block that adds to, or reads,
+// the destination without waiting for the store then computes a wrong result. Delayed stores complete in reverse order.
 struct StoreOrder {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-    unsigned running = 0, in_flight = 0;  // OS threads whose block can go on; that stand still for their stores
+    unsigned running = 0, in_flight = 0;  // OS threads whose block can make progress; that are blocked in wait()
 
     void count(int more) {
         pthread_mutex_lock(&lock);
@@ -260,7 +260,7 @@ struct StoreOrder {
         pthread_mutex_unlock(&lock);
     }
     void wait() {
-        if (TSAN) return;  // the tool would take it for an order that the kernel has
+        if (TSAN) return;  // the lock would order blocks that the kernel does not order
         pthread_mutex_lock(&lock);
         --running;
         const unsigned place = ++in_flight;
@@ -271,36 +271,36 @@ struct StoreOrder {
     }
 };
 
-struct ClusterBlock {  // what a block of a team shows the others
+struct ClusterBlock {  // state of a block that the other blocks of its cluster read
     SharedMemory* smem;
-    unsigned barriers;  // of the team's barriers that all of its threads have come to
+    unsigned barriers;  // cluster barriers reached by all of its threads
     bool ended;
 };
 
 struct Block {
     const Launch& launch;
     StoreOrder& stores;
-    const int& failed;  // whether some block of the launch has
+    const int& failed;  // whether any block of the launch has failed
     ClusterBlock* cluster = nullptr;
-    unsigned cta_rank = 0;  // which of its team it is
+    unsigned cta_rank = 0;
     unsigned threads;
     Fiber* fibers;
-    unsigned *thread_order, *warp_order;  // the threads, warp by warp, and the warps, in the order in which they run
-    uint64_t values[WARP];  // handed in by the lanes of the warp whose turn it is
+    unsigned *thread_order, *warp_order;  // execution order: threads within each warp, and warps
+    uint64_t values[WARP];  // inputs of the running warp's lanes to a collective
     Context scheduler;
     void* scheduler_tool = nullptr;
-    const void* scheduler_stack = nullptr;  // bounds that AddressSanitizer asks for
+    const void* scheduler_stack = nullptr;  // stack bounds, for AddressSanitizer
     size_t scheduler_stack_size = 0;
-    unsigned generation = 0;  // of the block's barrier
-    bool any[2] = {};         // what __syncthreads_or gathers, in turn
-    char order[2] = {};       // as Fiber::order, for __syncthreads
-    char begun = 0, ended = 0;  // the same for the beginning and end of a block
+    unsigned generation = 0;  // block barriers completed
+    bool any[2] = {};         // result of __syncthreads_or, by parity of `generation`
+    char order[2] = {};       // as Fiber::order, of __syncthreads
+    char begun = 0, ended = 0;  // synchronisation objects of the begin and end of a block
     SharedMemory smem;
     char* message = nullptr;
     Hopper hopper{};
-    unsigned resumed = 0, yielded = 0;  // in this scheduling step: fibers, and those that only waited for another block
-    unsigned lagged_steps = 0;              // steps in which others went on, and one warp was held up
-    bool waits_for_blocks = false;                 // all did
+    unsigned resumed = 0, yielded = 0;  // fibers resumed in this scheduling step; those of them that called sandbox_yield
+    unsigned lagged_steps = 0;              // steps in which the lagging warp did not run
+    bool waits_for_blocks = false;      // every resumed fiber yielded
 
     Block(const Launch& launch, StoreOrder& stores, const int& failed);
     ~Block();
@@ -308,8 +308,8 @@ struct Block {
 
     void fill_stack(Fiber& fiber);
     void shuffle(dim3 index);
-    // The first warp of a shuffled order lags behind as long as others go on, also after it has told them that they may: what
-    // they do too early for it shows. Not for ever: some ask again and again.
+    // The first warp of a shuffled order runs only while no other warp makes progress. If the others do not wait for it where
+    // they must, the result is wrong. The delay is limited because other warps may poll.
     bool has_lagging_warp() const { return launch.order && threads > WARP; }
     bool lags(const Fiber& fiber) const { return has_lagging_warp() && (&fiber - fibers) / WARP == warp_order[0]; }
     void resume(Fiber& fiber);
@@ -338,7 +338,7 @@ void acquire(char*) {}
 void release(char*) {}
 #endif
 
-// What a copy is on its way to is nobody's to read or write.
+// AddressSanitizer reports accesses to the destination of a pending cp.async.
 #if defined(SANDBOX_ASAN)
 void poison_destination(const Copy& copy) { __asan_poison_memory_region(copy.to, copy.bytes); }
 void unpoison_destination(const Copy& copy) { __asan_unpoison_memory_region(copy.to, copy.bytes); }
@@ -348,11 +348,11 @@ void unpoison_destination(const Copy&) {}
 #endif
 
 #if defined(SANDBOX_ASAN)
-// The cp.async that is still to write to `at`, and the thread that issued it.
+// The pending cp.async that writes to `at`, and the thread that issued it.
 const Copy* pending_copy(const char* at, unsigned* thread);
 #endif
 
-// Gives the turn back to the scheduler; returns when the scheduler resumes this fiber.
+// Switches to the scheduler; returns when the scheduler resumes this fiber.
 void pause(bool finished = false) {
     Block& block = *current;
     Fiber& fiber = self();
@@ -394,7 +394,7 @@ Block::Block(const Launch& launch, StoreOrder& stores, const int& failed)
             fail("no memory for the stacks of %u threads", threads);
             break;
         }
-        mprotect(stack, GUARD_BYTES, PROT_NONE);  // an overflowing stack faults instead of spoiling its neighbour
+        mprotect(stack, GUARD_BYTES, PROT_NONE);  // a stack overflow faults
         fiber.stack = static_cast<char*>(stack);
         fiber.thread_idx = {t % launch.block.x, t / launch.block.x % launch.block.y,
                             t / (launch.block.x * launch.block.y)};
@@ -422,7 +422,7 @@ Block::~Block() {
 #endif
     }
     free(thread_order);
-    if (!TSAN) free(fibers);  // the tool would take it for a race with a fiber that was given up
+    if (!TSAN) free(fibers);  // ThreadSanitizer would report a race with an abandoned fiber
     if (!TSAN) hopper.free_all();
     free(message);
 }
@@ -443,7 +443,7 @@ void Block::resume(Fiber& fiber) {
 #endif
 }
 
-// Runs the lanes of one warp, in turn, until each waits at the barrier, waits for lanes that cannot come, or has ended.
+// Runs the lanes of one warp until each waits at a barrier or in an incomplete collective, or has returned.
 bool Block::run_warp(unsigned first) {
     const unsigned last = first + WARP < threads ? first + WARP : threads;
     do {
@@ -456,8 +456,8 @@ bool Block::run_warp(unsigned first) {
     return true;
 }
 
-// Lets those lanes go on whose partners have all come. Called when none runs: every lane has read what its last
-// collective gave it, and `values` is free.
+// Completes collectives that every lane of the mask has reached. No lane runs during the call, so every lane has read the
+// result of its last collective, and `values` can be overwritten.
 bool Block::release_collectives(unsigned first, unsigned last) {
     bool any = false;
     for (unsigned t = first; t < last; ++t) {
@@ -478,7 +478,7 @@ bool Block::release_collectives(unsigned first, unsigned last) {
     return any;
 }
 
-// Other turns for each block: of the warps, the first of which is held up, and of the lanes in each.
+// Shuffles, for each block, the order of warps (the first one lags) and of the lanes in each warp.
 void Block::shuffle(dim3 index) {
     uint64_t state = (uint64_t(launch.order) << 32 | 1) ^ (index.x + 977ull * index.y + 65537ull * index.z) << 1;
     const auto below = [&](unsigned n) {  // Knuth's MMIX generator
@@ -502,7 +502,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
     if (message) return false;
     cluster = its_cluster, cta_rank = index.x % launch.cluster;
     cluster[cta_rank].smem = &smem;
-    acquire(&ended);  // the block before this one on the same OS thread
+    acquire(&ended);  // the previous block on the same OS thread
     for (unsigned t = 0; t < threads; ++t) {
         for (unsigned i = 0; i < fibers[t].copy_count; ++i) unpoison_destination(fibers[t].copies[i]);
     }
@@ -515,7 +515,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         Fiber& fiber = fibers[t];
         fiber.block_idx = {index.x, index.y, index.z};
         fiber.state = State::ready;
-        fiber.copy_count = fiber.copy_group = 0;  // what nobody waited for never arrives
+        fiber.copy_count = fiber.copy_group = 0;  // copies that were not waited for are dropped
         fiber.bulk_stores.count = 0;
         fiber.wgmma_fenced = false;
         fiber.wgmma_operations = fiber.cluster_barriers = 0;
@@ -548,7 +548,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
     }
 }
 
-// What the kernel's own frame holds, and on x86-64 each function's (see __fentry__), before anything is written there.
+// Fills the kernel's stack frame; __fentry__ fills the frame of each function on x86-64.
 void Block::fill_stack(Fiber& fiber) {
 #if defined(SANDBOX_SHADOW)
     sandbox_stack_fill = launch.stack == ZEROS ? 0 : STACK_NAN;
@@ -570,13 +570,13 @@ bool Block::any_ready() const {
     return false;
 }
 
-// True when every thread of the block waits at one and the same barrier: then all go on.
+// Releases the block barrier if every thread of the block waits at the same call. Returns whether it did.
 bool Block::release_barrier() {
     for (unsigned t = 0; t < threads; ++t) {
         if (fibers[t].state != State::at_barrier || !same_site(fibers[t].site, fibers[0].site)) return false;
     }
     for (unsigned t = 0; t < threads; ++t) fibers[t].state = State::ready;
-    any[++generation % 2] = false;  // every thread has read it: it was used two barriers ago
+    any[++generation % 2] = false;  // every thread has read it: last used two barriers ago
     return true;
 }
 
@@ -603,7 +603,7 @@ bool waits_in_hopper(const Fiber& fiber) {
 }
 void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size);
 
-// "threads 0..31 wait at __syncthreads() file.cu:12; threads 32..63 have returned", for all of the block.
+// Reports where each thread waits: "threads 0..31 wait at __syncthreads() file.cu:12", "threads 32..63 returned".
 void Block::explain_deadlock() {
     char text[1536] = "";
     size_t used = 0;
@@ -636,7 +636,7 @@ void Block::explain_deadlock() {
     }
     const char* kind = "barrier not reached by every thread of the block";
     for (unsigned t = 0; t < threads; ++t) {
-        if (waits_in_hopper(fibers[t])) kind = "deadlock: nobody is left to end what these wait for";
+        if (waits_in_hopper(fibers[t])) kind = "deadlock: no remaining thread can complete these waits";
     }
     for (unsigned t = 0; t < threads; ++t) {
         if (fibers[t].state == State::in_collective) kind = "warp collective not reached by every lane of its mask";
@@ -652,12 +652,12 @@ struct Grid {
     int failed = 0;
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     StoreOrder stores{};
-    ClusterBlock* cluster_blocks = nullptr;  // all blocks, team by team
+    ClusterBlock* cluster_blocks = nullptr;  // all blocks, grouped by cluster
 };
 
 void* work(void* argument) {
     Grid& grid = *static_cast<Grid*>(argument);
-    pthread_mutex_lock(&grid.lock);  // until it is known how many workers there are
+    pthread_mutex_lock(&grid.lock);  // wait until the number of workers is known
     const uint64_t workers = grid.workers;
     pthread_mutex_unlock(&grid.lock);
     const dim3& extent = grid.launch.grid;
@@ -672,11 +672,11 @@ void* work(void* argument) {
             __atomic_store_n(&grid.failed, 1, __ATOMIC_RELAXED);
             pthread_mutex_unlock(&grid.lock);
         }
-        // For ThreadSanitizer in fixed shares: blocks of one worker are ordered, so that neighbours must not share one.
+        // ThreadSanitizer: a fixed assignment. Blocks of one worker are ordered, so neighbouring blocks need different workers.
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
-    block.set_waits_for_blocks(true);  // nobody waits for it any more
-    acquire(&block.ended);  // whoever waits for the launch may read what it wrote
+    block.set_waits_for_blocks(true);  // it no longer delays stores of other blocks
+    acquire(&block.ended);  // orders the kernel's writes before the return of the launch
     return nullptr;
 }
 
@@ -688,7 +688,7 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
     Fiber& fiber = self();
     bool& any = current->any[current->generation % 2];
     any |= predicate;
-    char* order = &current->order[current->generation % 2];  // two: what follows a barrier must not count before it
+    char* order = &current->order[current->generation % 2];  // alternates: code after a barrier must not be ordered before it
     Proxies& proxies = current->hopper.proxies;
     Clock& clock = proxies.block_barrier[current->generation % 2];
     const unsigned thread = static_cast<unsigned>(&fiber - current->fibers);
@@ -703,7 +703,7 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
 }
 
 extern "C" void sandbox_cluster_barrier(Site site) {
-    static char order;  // what came before any team's barrier, for whoever has passed one
+    static char order;  // shared by all clusters
     sandbox_barrier(site);
     Block& block = *current;
     Fiber& fiber = self();
@@ -713,7 +713,7 @@ extern "C" void sandbox_cluster_barrier(Site site) {
     for (unsigned cta_rank = 0; cta_rank < block.launch.cluster; ++cta_rank) {
         while (__atomic_load_n(&block.cluster[cta_rank].barriers, __ATOMIC_ACQUIRE) < reached) {
             if (__atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
-                block.fail("team barrier %s:%d: block (%u,%u,%u) waits for one of its team that has ended", site.file, site.line,
+                block.fail("cluster barrier %s:%d: block (%u,%u,%u) waits for a block of its cluster that has ended", site.file, site.line,
                            fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
                 pause(true);
             }
@@ -743,7 +743,7 @@ extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, ui
     char* order = nullptr;
     // Only __syncwarp orders memory; a shuffle or a vote does not (CUDA C++ Programming Guide, warp intrinsics).
     if (TSAN && what == Collective::syncwarp) {
-        order = &fiber.order[fiber.syncwarps++ % 2];  // of the lane that comes first
+        order = &fiber.order[fiber.syncwarps++ % 2];  // the first lane's object, used by all lanes of the collective
         for (unsigned lane = 0; lane < WARP; ++lane) {
             if (!(mask & fiber.warp_mask & 1u << lane) || lane == fiber.lane) continue;
             const Fiber& other = (&fiber - fiber.lane)[lane];
@@ -759,7 +759,7 @@ extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, ui
 }
 
 extern "C" void sandbox_fence() {
-    static char order;  // all fences are ordered as they happen
+    static char order;  // all fences are totally ordered
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     acquire(&order);
     release(&order);
@@ -767,7 +767,7 @@ extern "C" void sandbox_fence() {
 
 extern "C" void sandbox_cp_async(void* to, const void* from, unsigned bytes, unsigned valid) {
     Fiber& fiber = self();
-#if defined(SANDBOX_ASAN)  // reported now, with this call's stack
+#if defined(SANDBOX_ASAN)  // bad addresses are reported now, with this call's stack
     if (valid) __asan_loadN(from, valid);
     const char* bad = static_cast<char*>(__asan_region_is_poisoned(to, bytes));
     unsigned thread;
@@ -828,12 +828,12 @@ const Copy* pending_copy(const char* at, unsigned* thread) {
 }
 }  // namespace
 
-// AddressSanitizer calls this before it reports: which CUDA thread it was, and how far from what.
+// AddressSanitizer calls this before it prints a report. Adds the CUDA thread and the distance to the nearest buffer.
 extern "C" void __asan_on_error() {
     const char* const at = static_cast<char*>(__asan_get_report_address());
     unsigned thread;
     if (pending_copy(at, &thread)) {
-        fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", thread);
+        fprintf(stderr, "shared memory used while a cp.async to it by thread %u is pending (missing wait)\n", thread);
         return;
     }
     if (!current) return;
@@ -841,22 +841,22 @@ extern "C" void __asan_on_error() {
     fprintf(stderr, "sandbox: ");
     if (end <= at && at < current->smem.dynamic + MAX_DYNAMIC_SMEM)
         fprintf(stderr, "%td bytes past the end of its %u bytes ", at - end, current->launch.smem_bytes);
-    else if (!strcmp(__asan_get_report_description(), "heap-buffer-overflow"))  // not of an array of the kernel's own
+    else if (!strcmp(__asan_get_report_description(), "heap-buffer-overflow"))  // a tensor, not an array of the kernel
         sandbox_print_place(at);
     const uint3 &t = self().thread_idx, &b = self().block_idx;
     fprintf(stderr, "in block (%u,%u,%u) thread (%u,%u,%u)\n", b.x, b.y, b.z, t.x, t.y, t.z);
 }
 #elif defined(SANDBOX_SHADOW)
 namespace {
-// Whose of the team's shared memory an address is in; of none's, this block's own.
+// The shared memory of the cluster that contains the address; this block's own if none does.
 SharedMemory& owner_of(const char* at) {
     for (unsigned cta_rank = 0; cta_rank < current->launch.cluster; ++cta_rank) {
-        SharedMemory* const its = current->cluster[cta_rank].smem;
-        if (its && its->contains(at)) return *its;
+        SharedMemory* const smem = current->cluster[cta_rank].smem;
+        if (smem && smem->contains(at)) return *smem;
     }
     return current->smem;
 }
-// Whether a local array's number has not been written: it still holds what the stack was filled with.
+// Whether a local array's element is unwritten: it still contains the fill pattern of the stack.
 bool unwritten_local(const char* at, size_t bytes) {
     const char* const stack = self().stack;
     if (current->launch.stack != REPORTED_NANS || bytes != 4 || at < stack || at >= stack + GUARD_BYTES + STACK_BYTES) return false;
@@ -887,7 +887,7 @@ void record_store(const char* at, size_t bytes) {
 }
 }  // namespace
 
-// What -fsanitize=kernel-address makes of each load and store.
+// -fsanitize=kernel-address calls these functions at each load and store.
 #define SANDBOX_ACCESS(size) \
     extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
     extern "C" void __asan_store##size##_noabort(const char* at) { record_store(at, size); }
@@ -905,7 +905,7 @@ extern "C" int sandbox_launch(const Launch* launch) {
     Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z, 1};
     launch->error[0] = '\0';
     const uint64_t threads = static_cast<uint64_t>(launch->block.x) * launch->block.y * launch->block.z;
-    // The blocks of a team are taken one after the other: with as many workers as it has blocks each begins, and none waits for ever.
+    // Blocks of a cluster are scheduled consecutively: with one worker per block of a cluster, all of them run and none deadlocks.
     const uint64_t at_least = launch->workers < launch->cluster ? launch->cluster : launch->workers;
     uint64_t most = at_least < grid.blocks ? at_least : grid.blocks;
     if (most * threads > MAX_FIBERS) most = MAX_FIBERS / threads;
@@ -915,7 +915,7 @@ extern "C" int sandbox_launch(const Launch* launch) {
     while (grid.workers < most && pthread_create(&threads_of_workers[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
     grid.stores.running = grid.workers;
     if (grid.workers < launch->cluster) {
-        snprintf(launch->error, launch->error_size, "no memory for the threads of %u blocks at one time", launch->cluster);
+        snprintf(launch->error, launch->error_size, "no memory for the threads of a cluster of %u blocks", launch->cluster);
         grid.failed = 1;
     }
     pthread_mutex_unlock(&grid.lock);

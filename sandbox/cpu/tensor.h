@@ -1,4 +1,4 @@
-// What TMA and wgmma do to shared memory, as plain functions: boxes of tensors, 128-byte swizzle, matrices by descriptor.
+// Shared-memory layouts of TMA and wgmma as plain functions: boxes of tensors, 128-byte swizzle, matrix descriptors, products.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -7,14 +7,14 @@
 
 namespace cpu {
 
-// Chunks of 16 bytes change places within 128 bytes: by the offset from an address that is a multiple of 1024.
+// 128-byte swizzle: permutes 16-byte chunks within 128 bytes. The offset counts from an address that is a multiple of 1024.
 inline uint64_t swizzled(uint64_t offset) { return offset ^ (offset >> 3 & 0x70); }
 
 constexpr unsigned BOX_ROW = 128;  // bytes, the width of the swizzle
 
 inline uint64_t box_bytes(const TensorMap& map) { return uint64_t(BOX_ROW) * map.box[1]; }
 
-// Calls f(bytes in the tensor, place in the box, how many of the 16 bytes lie within the tensor) for each chunk.
+// Calls f(address in the tensor, offset in the box, bytes inside the tensor) for each 16-byte chunk.
 template <class F> inline void for_box_chunks(const TensorMap& map, const int (&at)[MAP_RANK], F f) {
     uint64_t place = 0;
     for (unsigned s = 0; s < map.box[1]; ++s)
@@ -23,7 +23,7 @@ template <class F> inline void for_box_chunks(const TensorMap& map, const int (&
             bool inside = true;
             for (unsigned i = 0; i < MAP_RANK; ++i) inside &= index[i] >= 0 && index[i] < int64_t(map.size[i]);
             const int64_t left = (int64_t(map.size[0]) - index[0]) * map.itemsize;
-            uint64_t from = reinterpret_cast<uint64_t>(map.data) + index[0] * map.itemsize;  // modulo 2^64, as the hardware
+            uint64_t from = reinterpret_cast<uint64_t>(map.data) + index[0] * map.itemsize;  // modulo 2^64, as in hardware
             for (unsigned i = 1; i < MAP_RANK; ++i) from += uint64_t(index[i]) * map.stride[i - 1];
             f(reinterpret_cast<char*>(from), swizzled(place), inside ? (left < 16 ? unsigned(left) : 16u) : 0u);
         }
@@ -39,7 +39,7 @@ inline void store_box(const char* smem, const TensorMap& map, const int (&at)[MA
     for_box_chunks(map, at, [&](char* to, uint64_t place, unsigned valid) { memcpy(to, smem + place, valid); });
 }
 
-// ---- matrices of 16-bit elements, as a wgmma descriptor finds them
+// ---- matrices of 16-bit elements, addressed by a wgmma descriptor
 
 struct MatrixDescriptor {
     uint64_t start, leading, stride;  // bytes
@@ -49,13 +49,12 @@ struct MatrixDescriptor {
           swizzle(bits >> 62), base_offset(bits >> 49 & 7) {}
 };
 
-constexpr unsigned DEPTH = 16, WIDEST = 256;  // of one wgmma
+constexpr unsigned DEPTH = 16, WIDEST = 256;  // K and the largest N of one wgmma
 
 struct ByteRange { uint64_t begin, end; };
 
-// Elements (k, i), i from `first` on, `count` of them, of a matrix that lies at `place` with K, or with i, contiguous.
-// Returns the bytes between which it lies, counted from `smem`; reads nothing from `end` on. Calls reads(offset) of each 16
-// bytes read.
+// Reads elements (k, first ... first + count - 1) of the matrix described by `place`; K-major or MN-major. Returns the byte
+// range of the matrix in `smem`; reads nothing at or after `end`. Calls reads(offset) for each 16 bytes read.
 template <class F>
 inline ByteRange read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixDescriptor& place,
                          bool k_major, unsigned first, unsigned count, F reads) {
@@ -86,13 +85,13 @@ inline ByteRange read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, ui
     return range;
 }
 
-inline float widened(uint16_t x, bool bfloat16) {  // without a branch, for the compiler to vectorise
+inline float widened(uint16_t x, bool bfloat16) {  // branch-free, so that the compiler vectorises it
     const uint32_t sign = (x & 0x8000u) << 16, magnitude = (x & 0x7fffu) << (bfloat16 ? 16 : 13);
     uint32_t bits = magnitude;
     if (!bfloat16) {
         float scaled;
         memcpy(&scaled, &magnitude, 4);
-        scaled *= 0x1p112f;  // the exponents' biases differ by 112
+        scaled *= 0x1p112f;  // difference of the exponent biases
         memcpy(&bits, &scaled, 4);
         bits |= magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // inf, NaN
     }
@@ -108,7 +107,7 @@ inline float widened8(unsigned x, bool e5m2) {
     const bool special = e5m2 ? (x & 0x7fu) >= 0x7cu : (x & 0x7fu) == 0x7fu;
     float scaled;
     memcpy(&scaled, &magnitude, 4);
-    scaled *= e5m2 ? 0x1p112f : 0x1p120f;  // the exponents' biases differ by as much
+    scaled *= e5m2 ? 0x1p112f : 0x1p120f;  // difference of the exponent biases
     memcpy(&bits, &scaled, 4);
     if (special) bits = 0x7f800000u | (e5m2 && (x & 0x7fu) == 0x7cu ? 0u : 0x400000u);  // inf; NaN
     bits |= sign;
@@ -116,7 +115,7 @@ inline float widened8(unsigned x, bool e5m2) {
     return scaled;
 }
 
-// Rounded to 14 bits, towards zero: what Hopper's tensor cores keep of a sum of float8 products.
+// Rounds towards zero to 14 bits, the precision of a sum of FP8 products in Hopper's tensor cores.
 inline float round_to_fp8_accumulator(double x) {
     float sum = static_cast<float>(x);
     uint32_t bits;
@@ -127,7 +126,7 @@ inline float round_to_fp8_accumulator(double x) {
     return sum;
 }
 
-// As `multiply` below, of float8: an element of 16 bits holds two, k = 2 i in its low byte.
+// `multiply` for FP8 operands: a 16-bit element contains two, k = 2 i in its low byte.
 inline void multiply8(float (&D)[16][WIDEST], const uint16_t (&A)[DEPTH][WIDEST], const uint16_t (&B)[DEPTH][WIDEST],
                       unsigned n, bool accumulate, bool e5m2) {
     float b[2 * DEPTH][WIDEST];

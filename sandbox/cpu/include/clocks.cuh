@@ -1,15 +1,15 @@
-// The CPU backend's twin of kernels_cu/include/clocks.cuh: no time passes here, but there is an order.
+// kernels_cu/include/clocks.cuh for the CPU backend: a counter instead of a clock.
 #pragma once
 
-// A moment of a tape for each mark that the block came to. Shared memory, and so all bits set when a block begins.
+// One tick per mark of the block. All bits of shared memory are set when a block begins, so the count starts at -1.
 inline unsigned sm_clock() {
     static __shared__ unsigned marks;
-    return 4 * TIMELINE_STEPS * (++marks + 1);  // never 0: no mark is there
+    return 4 * TIMELINE_STEPS * (++marks + 1);  // never 0, which means "no mark"
 }
 
 inline unsigned long long shared_clock() { return 0; }
 inline unsigned sm_index() { return 0; }
-inline bool marks_here() { return cpu::sandbox_self->lane == 0; }  // which `elect` elects, too
+inline bool marks_here() { return cpu::sandbox_self->lane == 0; }  // the lane that `elect` selects
 
 template <unsigned AT>
 inline void write_mark(unsigned long long address, unsigned clock) {

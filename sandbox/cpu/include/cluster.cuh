@@ -1,4 +1,4 @@
-// The CPU twin of kernels_cu/include/cluster.cuh: the blocks of a team run side by side, each on an OS thread.
+// kernels_cu/include/cluster.cuh for the CPU backend: the blocks of a cluster run concurrently, each on an OS thread.
 #pragma once
 #include "tensor.cuh"
 
@@ -8,12 +8,12 @@ inline void cluster_sync(SANDBOX_SITE) {
     else cpu::sandbox_cluster_barrier(site);
 }
 inline void cluster_arrive() {}
-inline void cluster_wait(SANDBOX_SITE) {  // waiting for it is saying it
+inline void cluster_wait(SANDBOX_SITE) {  // the wait includes the arrival
     if (CLUSTER > 1) cpu::sandbox_cluster_barrier(site);
 }
 template <class T>
-inline T* map_shared_rank(T* own, unsigned member) {
+inline T* map_shared_rank(T* own, unsigned cta_rank) {
     if (CLUSTER == 1) return own;
-    const char* const there = cpu::sandbox_map_shared_rank(reinterpret_cast<const char*>(own), member);
-    return reinterpret_cast<T*>(const_cast<char*>(there));
+    const char* const mapped = cpu::sandbox_map_shared_rank(reinterpret_cast<const char*>(own), cta_rank);
+    return reinterpret_cast<T*>(const_cast<char*>(mapped));
 }

@@ -1,10 +1,10 @@
-// CUDA C++ for the host compiler: what a `.cu` file may use without including anything, as in NVRTC.
+// CUDA C++ for the host compiler: the declarations that a `.cu` file can use without an include, as in NVRTC.
 //
-// The generated translation unit is: this header, the unmodified `.cu`, the dynamic shared memory, and SANDBOX_ENTRY.
-// Where a call has a place in the file to report, the place is a default argument filled in by the compiler.
+// The generated translation unit consists of this header, the unmodified `.cu`, the dynamic shared memory, and SANDBOX_ENTRY.
+// Functions that may report an error take the file and line of the call as a default argument (SANDBOX_SITE).
 #pragma once
 #if __has_include(<bits/c++config.h>)
-#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's own: what libstdc++ puts around it takes 0.1 s to parse, in every compilation
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // the C headers: libstdc++'s wrappers take 0.1 s to parse
 #define SANDBOX_OVERLOADS
 #endif
 #include <math.h>
@@ -19,13 +19,13 @@
 #define __constant__
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))  // glibc's headers spell an attribute so: nothing may include them later
+#define __noinline__ __attribute__((noinline))  // glibc's headers use this name: do not include them below
 #define __launch_bounds__(...)  // see SANDBOX_ENTRY
 #define __align__(n) __attribute__((aligned(n)))
-#define alignas(n) __align__(n)  // which may stand anywhere: `__shared__ alignas(128) float a[4];`
-#define __shared__ thread_local  // an OS thread runs one block at a time; `extern` ones are one buffer, see SANDBOX_DYNAMIC
+#define alignas(n) __align__(n)  // valid in any position: `__shared__ alignas(128) float a[4];`
+#define __shared__ thread_local  // an OS thread runs one block at a time; `extern` arrays: see SANDBOX_DYNAMIC
 #define __CUDA_ARCH__ 900
-#define SANDBOX_CPU 1  // for code that must know where it runs
+#define SANDBOX_CPU 1  // for code that depends on the backend
 
 #define SANDBOX_SITE const cpu::Site site = {__builtin_FILE(), __builtin_LINE()}
 
@@ -55,7 +55,7 @@ inline void __threadfence_block() { cpu::sandbox_fence(); }
 
 namespace cpu {
 
-template <class To, class From> inline To bits(From from) {  // From's bits in the low end of To, or back
+template <class To, class From> inline To bits(From from) {  // copies the low-order bytes
     To to{};
     memcpy(&to, &from, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
     return to;
@@ -63,18 +63,18 @@ template <class To, class From> inline To bits(From from) {  // From's bits in t
 
 [[noreturn]] inline void wrong_source(unsigned mask, int source, Site site) {
     char reason[128];
-    snprintf(reason, sizeof reason, "lane %u shuffles from lane %d, which is not in its mask 0x%08x or not in the block",
+    snprintf(reason, sizeof reason, "lane %u shuffles from lane %d, which is not in the mask 0x%08x or not in the block",
              sandbox_self->lane, source, mask);
     sandbox_trap(reason, site);
 }
 
-// The value of the lane that `source` names, counted within groups of `width` lanes; mine when it names none.
+// The value of lane `source` of the group of `width` lanes; this lane's own value if `source` is outside of the group.
 template <class T> inline T shuffle(Collective what, unsigned mask, T mine, int source, int width, Site site) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
     const uint64_t* values = sandbox_collective(what, mask, bits<uint64_t>(mine), site);
     const int lane = int(sandbox_self->lane), first = lane & ~(width - 1);
     if (what == Collective::shfl) source = first + (source & (width - 1));
-    // An xor may reach into earlier groups, but not into later ones.
+    // An xor may read earlier groups, but not later ones.
     if ((source < first && what != Collective::shfl_xor) || source >= first + width) return mine;
     if (!(mask & sandbox_self->warp_mask & 1u << source)) wrong_source(mask, source, site);
     return bits<T>(values[source]);
@@ -147,7 +147,7 @@ SANDBOX_REDUCE(__reduce_and_sync, unsigned, a & b)
 SANDBOX_REDUCE(__reduce_or_sync, unsigned, a | b)
 #undef SANDBOX_REDUCE
 
-// ---- atomics: real ones, since blocks run on several OS threads
+// ---- atomics: hardware atomics, because blocks run on several OS threads
 
 namespace cpu {
 template <class T, class F> inline T atomic_update(T* address, F f) {
@@ -206,34 +206,34 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// ---- arithmetic. glibc has names of its own for some of these (__expf), hence the macros.
+// ---- arithmetic. Macros, because glibc declares some of these names (__expf).
 
-#ifdef SANDBOX_OVERLOADS  // of float and double, as NVRTC has them
-#define SANDBOX_OF_ONE(name) inline float name(float x) { return name##f(x); }
-#define SANDBOX_OF_TWO(name) inline float name(float x, float y) { return name##f(x, y); }
-SANDBOX_OF_ONE(acos) SANDBOX_OF_ONE(asin) SANDBOX_OF_ONE(atan) SANDBOX_OF_ONE(cbrt) SANDBOX_OF_ONE(ceil)
-SANDBOX_OF_ONE(cos) SANDBOX_OF_ONE(cosh) SANDBOX_OF_ONE(erf) SANDBOX_OF_ONE(erfc) SANDBOX_OF_ONE(exp)
-SANDBOX_OF_ONE(exp2) SANDBOX_OF_ONE(expm1) SANDBOX_OF_ONE(fabs) SANDBOX_OF_ONE(floor) SANDBOX_OF_ONE(log)
-SANDBOX_OF_ONE(log10) SANDBOX_OF_ONE(log1p) SANDBOX_OF_ONE(log2) SANDBOX_OF_ONE(rint) SANDBOX_OF_ONE(round)
-SANDBOX_OF_ONE(sin) SANDBOX_OF_ONE(sinh) SANDBOX_OF_ONE(sqrt) SANDBOX_OF_ONE(tan) SANDBOX_OF_ONE(tanh)
-SANDBOX_OF_ONE(trunc) SANDBOX_OF_TWO(atan2) SANDBOX_OF_TWO(copysign) SANDBOX_OF_TWO(fmax) SANDBOX_OF_TWO(fmin)
-SANDBOX_OF_TWO(fmod) SANDBOX_OF_TWO(hypot) SANDBOX_OF_TWO(pow)
-#undef SANDBOX_OF_ONE
-#undef SANDBOX_OF_TWO
+#ifdef SANDBOX_OVERLOADS  // float and double overloads, as in NVRTC
+#define SANDBOX_UNARY(name) inline float name(float x) { return name##f(x); }
+#define SANDBOX_BINARY(name) inline float name(float x, float y) { return name##f(x, y); }
+SANDBOX_UNARY(acos) SANDBOX_UNARY(asin) SANDBOX_UNARY(atan) SANDBOX_UNARY(cbrt) SANDBOX_UNARY(ceil)
+SANDBOX_UNARY(cos) SANDBOX_UNARY(cosh) SANDBOX_UNARY(erf) SANDBOX_UNARY(erfc) SANDBOX_UNARY(exp)
+SANDBOX_UNARY(exp2) SANDBOX_UNARY(expm1) SANDBOX_UNARY(fabs) SANDBOX_UNARY(floor) SANDBOX_UNARY(log)
+SANDBOX_UNARY(log10) SANDBOX_UNARY(log1p) SANDBOX_UNARY(log2) SANDBOX_UNARY(rint) SANDBOX_UNARY(round)
+SANDBOX_UNARY(sin) SANDBOX_UNARY(sinh) SANDBOX_UNARY(sqrt) SANDBOX_UNARY(tan) SANDBOX_UNARY(tanh)
+SANDBOX_UNARY(trunc) SANDBOX_BINARY(atan2) SANDBOX_BINARY(copysign) SANDBOX_BINARY(fmax) SANDBOX_BINARY(fmin)
+SANDBOX_BINARY(fmod) SANDBOX_BINARY(hypot) SANDBOX_BINARY(pow)
+#undef SANDBOX_UNARY
+#undef SANDBOX_BINARY
 inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
 #undef isnan
 #undef isinf
 #undef isfinite
 #undef signbit
-#define SANDBOX_ASKED(T, name) \
+#define SANDBOX_CLASSIFICATION(T, name) \
     inline bool isnan(T x) { return __builtin_isnan(x); } \
     inline bool isinf(T x) { return __builtin_isinf(x); } \
     inline bool isfinite(T x) { return __builtin_isfinite(x); } \
     inline bool signbit(T x) { return __builtin_signbit(x); } \
     inline T abs(T x) { return name(x); }
-SANDBOX_ASKED(float, fabsf)
-SANDBOX_ASKED(double, fabs)
-#undef SANDBOX_ASKED
+SANDBOX_CLASSIFICATION(float, fabsf)
+SANDBOX_CLASSIFICATION(double, fabs)
+#undef SANDBOX_CLASSIFICATION
 inline int abs(int x) { return x < 0 ? -x : x; }
 inline long abs(long x) { return x < 0 ? -x : x; }
 inline long long abs(long long x) { return x < 0 ? -x : x; }
@@ -256,11 +256,11 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {  // bytes of high:low, one for each nibble
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {  // bytes of high:low, selected by nibble
     unsigned found = 0;
     for (int i = 0; i < 4; ++i) {
         const unsigned nibble = selector >> 4 * i, byte = (nibble & 4 ? high : low) >> 8 * (nibble & 3) & 0xff;
-        found |= (nibble & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;  // the fourth bit: its sign, in every bit
+        found |= (nibble & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;  // bit 3 of the nibble: replicate the sign of the byte
     }
     return found;
 }
@@ -321,13 +321,13 @@ template <int... I> struct Indices {};
 template <int N, int... I> struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
 template <int... I> struct MakeIndices<0, I...> { using type = Indices<I...>; };
 
-template <class A> inline A argument(const void* at) {  // the caller may not have aligned it as A wants
+template <class A> inline A argument(const void* at) {  // the source may be less aligned than A
     __align__(alignof(A)) char value[sizeof(A)];
     memcpy(value, at, sizeof(A));
     return *reinterpret_cast<A*>(value);
 }
 template <class... A, int... I> inline void call(void (*kernel)(A...), void** args, Indices<I...>) {
-    kernel(argument<A>(args[I])...);  // by value, as cuLaunchKernel passes them
+    kernel(argument<A>(args[I])...);  // by value, as in cuLaunchKernel
 }
 template <class... A> inline void call(void (*kernel)(A...), void** args) {
     call(kernel, args, typename MakeIndices<sizeof...(A)>::type());
@@ -336,14 +336,14 @@ template <class T> struct Kind { static constexpr unsigned value = __is_class(T)
 template <class T> struct Kind<T*> { static constexpr unsigned value = 0; };
 template <> struct Kind<float> { static constexpr unsigned value = 2; };
 template <> struct Kind<double> { static constexpr unsigned value = 2; };
-template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each) {  // as CpuFunction reads them
+template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each) {  // decoded by CpuFunction in launch.py
     const unsigned found[] = {unsigned(sizeof(A)) << 2 | Kind<A>::value..., 0};
     memcpy(each, found, sizeof...(A) * sizeof *each);
     return sizeof...(A);
 }
 }  // namespace cpu
 
-// `extern __shared__` arrays, whatever their names, are one buffer: each name is made an alias of it for the linker.
+// All `extern __shared__` arrays are one buffer: each name becomes a linker alias of it.
 #define SANDBOX_DYNAMIC(name) \
     asm(".globl " #name "\n.type " #name ", %tls_object\n.set " #name ", sandbox_dynamic_smem\n");
 #define SANDBOX_ENTRY(name, bound) \

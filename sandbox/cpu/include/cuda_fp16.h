@@ -1,4 +1,4 @@
-// The CPU backend's cuda_fp16.h.
+// cuda_fp16.h of the CPU backend.
 #pragma once
 #include "half_types.h"
 

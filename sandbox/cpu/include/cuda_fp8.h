@@ -1,5 +1,5 @@
-// The CPU backend's cuda_fp8.h: __nv_fp8_e4m3 (448 at most, NaN, no infinity) and __nv_fp8_e5m2 in software. Conversions from
-// float round to nearest even and saturate, as the constructors of the real ones do; NaN stays NaN.
+// cuda_fp8.h of the CPU backend: __nv_fp8_e4m3 (largest value 448, NaN, no infinity) and __nv_fp8_e5m2 in software. Conversions
+// from float round to nearest even and saturate, as in CUDA; NaN stays NaN.
 #pragma once
 #include "half_types.h"
 
@@ -14,15 +14,15 @@ inline float e4m3_to_float(unsigned char x) {
 }
 inline float e5m2_to_float(unsigned char x) { return half_to_float(static_cast<unsigned short>(x << 8)); }
 
-// FRACTION bits, OFFSET of the exponent, MOST: the code of the largest number.
-template <unsigned FRACTION, unsigned OFFSET, unsigned P_SUM_LIMIT>
+// FRACTION: bits of the fraction; OFFSET: exponent bias; LARGEST: code of the largest finite value.
+template <unsigned FRACTION, unsigned OFFSET, unsigned LARGEST>
 inline unsigned char float_to_fp8(float f) {
     const unsigned x = bits<unsigned>(f), sign = x >> 24 & 0x80u, magnitude = x & 0x7fffffffu;
     constexpr unsigned SHIFT = 23 - FRACTION, REBIAS = (127 - OFFSET) << FRACTION;
     if (magnitude > 0x7f800000u) return 0x7f;                                  // NaN, canonical as on the GPU
-    if (magnitude >= (P_SUM_LIMIT + REBIAS) << SHIFT) return static_cast<unsigned char>(sign | P_SUM_LIMIT);
-    if (magnitude < (128 - OFFSET) << 23) {                                      // subnormal: let the float adder round
-        const float step = bits<float>((127 - OFFSET + 1 + SHIFT) << 23);        // whose last place is theirs
+    if (magnitude >= (LARGEST + REBIAS) << SHIFT) return static_cast<unsigned char>(sign | LARGEST);
+    if (magnitude < (128 - OFFSET) << 23) {                                      // subnormal: the float addition rounds
+        const float step = bits<float>((127 - OFFSET + 1 + SHIFT) << 23);        // step: last place equal to that of subnormals
         return static_cast<unsigned char>(sign | (bits<unsigned>(bits<float>(magnitude) + step) - bits<unsigned>(step)));
     }
     const unsigned rounded = (magnitude + (1u << (SHIFT - 1)) - 1 + (magnitude >> SHIFT & 1u)) >> SHIFT;

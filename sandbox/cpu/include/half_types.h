@@ -1,6 +1,6 @@
 // __half and __nv_bfloat16 in software, with the conversions and operations of cuda_fp16.h and cuda_bf16.h that kernels
-// use. Conversions round to nearest even. Arithmetic is done in float and rounded once more: add, sub, mul and div equal
-// the hardware's to the last bit (float has more than twice the digits) but for subnormal bfloat16; an fma may differ there.
+// use. Conversions round to nearest even. Arithmetic is computed in float and rounded: add, sub, mul and div are bit-equal to
+// the hardware (float has more than twice the precision), except for subnormal bfloat16. An fma may differ in the last bit.
 #pragma once
 
 namespace cpu {
@@ -17,7 +17,7 @@ inline unsigned short float_to_half(float f) {
     const unsigned x = bits<unsigned>(f), sign = x >> 16 & 0x8000u, magnitude = x & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return 0x7fff;               // NaN, canonical as on the GPU
     if (magnitude >= 0x477ff000u) return sign | 0x7c00u;      // rounds to inf
-    if (magnitude < 0x38800000u)                              // subnormal or zero: let the float adder round at 2^-24
+    if (magnitude < 0x38800000u)                              // subnormal or zero: the float addition rounds at 2^-24
         return sign | (bits<unsigned>(bits<float>(magnitude) + 0.5f) - bits<unsigned>(0.5f));
     const unsigned odd = magnitude >> 13 & 1u;
     return sign | ((magnitude - (112u << 23) + 0xfffu + odd) >> 13);

@@ -1,12 +1,12 @@
-// The CPU twin of kernels_cu/include/ptx.cuh: the same verbs, lane by lane. A warp-wide verb is a collective, so that
-// lanes which do not all come to it are reported; what one lane's registers hold, the others see through it.
+// kernels_cu/include/ptx.cuh for the CPU backend: the same functions, lane by lane. A warp-wide instruction is a collective of
+// the runtime: it exchanges the registers of the lanes and reports lanes that do not reach it.
 #pragma once
 #include "tensor.cuh"
 
 using SmemAddr = char*;
 
 #if !defined(CHECKED_KERNELS)
-#define CHECKED_KERNELS 1  // 0: as on a GPU, where what `require` looks at is only cut to what there is
+#define CHECKED_KERNELS 1  // 0: as on a GPU, where kernels clamp the values that `require` checks
 #endif
 constexpr bool CHECKED = CHECKED_KERNELS;
 inline void require(bool holds, const char* otherwise, SANDBOX_SITE) {
@@ -62,7 +62,7 @@ inline void ldmatrix_x4(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::loa
 inline void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, true, site); }
 
 inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, SANDBOX_SITE) {
-    // Two registers an exchange: rows g and g + 8 of A, and B, of all lanes.
+    // Exchange two registers at a time: rows g and g + 8 of A, and B, of all lanes.
     const uint64_t mine[3] = {a[0] | uint64_t(a[2]) << 32, a[1] | uint64_t(a[3]) << 32, b0 | uint64_t(b1) << 32};
     uint64_t all[3][32];
     for (int i = 0; i < 3; ++i) {
@@ -72,7 +72,7 @@ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
     for (int i = 0; i < 4; ++i) {
         const int column = 2 * q + i % 2;
         float sum = 0.0f;
-        for (int k = 0; k < 16; ++k) {  // element k of a row lies in lane k % 8 / 2, register k / 8, half k % 2
+        for (int k = 0; k < 16; ++k) {  // element k of a row is in lane k % 8 / 2, register k / 8, half k % 2
             const uint64_t row = all[i / 2][4 * g + k % 8 / 2], col = all[2][4 * column + k % 8 / 2];
             sum += cpu::element(unsigned(row >> 32 * (k / 8)), k % 2) * cpu::element(unsigned(col >> 32 * (k / 8)), k % 2);
         }
@@ -94,12 +94,12 @@ inline float2 unpack(unsigned packed) { return {cpu::element(packed, 0), cpu::el
 inline float ex2(float x) { return exp2f(x); }
 inline float lg2(float x) { return log2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
-inline float tanh_approx(float x) {  // exact, then rounded as coarsely as the hardware errs: to 11 bits
+inline float tanh_approx(float x) {  // exact, then rounded to 11 bits, the precision of the hardware
     const float y = tanhf(x), coarse = y * 8193.0f;
     return coarse - (coarse - y);
 }
 
-// Inlined, so that the place of the copy, which is made later, is the caller's.
+// Inlined, so that the return address that the deferred copy records is in the caller.
 __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);
@@ -118,7 +118,7 @@ inline void cp_async_wait() { cpu::sandbox_cp_async_wait(PENDING); }
 
 inline void prefetch_L2(const void*) {}
 inline void prefetch_L1(const void*) {}
-inline void griddepcontrol_launch_dependents() {}  // one entry after the other
+inline void griddepcontrol_launch_dependents() {}  // entries run one after the other
 inline void griddepcontrol_wait() {}
 
 inline void add_fragment(float* to, const float (&x)[4]) {
