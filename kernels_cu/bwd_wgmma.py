@@ -103,6 +103,7 @@ in_any_order = Kernel(
     name="bwd_wgmma",
     computes="backward",
     rung=4,
+    preference=3,
     summary="Hopper's warpgroup MMA, fed by TMA; dQ leaves by bulk reductions that L2 carries out",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
@@ -172,6 +173,7 @@ def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
 in_order = replace(
     in_any_order,
     name="bwd_wgmma_deterministic",
+    preference=1,
     summary="bwd_wgmma, whose blocks add to dQ in the order of the keys: the same bits every time",
     deterministic=True,
     ragged=False,

@@ -43,6 +43,7 @@ kernel = Kernel(
     name="bwd_wgmma_persistent",
     computes="backward",
     rung=4,
+    preference=2,
     summary="bwd_wgmma for narrow heads: blocks stay on their SM, and the tiles of one piece follow those of another",
     dtypes=("float16", "bfloat16"),
     max_D=64,

@@ -89,6 +89,7 @@ class Kernel(Entry):
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
     rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
+    preference: int = 0  # among kernels of one rung: `attention` tries the largest first
     first_for: Callable[[Problem], bool] = lambda problem: False
     """Problems for which it is faster than higher rungs, as measured: `attention` asks it before them."""
     arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a

@@ -86,7 +86,7 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
     """Every kernel that `computes`: those that are `first_for` the problem, then the highest rung first. The one to
     choose is the first with a tile and no reason."""
     found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
-    for kernel in sorted(found, key=lambda kernel: not kernel.first_for(problem)):
+    for kernel in sorted(found, key=lambda k: (not k.first_for(problem), -k.rung, -k.preference)):
         if deterministic and not kernel.deterministic:
             yield Candidate(kernel, None, f"{kernel.name}: is not deterministic")
             continue

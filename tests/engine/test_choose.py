@@ -1,0 +1,26 @@
+"""Which kernel `attention` chooses by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox.engine import choose
+from sandbox.spec import Problem
+
+HOPPER = (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("problem", "deterministic", "name"),
+    [
+        (Problem(4, 32, 4096, 4096, 64, dtype="float16"), False, "bwd_wgmma"),
+        (Problem(4, 16, 4096, 4096, 128, dtype="float16"), False, "bwd_wgmma"),
+        (Problem(4, 16, 4096, 4096, 128, dtype="float16"), True, "bwd_wgmma_deterministic"),
+        (Problem(4, 32, 4096, 4096, 64, dtype="float16"), True, "bwd_wgmma_deterministic"),
+        (Problem(16, 32, 512, 512, 64, dtype="bfloat16", causal="bottom-right"), False, "bwd_wgmma_persistent"),
+        (Problem(1, 8, 128, 128, 64, dtype="float16"), False, "bwd_wgmma_head"),
+    ],
+)
+def test_backward_kernels_of_one_rung(problem: Problem, deterministic: bool, name: str) -> None:
+    """The general kernel comes before its variants, whatever the names; a variant comes first for its own problems."""
+    assert choose.choose_kernel(problem, "backward", HOPPER, deterministic).name == name
