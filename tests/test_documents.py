@@ -162,7 +162,7 @@ def blocks(figure: Path) -> np.ndarray:
 
 
 def assert_same_figures(folder: Path, experiment: Path) -> int:
-    """Compares the figures that a script wrote with those of the repository, up to text rendering. Returns their number."""
+    """Compares figures that a script wrote with those of the repository, up to text rendering. Returns their number."""
     written = sorted((folder / experiment).glob("*.png"))
     for figure in written:
         found, expected = blocks(figure), blocks(ROOT / experiment / figure.name)

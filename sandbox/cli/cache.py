@@ -30,8 +30,8 @@ def cache_ls(as_json: bool) -> None:
         return
     for row in sorted(rows, key=lambda row: row["made"]):
         click.echo(f"{row['key'][:12]}  {row['bytes'] / 1024:8.1f} KiB  {_age(row['made']):>8}  {row['name']}")
-    held, most = sum(row["bytes"] for row in rows) / 2**20, disk_cache.limit() / 2**20
-    click.echo(f"{len(rows)} entries, {held:.1f} MiB of at most {most:.0f} in {disk_cache.directory()}")
+    size, limit = sum(row["bytes"] for row in rows) / 2**20, disk_cache.limit() / 2**20
+    click.echo(f"{len(rows)} entries, {size:.1f} MiB of at most {limit:.0f} in {disk_cache.directory()}")
 
 
 def _age(made: float) -> str:

@@ -38,7 +38,7 @@ class _Row:
 class _File:
     name: str
     rows: Sequence[_Row]
-    said: str
+    summary: str
     open: bool
 
 
@@ -58,7 +58,7 @@ def page(
     for number, code in enumerate(codes):
         rows = list(_instructions(code, ids[number], samples if code is after else None))
         sides.append({"label": code.label, "heading": _heading(code, codes), "rows": rows, "first": first,
-                      "said": f"{code.resources.registers} registers, {len(rows)} instructions"})  # fmt: skip
+                      "summary": f"{code.resources.registers} registers, {len(rows)} instructions"})  # fmt: skip
         first += len(rows)
     most = max((i.live or 0 for code in codes for i in code.instructions), default=0)
     what = "samples" if samples else "instructions"
@@ -152,10 +152,10 @@ def _files(
             figure = f"{counts[-1] / whole:.1%}" if sampled and counts[-1] else "" if sampled else _figure(counts)
             heat = f"{(counts[-1] / most) ** 0.5:.2f}" if counts[-1] else ""
             rows.append(_Row(identity, str(last or places[0]), text, change, figure, heat))
-        said = (
+        summary = (
             f"{total} {'samples' if sampled else 'instructions'}" if total else f"{inlined[name]} instructions inlined"
         )
-        yield _File(name, rows, said, name == codes[-1].source)
+        yield _File(name, rows, summary, name == codes[-1].source)
 
 
 def _figure(counts: Sequence[int]) -> str:

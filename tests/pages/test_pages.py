@@ -287,10 +287,10 @@ def test_hovering_highlights_lines_and_instructions(browser: Any, versions: tupl
     tab.hover("text=mma(a);")
     assert lit(tab) == ["HMMA R1, R2"] * 5
     assert tab.locator(".from code").all_text_contents() == ["mma(a);"]
-    assert tab.locator("#said").text_content() == "own.cu:3: 5 instructions, at most 15 registers live"
+    assert tab.locator("#status").text_content() == "own.cu:3: 5 instructions, at most 15 registers live"
     tab.hover("text=STG.E R1, R2")
     assert lit(tab)[:1] == ["store(a);"]
-    assert "from own.cu:4; 16 registers live" in tab.locator("#said").text_content()
+    assert "from own.cu:4; 16 registers live" in tab.locator("#status").text_content()
     tab.hover(".i >> nth=1")
     assert tab.locator("summary.lit").count() == 1  # the header is folded; its summary is highlighted instead
     tab.close()
@@ -304,7 +304,7 @@ def test_keyboard_navigation(browser: Any, versions: tuple[Code, Code], tmp_path
     tab.keyboard.press("ArrowUp")
     assert tab.evaluate(focused) == "mma(a);"
     assert lit(tab).count("HMMA R1, R2") == 3 + 5
-    assert tab.locator("#said").text_content().startswith("own.cu:3: 3 → 5 instructions")
+    assert tab.locator("#status").text_content().startswith("own.cu:3: 3 → 5 instructions")
     tab.keyboard.press("Enter")
     assert tab.evaluate(focused) == "HMMA R1, R2"
     tab.keyboard.press("Escape")
@@ -346,10 +346,10 @@ def test_zooming_of_the_tracks(browser: Any, tmp_path: Path) -> None:
     tab = opened(browser, tmp_path / "tracks.html", timeline_page.page(timeline()))
     box = tab.locator("canvas").bounding_box()
     tab.mouse.move(box["x"] + 130 + (box["width"] - 130) / 2, box["y"] + 10)
-    assert tab.locator("#said").text_content() == "block 0 (SM 3) warp 0: QK, 20 cycles from 40 on"
+    assert tab.locator("#status").text_content() == "block 0 (SM 3) warp 0: QK, 20 cycles from 40 on"
     tab.locator("canvas").focus()
     tab.keyboard.press("+")
-    assert tab.locator("#said").text_content() == "from 20 to 80 cycles"
+    assert tab.locator("#status").text_content() == "from 20 to 80 cycles"
     tab.close()
 
 

@@ -190,8 +190,8 @@ def test_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A valid tile is chosen as with a GPU; --json prints JSON."""
     monkeypatch.setattr(driver, "available", lambda: False)
-    told = json.loads(call("fwd_mma", "--shape", "1,2,64,256", "--dry-run", "--json").stdout)
-    (command,) = told["commands"]
+    printed = json.loads(call("fwd_mma", "--shape", "1,2,64,256", "--dry-run", "--json").stdout)
+    (command,) = printed["commands"]
     subject = Subject.loads(command[-1])
     assert registry.get("fwd_mma").unsupported_tile(subject.problem, subject.tile, (9, 0)) is None
     kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # independent of the working directory

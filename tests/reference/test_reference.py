@@ -212,7 +212,7 @@ def test_gradients_are_finite_differences(causal):
 
 
 def test_rows_without_keys():
-    q, k, v = qkv(H=2, Hk=1, Sq=5, Sk=2)  # bottom-right: rows 0, 1 and 2 see nothing
+    q, k, v = qkv(H=2, Hk=1, Sq=5, Sk=2)  # bottom-right: rows 0, 1 and 2 see no key
     out, lse = reference.attention(q, k, v, causal=True)
     assert (out[:, :, :3] == 0).all()
     assert (lse[:, :, :3] == -np.inf).all()

@@ -172,7 +172,7 @@ def test_the_gradient_bound_accepts_rows_of_one_key(dtype):
     assert rounded <= gradient_bound(dq, plain, sizes[0], dtype)
 
 
-# --- the bound as a judge of whole results ---
+# --- the bound applied to complete results ---
 
 
 def problem(dtype, S=64, D=32):

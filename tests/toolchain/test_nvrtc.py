@@ -353,9 +353,9 @@ def test_two_processes_compile_the_same_at_once(write, own_cache: Path) -> None:
         "print(len(c.cubin), c.resources.registers)\n"
     )
     runs = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [run.communicate(timeout=60)[0] for run in runs]
+    outputs = [run.communicate(timeout=60)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]
     assert len(list(cache.entries())) == 1
     assert [path.name for path in own_cache.iterdir() if path.name.startswith(".")] == []
 

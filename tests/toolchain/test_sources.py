@@ -59,7 +59,7 @@ def test_every_form_is_found(tree: Path, line: str) -> None:
 def test_nested_includes_cycles_and_subfolders(tree: Path) -> None:
     (tree / "first/sub").mkdir()
     (tree / "src/main.cu").write_text('#include "sub/a.h"\n')
-    (tree / "first/sub/a.h").write_text('#include "b.h"\n')  # beside the file that includes it
+    (tree / "first/sub/a.h").write_text('#include "b.h"\n')  # in the folder of the file that includes it
     (tree / "first/sub/b.h").write_text("#include <c.h>\n")
     (tree / "second/c.h").write_text('#include "sub/a.h"\n#include "c.h"\n')  # cycles
     assert scan(tree) == ["first/sub/a.h", "first/sub/b.h", "second/c.h", "src/main.cu"]

@@ -1,5 +1,5 @@
 "use strict";
-const said = document.getElementById("said"), here = document.getElementById("here");
+const statusLine = document.getElementById("status"), here = document.getElementById("here");
 const code = [...document.querySelectorAll(".i")];
 const panes = new Map([...document.querySelectorAll(".code")].map(pane => [pane, [...pane.querySelectorAll(".i")]]));
 const instructionsOf = new Map();  // id of a source line -> its instructions
@@ -30,7 +30,7 @@ function light(row) {
     here.setAttribute("x1", x);
     here.setAttribute("x2", x);
   }
-  said.textContent = describe(row, found);
+  statusLine.textContent = describe(row, found);
 }
 const side = row => panes.get(row.parentElement);
 const place = row => side(row).indexOf(row) / Math.max(1, side(row).length - 1);

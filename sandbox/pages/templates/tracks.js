@@ -1,5 +1,5 @@
 "use strict";
-const canvas = document.getElementById("tracks"), said = document.getElementById("said"), LEFT = 130, ROW = 17, GAP = 7, FOOT = 22;
+const canvas = document.getElementById("tracks"), statusLine = document.getElementById("status"), LEFT = 130, ROW = 17, GAP = 7, FOOT = 22;
 const waits = new Set(timeline.waits), names = timeline.names;
 let last = 1, y = 4;
 const rows = timeline.tracks.map((track, n) => {
@@ -61,7 +61,7 @@ canvas.addEventListener("pointermove", e => {
   if (!row) return;
   for (let i = 0; i < row.steps.length; i += 3)
     if (tick >= row.steps[i + 1] && tick < row.steps[i + 1] + row.steps[i + 2])
-      said.textContent = "block " + row.block + (row.sm === null ? "" : " (SM " + row.sm + ")") + " warp " + row.warp + ": " + names[row.steps[i]] + ", "
+      statusLine.textContent = "block " + row.block + (row.sm === null ? "" : " (SM " + row.sm + ")") + " warp " + row.warp + ": " + names[row.steps[i]] + ", "
         + row.steps[i + 2] + " " + timeline.unit + " from " + row.steps[i + 1] + " on";
 });
 canvas.addEventListener("keydown", e => {
@@ -70,7 +70,7 @@ canvas.addEventListener("keydown", e => {
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1.6), 0: () => look(0, last)};
   if (!(e.key in keys)) return;
   keys[e.key]();
-  said.textContent = "from " + Math.round(from) + " to " + Math.round(to) + " " + timeline.unit;
+  statusLine.textContent = "from " + Math.round(from) + " to " + Math.round(to) + " " + timeline.unit;
   e.preventDefault();
 });
 addEventListener("resize", draw);
