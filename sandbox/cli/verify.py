@@ -66,8 +66,8 @@ def run_(
     if shape:
         cases = [Case("--shape", problem_of(shape, dtype, causal, scored))]
     chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
-    with IsolatedRunner(_forward_output) as apart:
-        found = followed(checking.run_cases(chosen, cases, device, wanted, apart.verify), lambda r: r.case)
+    with IsolatedRunner(_forward_output) as runner:
+        found = followed(checking.run_cases(chosen, cases, device, wanted, runner.verify), lambda r: r.case)
         if as_json:
             results = list(print_json_rows(found))
         else:
@@ -110,8 +110,8 @@ def check_(
     """
     device, wanted = checking.pick_device(backend), parsed_tile(tile)
     chosen = chosen_kernels(kernels)
-    with IsolatedRunner(_forward_output) as apart:
-        swept = checking.sweep(chosen, device, wanted, apart.verify)
+    with IsolatedRunner(_forward_output) as runner:
+        swept = checking.sweep(chosen, device, wanted, runner.verify)
         found = followed(swept, lambda r: f"{r.kernel} {r.case}")
         results = list(print_json_rows(found) if as_json else _reported(found))
     if not as_json and len(chosen) > 1:
