@@ -1,4 +1,4 @@
-"""A `.cu` file -> a library (or, for a sanitizer, a program) that executes it on the CPU, cached like a cubin."""
+"""Compiles a `.cu` file to a library (for a sanitizer: and a program) for the CPU, cached like a cubin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU_HEADERS = HERE / "include"
 Sanitizer = Literal["address", "undefined", "thread", "uninitialised", "none"]
 
 _OPTIONS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-march=native", "-fno-strict-aliasing", "-pthread")
-# Fibers have small stacks of their own, and frames must be walkable for a report.
+# Reports need frame pointers to walk the stacks of fibers.
 _SANITIZE = {
     "address": (
         "-fsanitize=address,bounds,alignment",
@@ -37,30 +37,30 @@ _SANITIZE = {
     ),
     "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     "thread": ("-fsanitize=thread", "-fno-omit-frame-pointer", "-DSANDBOX_TSAN"),
-    # What a Linux kernel is built with: calls at each load and store, and no library behind them. The runtime answers.
+    # The Linux kernel's variant: a call at each load and store, and no library. The runtime defines the functions.
     "uninitialised": (
         "-fsanitize=kernel-address",
         "--param=asan-instrumentation-with-call-threshold=0",
         "--param=asan-stack=0",
         "--param=asan-globals=0",
         "-DSANDBOX_SHADOW",
-        "-O0",  # an optimised load may have lost its line, and a local its place on the stack
+        "-O0",  # an optimised load may lose its line number, and a local variable its stack slot
     ),
     "none": (),
 }
-# Of the kernel, not of the program around it: a call at the beginning of each function, so that the runtime can fill
-# its frame. (-ftrivial-auto-var-init=pattern fills locals of optimised code too, but GCC 12 then misaligns arrays on
-# the stack of functions that call none, and its pattern is not NaN.)
+# For the kernel only: a call at the beginning of each function, so that the runtime can fill its frame.
+# (-ftrivial-auto-var-init=pattern fills locals of optimised code too, but GCC 12 then misaligns stack arrays of leaf
+# functions, and its pattern is not NaN.)
 _CALL_AT_ENTRY = ("-pg", "-mfentry") if platform.machine() == "x86_64" else ()
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = re.compile(r"\b__launch_bounds__\s*\(")
-# extern __shared__ __align__(16) float smem[];  in any order of the specifiers
+# extern __shared__ __align__(16) float smem[];  the specifiers may be in any order
 _DYNAMIC = re.compile(r"\bextern\b(?=[^;{}\[]*\b__shared__\b)[^;{}\[]*?(\w+)\s*\[\s*\]\s*;")
 
 
 @dataclass(frozen=True)
 class Built:
-    """One built object: `path` of the library or program; `seconds` it took when it was built; `cached`."""
+    """One compiled file: `path` of the library or program, compile time in `seconds`, whether it was `cached`."""
 
     path: Path
     seconds: float
@@ -68,15 +68,14 @@ class Built:
 
 
 def library(source: Path, entries: Sequence[str], defines: Mapping[str, object], folders: Sequence[Path] = ()) -> Built:
-    """The shared library of one kernel, with all its entry points; headers may lie in `folders`, too. Raises
-    CompileError, ToolchainMissing.
+    """The shared library of one kernel with all its entry points. `folders`: additional include directories.
 
-    It is there for as long as the caller has the cache `in_use`.
+    The file exists while the caller has the cache `in_use`. Raises CompileError, ToolchainMissing.
     """
     compiler = host.find()
-    with cache.in_use():  # the linker is given a path
+    with cache.in_use():  # the linker reads a cached file
         runtime = _build(compiler, "runtime.so", HERE / "runtime.cpp", _runtime_text(), ("-shared", *_OPTIONS))
-        # needed even by a kernel that calls nothing of it; what nobody defines is an error now, not when it is loaded
+        # Linked even if unused, for sandbox_launch. Undefined symbols are an error at link time, not at load time.
         link = ("-Wl,--no-as-needed", str(runtime.path), "-Wl,-z,defs")
         return _kernel(compiler, source, entries, _kernel_options(compiler, source, defines, folders), link, folders)
 
@@ -84,19 +83,21 @@ def library(source: Path, entries: Sequence[str], defines: Mapping[str, object],
 def program(
     source: Path, entry: str, defines: Mapping[str, object], sanitizer: Sanitizer, folders: Sequence[Path] = ()
 ) -> tuple[Built, Built]:
-    """A program that runs one launch, read from a file, under a sanitizer (see main.cpp), and the kernel for it.
+    """A program that executes one launch under a sanitizer (see main.cpp), and the kernel library for it.
 
-    Apart, as ever, so that the kernel's TLS block is its shared memory and nothing else. Both are there for as long as
-    the caller has the cache `in_use`.
-    Raises CompileError, ToolchainMissing.
+    They are separate files so that the kernel's TLS block contains only its shared memory. Both exist while the caller
+    has the cache `in_use`. Raises CompileError, ToolchainMissing.
     """
     compiler = host.find()
     if "ziglang" in compiler.command:
-        raise ToolchainMissing("the ziglang package has no sanitizers to link with: apt-get install g++, or set CXX")
+        raise ToolchainMissing(
+            "sanitizers are not supported with the ziglang package, which lacks their libraries: "
+            "apt-get install g++, or set CXX"
+        )
     if sanitizer == "uninitialised" and not compiler.is_gcc:
-        raise ToolchainMissing("reads of uninitialised shared memory are found with GCC alone: apt-get install g++")
+        raise ToolchainMissing("detection of uninitialised shared memory requires GCC: apt-get install g++")
     instrumented = _SANITIZE[sanitizer]
-    # The runtime and main() only talk to the tool; they are not instrumented themselves.
+    # The runtime and main() call the sanitizer's interface; they are not instrumented.
     text = f'{_runtime_text()}#include "{HERE / "main.cpp"}"\n'
     plain = (*_OPTIONS, *(option for option in instrumented if option.startswith("-D")))
     objects = _build(compiler, "main.o", HERE / "main.cpp", text, ("-c", *plain))
@@ -119,7 +120,7 @@ def _kernel(
 
 
 def translation_unit(source: Path, entries: Sequence[str]) -> str:
-    """The C++ around the unmodified `.cu`: the shim before it; entries and their dynamic shared memory after it.
+    """The translation unit: cuda_cpu.h, the unmodified `.cu`, its dynamic shared memory and its entry points.
 
     Raises CompileError for a path that cannot be included.
     """
@@ -143,8 +144,8 @@ def translation_unit(source: Path, entries: Sequence[str]) -> str:
 
 
 def _launch_bound(texts: Sequence[str], entry: str) -> str:
-    """The threads that an entry's __launch_bounds__ name, as an expression of the `.cu`; "0" where there are none, or
-    where the preprocessor chooses between several."""
+    """The thread count in an entry's __launch_bounds__, as an expression of the `.cu`. "0" if there is none, or if
+    several definitions have different bounds."""
     renamed = (re.findall(rf"^[ \t]*#[ \t]*define\s+(\w+)\s+{entry}[ \t]*$", text, re.MULTILINE) for text in texts)
     declared = re.compile(rf"[^;{{}}]*?\b(?:{'|'.join([entry, *itertools.chain.from_iterable(renamed)])})\s*\(")
     found: dict[str, None] = {}
@@ -157,14 +158,14 @@ def _launch_bound(texts: Sequence[str], entry: str) -> str:
 
 
 def include_dirs(source: Path) -> tuple[Path, ...]:
-    """Where its headers are looked for: the twins first (cuda_fp16.h, and any header of the same name), then the folder
-    `include` beside it, which goes before the project's own."""
+    """Include directories in order: headers of the CPU backend (cuda_fp16.h, and replacements of PTX headers),
+    `include` next to the source, `kernels_cu/include`."""
     return tuple(dict.fromkeys((CPU_HEADERS, source.parent / "include", INCLUDE_DIR)))
 
 
 def searched(source: Path, folders: Sequence[Path] = ()) -> tuple[Path, ...]:
-    """All that a header of `source` may come from but the system's own folders: `include_dirs`, `folders`, and what the
-    environment names for the host's compiler."""
+    """All directories for headers of `source` except the system's: `include_dirs`, `folders`, and those that
+    environment variables of the host compiler add."""
     return (*include_dirs(source), *folders, *host.extra_folders())
 
 
@@ -178,8 +179,8 @@ def _kernel_options(
 ) -> tuple[str, ...]:
     return (
         *_OPTIONS,
-        "-UNDEBUG",  # which zig defines; a kernel's assert is to be checked, as under NVRTC
-        # `extern thread_local` arrays are plain memory: no call to an initialiser on each use
+        "-UNDEBUG",  # zig defines it; a kernel's assert must be checked, as with NVRTC
+        # `extern thread_local` arrays need no initialiser call at each use
         *(("-fno-extern-tls-init",) if compiler.is_gcc else ()),
         *(f"-D{name}={value}" for name, value in defines.items()),
         *(f"-I{folder}" for folder in (*include_dirs(source), *folders)),
@@ -190,14 +191,14 @@ def _build(
     compiler: HostCompiler, name: str, source: Path, text: str, options: tuple[str, ...], link: tuple[str, ...] = (),
     folders: Sequence[Path] = (),
 ) -> Built:  # fmt: skip
-    """Compile `text`, which stands around `source`, into one cached file called `name`."""
+    """Compile `text`, which includes `source`, to one cached file `name`."""
 
-    def made_of() -> list[str | None]:
+    def inputs() -> list[str | None]:
         files = [source, CPU_HEADERS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
         return [sources.fingerprint(path, searched(source, folders)) for path in files]
 
     parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}
-    fingerprints = made_of()
+    fingerprints = inputs()
     key = cache.make_key(source=fingerprints, **parts)
     if None not in fingerprints and (found := cache.get(key, (name,), {"seconds": float})):
         log.logger.log(log.COMPILING, "%s: in the cache, %s", name, found.path)
@@ -210,7 +211,7 @@ def _build(
     seconds = time.perf_counter() - start
     line = " ".join((*compiler.command, *options))
     log.logger.log(log.COMPILING, "%s: compiled in %.2f s with %s", name, seconds, line)
-    if None in fingerprints or fingerprints != made_of():  # unknown, or edited while it compiled: found by content only
+    if None in fingerprints or fingerprints != inputs():  # unknown, or edited during compilation: key by content
         fingerprints = [hashlib.sha256(content).hexdigest()]
     key = cache.make_key(source=fingerprints, **parts)
     entry = cache.put(key, {name: content}, {"name": f"{name} cpu", "seconds": seconds})

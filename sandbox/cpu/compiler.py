@@ -1,4 +1,4 @@
-"""Finding a host C++ compiler, and running it."""
+"""Finds and runs a host C++ compiler."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FOLDER_OPTIONS = ("-I", "-isystem", "-iquote", "-idirafter")
 
 @dataclass(frozen=True)
 class HostCompiler:
-    """`command` is what to run; `identity` tells two compilers, and two processors, apart."""
+    """`command` runs the compiler; `identity` is unique per compiler and processor."""
 
     command: tuple[str, ...]
     identity: str
 
     @property
     def is_gcc(self) -> bool:
-        """GCC has a few options that Clang has not."""
+        """Some options are supported by GCC only."""
         return "Free Software Foundation" in self.identity
 
 
 def find() -> HostCompiler:
-    """`$CXX`, else g++, clang++, or the `ziglang` package. Raises ToolchainMissing with what to install."""
+    """`$CXX`, else g++, clang++, or the `ziglang` package. Raises ToolchainMissing with installation advice."""
     return _find(os.environ.get("CXX", "").strip(), os.environ.get("PATH", ""))
 
 
@@ -44,19 +44,19 @@ def _find(chosen: str, path: str) -> HostCompiler:
         if shutil.which(command[0], path=path):
             return HostCompiler(command, _identity(command))
     if chosen:
-        raise ToolchainMissing(f"CXX={chosen} is not a program on the PATH: correct it, or unset it to use g++")
+        raise ToolchainMissing(f"CXX={chosen} is not a program on the PATH: change it, or unset it to use g++")
     if importlib.util.find_spec("ziglang"):
         command = (sys.executable, "-m", "ziglang", "c++")
         return HostCompiler(command, _identity(command))
     raise ToolchainMissing(
-        "the CPU backend needs a host C++ compiler and found none: set CXX, or install one: "
+        "no host C++ compiler found, which the CPU backend needs: set CXX, or install one: "
         "apt-get install g++, or pip install ziglang"
     )
 
 
 def extra_folders() -> tuple[Path, ...]:
-    """Where the compiler that `find` gives looks for headers because the environment says so: the folders of `-I` and
-    the like in `$CXX`, `$CPATH`, and `$CPLUS_INCLUDE_PATH`, in which an empty name is the working directory."""
+    """Include directories from the environment: `-I` and similar options in `$CXX`, `$CPATH` and `$CPLUS_INCLUDE_PATH`.
+    An empty name is the working directory."""
     words = iter(shlex.split(os.environ.get("CXX", "")))
     found = []
     for word in words:
@@ -69,17 +69,17 @@ def extra_folders() -> tuple[Path, ...]:
 
 
 def _identity(command: tuple[str, ...]) -> str:
-    said = subprocess.run(
+    done = subprocess.run(
         [*command, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    if said.returncode:
-        raise ToolchainMissing(f"{shlex.join(command)} --version fails: {said.stderr.strip()[:500]}")
-    return f"{shlex.join(command)}: {said.stdout.strip()} on {_processor()}"
+    if done.returncode:
+        raise ToolchainMissing(f"{shlex.join(command)} --version fails: {done.stderr.strip()[:500]}")
+    return f"{shlex.join(command)}: {done.stdout.strip()} on {_processor()}"
 
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """The properties of the processor that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -89,15 +89,15 @@ def _processor() -> str:
 
 
 def run(compiler: HostCompiler, options: tuple[str, ...], text: str, source: Path) -> None:
-    """Compile `text`, C++ from standard input. Raises CompileError with the compiler's own excerpt and caret."""
+    """Compile `text`, C++ from standard input. Raises CompileError with the compiler's messages."""
     command = [*compiler.command, *options]
     try:
         done = process.run(command, text=text)
-        refused, said = bool(done.returncode), done.stderr
+        failed, output = bool(done.returncode), done.stderr
     except process.TooMuchOutput as error:
-        refused, said = True, f"{error.head}\n{error}"
-    if refused:
+        failed, output = True, f"{error.head}\n{error}"
+    if failed:
         raise CompileError(
-            f"{compiler.command[0]} refused {source}\n\n{said.strip()}\n\noptions: {shlex.join(options)}",
-            source=str(source), options=options, log=said,
+            f"{compiler.command[0]} refused {source}\n\n{output.strip()}\n\noptions: {shlex.join(options)}",
+            source=str(source), options=options, log=output,
         )  # fmt: skip

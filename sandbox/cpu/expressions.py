@@ -1,4 +1,4 @@
-"""A `Score`'s expressions on the host, in double precision: the truth that its kernels are held to."""
+"""Evaluates the expressions of a `Score` on the host in double precision, as the reference for its kernels."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ _ENTRY = "expressions"
 def evaluate(
     score: Score, x: Array, b: int, h: int, i: Array, j: Array, Sq: int, Sk: int
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(what x becomes, its derivative, which are seen) of scores x (M, N) for query rows i and keys j, M and N of them.
+    """(new score, its derivative, mask) for scores x (M, N), query rows i (M) and keys j (N).
 
-    Float64 and bool, (M, N). Literals are of single precision, as in the kernels. Raises CompileError for an
-    expression that is none, SpecError for a tensor without numbers.
+    Arrays (M, N) of float64, float64 and bool; the mask is True if visible. Literals are rounded to single precision, as in the kernels. Raises
+    CompileError for an invalid expression, SpecError for a tensor without data.
     """
     value = np.array(x, np.float64)
-    derivative, seen = np.ones_like(value), np.ones(value.shape, np.bool_)
+    derivative, visible = np.ones_like(value), np.ones(value.shape, np.bool_)
     if not value.size:
-        return value, derivative, seen
+        return value, derivative, visible
     rows, keys = (np.ascontiguousarray(np.broadcast_to(n.ravel(), size), np.int32) for n, size in
                   ((i, value.shape[0]), (j, value.shape[1])))  # fmt: skip
-    tensors = {name: _numbers(name, tensor) for name, tensor in score.tensors.items()}
-    arrays = [ctypes.c_void_p(array.ctypes.data) for array in (value, derivative, seen, rows, keys)]
-    numbers = [ctypes.c_int32(n) for n in (value.shape[1], b, h, Sq, Sk)]
-    arguments = PackedArguments([_snippet(tensors), *arrays, *numbers])
+    tensors = {name: _data(name, tensor) for name, tensor in score.tensors.items()}
+    arrays = [ctypes.c_void_p(array.ctypes.data) for array in (value, derivative, visible, rows, keys)]
+    integers = [ctypes.c_int32(n) for n in (value.shape[1], b, h, Sq, Sk)]
+    arguments = PackedArguments([_snippet(tensors), *arrays, *integers])
     _function(score.described).launcher((len(value), 1, 1), (1, 1, 1), 0, arguments)(())
-    return value, derivative, seen
+    return value, derivative, visible
 
 
-def _numbers(name: str, tensor: Any) -> Array:
+def _data(name: str, tensor: Any) -> Array:
     if isinstance(tensor, TensorLike):
-        raise SpecError(f"Score: tensor {name} has no numbers here: it was read from a file that keeps its shape alone")
+        raise SpecError(f"Score: tensor {name} has no data: it was loaded from a file that stores only its shape")
     return host_array(tensor)
 
 
 def _snippet(tensors: dict[str, Array]) -> ctypes.Structure:
-    """`Snippet` of the generated header: an address and element strides for each tensor, or one word."""
+    """`Snippet` of the generated header: address and element strides of each tensor; one word if there are none."""
     fields: list[tuple[str, Any]] = []
     for name, array in tensors.items():
         fields += [(name, ctypes.c_void_p), (f"{name}_strides", ctypes.c_int64 * max(array.ndim, 1))]
@@ -73,6 +73,6 @@ def _function(score: Score) -> CpuFunction:
     like = {name: np.empty(tensor.shape, np.bool_) for name, tensor in score.tensors.items()}
     size = ctypes.sizeof(_snippet(like))
     defines = {**macros(problem), "DTYPE_float32": 1, "HEAD_DIM": 1, "CAUSAL": 0, "SNIPPET_BYTES": size}
-    with cache.in_use():  # the loader is given a path
+    with cache.in_use():  # the loader reads a cached file
         built = build.library(_SOURCE, [_ENTRY], defines, snippets.folders(problem))
         return CpuFunction(built.path, _ENTRY)

@@ -269,7 +269,8 @@ extern "C" void sandbox_setmaxnreg(unsigned registers, Site site) {
 
 extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
     Hopper& hopper = current->hopper;
-    if (smem_offset_of(to, box_bytes(*map), site) % 1024) trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
+    if (smem_offset_of(to, box_bytes(*map), site) % 1024)
+        trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
     mbarrier_at(barrier, site);
     check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA accesses (an mbarrier)", site);
     report_write(to, box_bytes(*map));
@@ -307,7 +308,8 @@ extern "C" void sandbox_bulk_store(float* to, const char* from, unsigned bytes, 
 }
 
 extern "C" void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site) {
-    if (bulk_source_offset(from, box_bytes(*map), site) % 1024) trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
+    if (bulk_source_offset(from, box_bytes(*map), site) % 1024)
+        trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
     BulkStore& box = self().bulk_stores.add();
     box = {from, *map, {at[0], at[1], at[2], at[3], at[4]}, nullptr, 0, false, false, 0, site};
     for_box_chunks(*map, box.at, [&](char* to, uint64_t place, unsigned valid) {

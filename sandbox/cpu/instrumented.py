@@ -1,4 +1,4 @@
-"""One launch of a kernel under a sanitizer, or bare, in a process of its own: it may crash, and be ended in time."""
+"""One launch of a kernel in a separate process, with or without a sanitizer: it may crash or time out."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from ..toolchain import cache
 from . import build
 from .build import Sanitizer
 
-UNFINISHED = "did not finish within"  # what the text says of a launch that was ended
-
+UNFINISHED = "did not finish within"  # in the text of a launch that timed out
 
 _REPORTED = re.compile(r"Sanitizer: |: runtime error: ")
-Pointer = tuple[int, int]  # the position of the argument that holds it, and its offset there in bytes
+Pointer = tuple[int, int]  # index of the argument that contains the pointer, byte offset in the argument
 
 
 class Fill(IntEnum):
-    """What local variables hold before they are written, as runtime.h has it. REPORTED_NANS: the first read of one is
-    reported where the compiler shows it to the runtime: of an array, by an index that is no constant."""
+    """Initial contents of local variables, as in runtime.h. REPORTED_NANS: the first read of an unwritten array element
+    by a variable index is reported; the compiler does not instrument other reads."""
 
     NANS = 0
     ZEROS = 1
@@ -42,9 +41,9 @@ class Fill(IntEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What a sanitizer said. `lines` are the places it names in the kernel's own files, as (file name, line).
+    """The report of a sanitizer. `lines`: locations in the kernel's files, as (file name, line).
 
-    `contents`: the buffers after the launch, when it came to its end.
+    `contents`: the buffers after the launch, if it completed.
     """
 
     clean: bool
@@ -72,13 +71,12 @@ def run(
 ) -> Report:
     """Build the kernel with `sanitizer`, launch it once and report.
 
-    `buffers` maps a pointer among the arguments to the contiguous array it leads to. Blocks run side by side on one OS
-    thread each under ThreadSanitizer, so that races between blocks are seen too. `order` 0 runs blocks, warps and lanes
-    in ascending order; any other number runs blocks in descending order and shuffles the rest, with that seed; of each
-    block one warp lags behind the others as far as it can. `stack`: under "uninitialised" alone. `folders`: where else
-    its headers are looked for.
+    `buffers` maps a pointer in the arguments to its contiguous array. Under ThreadSanitizer each block runs on its own
+    OS thread, so that races between blocks are found too. `order` 0 runs blocks, warps and lanes in ascending order;
+    another value runs blocks in descending order, shuffles warps and lanes with this seed, and delays one warp of each
+    block as long as possible. `stack`: for "uninitialised" only. `folders`: additional include directories.
     """
-    with cache.in_use():  # programs are run by their paths
+    with cache.in_use():  # executes cached files
         program, kernel = build.program(source, entry, defines, sanitizer, folders)
         blocks = grid[0] * grid[1] * grid[2]
         workers = min(blocks, 64) if sanitizer == "thread" else 1
@@ -95,13 +93,13 @@ def run(
             except process.TooMuchOutput as error:
                 if not _REPORTED.search(error.head):
                     return Report(False, f"{entry} {process.too_much(process.MOST_OUTPUT)}", ())
-                done = subprocess.CompletedProcess((), 1, "", error.head)  # what was found before that counts
+                done = subprocess.CompletedProcess((), 1, "", error.head)  # keep findings printed before
             results = Path(file.name).read_bytes() if done.returncode == 0 else b""
         text = _symbolized((done.stderr + done.stdout).strip())
     if done.returncode < 0 and not text:
-        text = f"{entry} was ended by {signal.Signals(-done.returncode).name}"
-    places = re.findall(r"([\w.-]+\.cuh?):(\d+)", text)
-    lines = tuple(dict.fromkeys((name, int(line)) for name, line in places))
+        text = f"{entry} was terminated by {signal.Signals(-done.returncode).name}"
+    sites = re.findall(r"([\w.-]+\.cuh?):(\d+)", text)
+    lines = tuple(dict.fromkeys((name, int(line)) for name, line in sites))
     return Report(done.returncode == 0, text, lines, _split(results, list(buffers.values())) if results else ())
 
 
@@ -117,7 +115,7 @@ def _launch(
     arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
     buffers: Mapping[Pointer, np.ndarray],
 ) -> bytes:
-    """The file that main.cpp reads."""
+    """The launch file; main.cpp documents the format."""
     parts = [struct.pack(f"{len(numbers) + 2}q", *numbers, len(buffers), len(arguments))]
     for argument in arguments:
         parts += [struct.pack("q", ctypes.sizeof(argument)), bytes(argument)]
@@ -135,26 +133,25 @@ def _split(content: bytes, like: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]
 
 
 def _symbolized(text: str) -> str:
-    """Our own reports name places in the machine code, innermost call first; say which lines those are, as the
-    sanitizers do."""
+    """Replaces the code addresses in the runtime's reports, innermost call first, by source lines, as sanitizers do."""
     frames = re.findall(r"^ +in (\S+\.so)\+0x([0-9a-f]+)$", text, re.MULTILINE)
     if not frames:
         return text
     library = frames[0][0]
-    # A return address is behind its call.
+    # A return address is after its call.
     calls = [hex(int(offset, 16) - 1) for file, offset in frames if file == library]
-    said = subprocess.run(
+    done = subprocess.run(
         ["addr2line", "-i", "-e", library, *calls],
         capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    lines = [line.partition(" (")[0] for line in said.stdout.splitlines()]
+    lines = [line.partition(" (")[0] for line in done.stdout.splitlines()]
     return "\n".join((text.partition("\n    in ")[0], *(f"    at {line}" for line in lines)))
 
 
 @functools.cache
 def _fixed_layout() -> tuple[str, ...]:
-    """ThreadSanitizer of older compilers cannot start where Linux randomises addresses widely; a container may forbid
-    to switch that off.
+    """The command that disables address randomisation, with which ThreadSanitizer of older compilers may not start.
+    Empty if a container forbids it.
     """
     command = ("setarch", "-R")
     if shutil.which("setarch") and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:

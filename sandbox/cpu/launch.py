@@ -1,4 +1,4 @@
-"""Running a built kernel on the CPU: the counterpart of `driver`."""
+"""Launches a compiled kernel on the CPU: the counterpart of `launch.driver`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..launch.parameters import hold_block
 from ..toolchain.nvrtc import Parameter
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
-MAX_THREADS = 1024  # of a block, on every architecture
+MAX_THREADS = 1024  # per block, on every architecture
 _ERROR_BYTES = 4096
-_MOST_PARAMETERS = 4096 // 4  # of 4 KiB in all
-_KINDS = ("pointer", "integer", "float", "struct")  # as cuda_cpu.h numbers them
+_MAX_PARAMETERS = 4096 // 4  # 4 KiB in total
+_KINDS = ("pointer", "integer", "float", "struct")  # numbered as in cuda_cpu.h
 
 
 class _Launch(ctypes.Structure):
@@ -51,26 +51,26 @@ class CpuFunction:
         self._run = loaded.sandbox_launch
         self._entry = ctypes.cast(getattr(loaded, f"sandbox_entry_{entry}"), ctypes.c_void_p)
         self._smem = ctypes.cast(loaded.sandbox_dynamic_smem_address, ctypes.c_void_p)
-        each = (ctypes.c_uint * _MOST_PARAMETERS)()
+        each = (ctypes.c_uint * _MAX_PARAMETERS)()
         count = getattr(loaded, f"sandbox_parameters_{entry}")(each)
         self.parameters = tuple(Parameter((_KINDS[packed & 3],), packed >> 2) for packed in each[:count])
-        self.max_threads: int = getattr(loaded, f"sandbox_max_threads_{entry}")()  # by its __launch_bounds__; 0: none
+        self.max_threads: int = getattr(loaded, f"sandbox_max_threads_{entry}")()  # from __launch_bounds__; 0: none
 
     def constant(self, name: str) -> int:
-        """The address of a global or constant variable of the library: one for all of its entry points."""
+        """The address of a global or constant variable of the library, shared by its entry points."""
         return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, name))
 
     def launcher(
         self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False, team: int = 1
     ) -> Launch:
-        """A call that runs the whole grid and returns when it is done; other Python threads go on meanwhile.
+        """A callable that runs the whole grid and returns when it has finished. It releases the GIL.
 
-        It raises LaunchError with what a barrier, a warp collective or a trap had to say.
+        It raises LaunchError for an unreached barrier, a mismatched warp collective or a trap.
         """
         if smem > MAX_DYNAMIC_SMEM:
             raise SpecError(f"{self.entry}: {smem} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
-            raise SpecError(f"{self.entry}: a block {block}: it has 1 to {MAX_THREADS} threads")
+            raise SpecError(f"{self.entry}: a block {block} is not supported: it must have 1 to {MAX_THREADS} threads")
         hold_block(self.entry, block, self.max_threads)
         if grid[0] % team:
             raise SpecError(f"{self.entry}: a grid {grid} is not of whole teams of {team} blocks along x")
@@ -78,7 +78,7 @@ class CpuFunction:
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
             if not math.prod(grid):
-                raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel would
+                raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel does
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
                 self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, team, smem, workers(), 0, 0,
@@ -95,7 +95,7 @@ class CpuFunction:
 
 
 class _ForkedLock:
-    """A lock that a forked child finds free: the thread that held it is not there to give it back."""
+    """A lock that is free in a forked child, where the thread that acquired it does not exist."""
 
     def __init__(self) -> None:
         self.renew()
@@ -116,10 +116,10 @@ os.register_at_fork(after_in_child=lambda: [*map(_ForkedLock.renew, _locks)])
 
 
 def workers() -> int:
-    """OS threads to spread blocks over: `$SANDBOX_CPU_WORKERS`, else the cores this process may use."""
+    """Number of OS threads: `$SANDBOX_CPU_WORKERS`, else the cores available to this process."""
     chosen = os.environ.get("SANDBOX_CPU_WORKERS")
     if chosen and not chosen.isdecimal():
-        raise SpecError(f"SANDBOX_CPU_WORKERS={chosen} must be a number of OS threads")
+        raise SpecError(f"SANDBOX_CPU_WORKERS={chosen} is not supported: it must be the number of OS threads")
     return max(1, int(chosen)) if chosen else len(os.sched_getaffinity(0))
 
 

@@ -1,7 +1,7 @@
 // kernels_cu/include/clocks.cuh for the CPU backend: a counter instead of a clock.
 #pragma once
 
-// One tick per mark of the block. All bits of shared memory are set when a block begins, so the count starts at -1.
+// One tick per mark of the block, counted from the initial contents of shared memory.
 inline unsigned sm_clock() {
     static __shared__ unsigned marks;
     return 4 * TIMELINE_STEPS * (++marks + 1);  // never 0, which means "no mark"
