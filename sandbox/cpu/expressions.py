@@ -30,8 +30,8 @@ def evaluate(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """(new score, its derivative, mask) for scores x (M, N), query rows i (M) and keys j (N).
 
-    Arrays (M, N) of float64, float64 and bool; the mask is True if visible. Literals are rounded to single precision, as in the kernels. Raises
-    CompileError for an invalid expression, SpecError for a tensor without data.
+    Arrays (M, N) of float64, float64 and bool; the mask is True if visible. Literals are rounded to single
+    precision, as in the kernels. Raises CompileError for an invalid expression, SpecError for a tensor without data.
     """
     value = np.array(x, np.float64)
     derivative, visible = np.ones_like(value), np.ones(value.shape, np.bool_)

@@ -37,7 +37,8 @@ sandbox_switch:
 )");
 
 inline void prepare(Context* context, char* stack, size_t size, void (*entry)()) {
-    // The ABI requires rsp = 8 mod 16 at function entry, as after a call. The word above the return address ends a backtrace.
+    // The ABI requires rsp = 8 mod 16 at function entry, as after a call. The word above the return address ends a
+    // backtrace.
     uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + size) - 1;
     *--top = reinterpret_cast<uintptr_t>(entry);
     for (int saved = 0; saved < 6; ++saved) *--top = 0;

@@ -1,5 +1,5 @@
-// Per-block state of Hopper's asynchronous instructions: mbarriers, pending TMA loads, named barriers, registers, pending
-// wgmmas. Included by runtime.cpp.
+// Per-block state of Hopper's asynchronous instructions: mbarriers, pending TMA loads, named barriers, registers,
+// pending wgmmas. Included by runtime.cpp.
 #pragma once
 
 constexpr unsigned REGISTERS = 65536;  // of an SM

@@ -63,7 +63,8 @@ void check_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
         if (proxies.unfenced[chunk])
             trap(site, "thread %u wrote data that %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1, what);
         if (!proxies.fence_is_visible(chunk, thread_of(self())))
-            trap(site, "warp %u wrote data that %s and called fence_proxy_async only after the barrier that orders the accesses",
+            trap(site, "warp %u wrote data that %s and called fence_proxy_async only after the barrier that orders the "
+                 "accesses",
                  proxies.fenced_by[chunk], what);
     }
 }
@@ -86,8 +87,8 @@ void Block::wake(State state, const char* mbarrier, unsigned number) {
     }
 }
 
-// One scheduling step: completes the TMA loads that are due. If no fiber is ready, advances to the first load that is due.
-// Returns whether any load completed.
+// One scheduling step: completes the TMA loads that are due. If no fiber is ready, advances to the first load that is
+// due. Returns whether any load completed.
 bool Block::complete_tma_loads() {
     List<TmaLoad>& boxes = hopper.tma_loads;
     ++hopper.step;
@@ -142,7 +143,8 @@ bool Block::check_completed() {
     return true;
 }
 
-// Writes the bulk stores of one fiber that waits, or of all. Reductions are added in reverse order, which is unspecified.
+// Writes the bulk stores of one fiber that waits, or of all. Reductions are added in reverse order, which is
+// unspecified.
 void Block::write_read_stores(const Fiber* by) {
     if (!by) acquire(&ended);  // the issuing threads
     List<ReadStore>& sums = hopper.read_stores;
@@ -167,7 +169,8 @@ void Block::write_read_stores(const Fiber* by) {
 
 namespace {
 
-// "waits at mbarrier_wait(shared memory + 512) file.cu:12 for the phase of parity 0: 2 arrivals and 4096 bytes are pending"
+// "waits at mbarrier_wait(shared memory + 512) file.cu:12 for the phase of parity 0: 2 arrivals and 4096 bytes are
+// pending"
 void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size) {
     const int length = snprintf(text, size, several ? "wait " : "waits ");
     text += length;
@@ -192,7 +195,8 @@ void describe_wait(const Block& block, const Fiber& fiber, bool several, char* t
 
 extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
     if (smem_offset_of(at, 8, site) % 8) trap(site, "the address of an mbarrier must be a multiple of 8 bytes");
-    if (!arrivals || arrivals > 1024) trap(site, "an mbarrier for %u arrivals is not supported: the count must be 1 to 1024", arrivals);
+    if (!arrivals || arrivals > 1024)
+        trap(site, "an mbarrier for %u arrivals is not supported: the count must be 1 to 1024", arrivals);
     Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(at);
     barrier.magic = Mbarrier::MAGIC;
     barrier.parity = 0;
@@ -229,7 +233,8 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
     if (!id || id >= NAMED_BARRIERS) trap(site, "named barrier %u: it must be 1 to 15 (0 is __syncthreads)", id);
     NamedBarrier& barrier = block.hopper.named[id];
     if (!threads || threads % WARP || threads > block.threads)
-        trap(site, "named barrier %u for %u threads: the count must be a multiple of 32, at most the block's %u", id, threads, block.threads);
+        trap(site, "named barrier %u for %u threads: the count must be a multiple of 32, at most the block's %u", id,
+             threads, block.threads);
     if (barrier.arrived && barrier.threads != threads)
         trap(site, "named barrier %u for %u threads, but earlier arrivals used a count of %u", id, threads, barrier.threads);
     const unsigned parity = barrier.generation % 2;
@@ -335,7 +340,8 @@ extern "C" void sandbox_bulk_wait_read(unsigned pending) {
         const BulkStore item = bulk_stores.items[i];
         if (!item.committed || item.newer_groups < pending) bulk_stores.items[left++] = item;
         else if (!item.numbers) store_box(item.from, item.map, item.at);
-        else current->hopper.read_stores.add() = {item.numbers, copy_floats(item.from, item.bytes), item.bytes / 4, item.add, &self()};
+        else current->hopper.read_stores.add() = {item.numbers, copy_floats(item.from, item.bytes), item.bytes / 4,
+                                                  item.add, &self()};
     }
     bulk_stores.count = left;
 }
@@ -379,7 +385,8 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
                   Site site) {
     const SharedMemory& smem = current->smem;
     const MatrixDescriptor place(bits);
-    if (place.swizzle != 1 || place.base_offset) trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset, is not supported");
+    if (place.swizzle != 1 || place.base_offset)
+        trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset, is not supported");
     const ByteRange read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
         check_written(smem.dynamic + offset, 16, "wgmma reads", site);
         if (issued) check_fenced(offset, offset + 16, "wgmma reads", site);
@@ -480,8 +487,9 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     memmove(warp.in_flight.items, warp.in_flight.items + done, warp.in_flight.count * sizeof(InFlight*));
     unsigned open_accumulators = 0;
     for (unsigned i = 0; i < warp.open_accumulators.count; ++i) {
-        if (warp.open_accumulators.items[i]->products) warp.open_accumulators.items[open_accumulators++] = warp.open_accumulators.items[i];
-        else delete warp.open_accumulators.items[i];
+        Accumulators* const d = warp.open_accumulators.items[i];
+        if (d->products) warp.open_accumulators.items[open_accumulators++] = d;
+        else delete d;
     }
     warp.open_accumulators.count = open_accumulators;
 }

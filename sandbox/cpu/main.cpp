@@ -1,9 +1,10 @@
-// A program that executes one launch, described by a file, under a sanitizer. Every buffer is allocated with its exact size, so
-// an access one element past its end is out of bounds. Linked with the runtime; loads the kernel library.
+// A program that executes one launch, described by a file, under a sanitizer. Every buffer is allocated with its exact
+// size, so an access one element past its end is out of bounds. Linked with the runtime; loads the kernel library.
 //
-// The file, all numbers int64: grid[3], block[3], cluster, smem_bytes, workers, order, stack, buffer count, argument count;
-// for each argument: size, bytes; for each buffer: index of the argument that contains its pointer, offset of the pointer in
-// the argument, size, bytes. After the launch the program overwrites the file with the contents of the buffers.
+// The file, all numbers int64: grid[3], block[3], cluster, smem_bytes, workers, order, stack, buffer count, argument
+// count; for each argument: size, bytes; for each buffer: index of the argument that contains its pointer, offset of
+// the pointer in the argument, size, bytes. After the launch the program overwrites the file with the contents of the
+// buffers.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>

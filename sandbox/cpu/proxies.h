@@ -1,6 +1,6 @@
-// Which writes to shared memory are visible to the async proxy (TMA, wgmma): the writing thread must call fence_proxy_async
-// after the write and before a barrier that orders it before the reader. Barriers propagate vector clocks with one entry per
-// warp. Included by runtime.cpp.
+// Which writes to shared memory are visible to the async proxy (TMA, wgmma): the writing thread must call
+// fence_proxy_async after the write and before a barrier that orders it before the reader. Barriers propagate vector
+// clocks with one entry per warp. Included by runtime.cpp.
 #pragma once
 
 constexpr unsigned WARPS = 1024 / WARP, NAMED_BARRIERS = 16, CHUNKS = MAX_DYNAMIC_SMEM / 16;
@@ -71,7 +71,8 @@ struct Proxies {
         }
         last[thread] = 0;
     }
-    bool fence_is_visible(uint64_t chunk, unsigned thread) const {  // whether the fence precedes a barrier that this thread has passed
+    // Whether the fence precedes a barrier that this thread has passed.
+    bool fence_is_visible(uint64_t chunk, unsigned thread) const {
         return warps[thread / WARP].of[fenced_by[chunk]] >= fenced_at[chunk];
     }
 };

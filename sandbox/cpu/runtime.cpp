@@ -1,10 +1,12 @@
-// Executes a grid of CUDA blocks on the CPU: fiber scheduler, barriers, warp collectives, asynchronous copies, error reports.
+// Executes a grid of CUDA blocks on the CPU: fiber scheduler, barriers, warp collectives, asynchronous copies, error
+// reports.
 //
 // Built once per host compiler and sanitizer; every kernel library links it. The runtime itself is not instrumented.
-// ThreadSanitizer (-DSANDBOX_TSAN): each fiber is registered as a thread, and only barriers order threads. A race between
-// two CUDA threads is therefore found in every run, although fibers of a block never run at the same time.
-// AddressSanitizer (-DSANDBOX_ASAN): stack switches are announced, and the destination of a pending cp.async is poisoned.
-// -DSANDBOX_SHADOW: kernels call the runtime at each load and store; a read of unwritten shared memory is an error.
+// ThreadSanitizer (-DSANDBOX_TSAN): each fiber is registered as a thread, and only barriers order threads. A race
+// between two CUDA threads is therefore found in every run, although fibers of a block never run at the same time.
+// AddressSanitizer (-DSANDBOX_ASAN): stack switches are announced, and the destination of a pending cp.async is
+// poisoned. -DSANDBOX_SHADOW: kernels call the runtime at each load and store; a read of unwritten shared memory is an
+// error.
 #include "runtime.h"
 
 #include <link.h>
@@ -62,9 +64,9 @@ uint64_t sandbox_stack_fill;
 constexpr uint64_t STACK_NAN = 0xfff5fff5fff5fff5;  // a NaN as fp64, fp32, fp16 and bf16, and no number that kernels use
 constexpr size_t FILLED_BYTES = 32 * 1024;          // filled at the top of a stack when a block begins
 #if defined(__x86_64__)
-// -mfentry calls this function before another function sets up its frame. It fills 512 bytes below the stack pointer, which
-// earlier calls have used. Every register may contain an argument. The words pushed here are in the new frame too, so they
-// are filled at the end.
+// -mfentry calls this function before another function sets up its frame. It fills 512 bytes below the stack pointer,
+// which earlier calls have used. Every register may contain an argument. The words pushed here are in the new frame
+// too, so they are filled at the end.
 asm(R"(
     .text
     .globl __fentry__
@@ -139,7 +141,8 @@ template <class T> struct List {
         if (count == room) grow();
         return items[count++];
     }
-    void grow() {  // fibers of a block share some lists; they do not run concurrently, but ThreadSanitizer sees unordered threads
+    // Fibers of a block share some lists. They do not run concurrently, but ThreadSanitizer sees unordered threads.
+    void grow() {
 #if defined(SANDBOX_TSAN)
         AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
 #endif
@@ -176,8 +179,8 @@ bool same_collective(const Fiber& a, const Fiber& b) {
     return a.state == State::in_collective && b.state == State::in_collective && a.what == b.what && a.mask == b.mask;
 }
 
-// This OS thread's copy of the kernel's shared memory. `__shared__` is thread_local, so shared memory is the TLS block of the
-// kernel's library; dynamic shared memory is a part of it.
+// This OS thread's copy of the kernel's shared memory. `__shared__` is thread_local, so shared memory is the TLS block
+// of the kernel's library; dynamic shared memory is a part of it.
 struct SharedMemory {
     char *begin, *end, *dynamic;
     unsigned dynamic_bytes;
@@ -230,8 +233,9 @@ struct SharedMemory {
         return 0;
     }
 
-    // Makes reads of unwritten shared memory visible in the result. All bits set is NaN in fp32, fp16 and bf16. Some kernels
-    // recompute non-finite rows, which would hide it: alternate blocks contain finite values (1.3e7, 14.6 and 1.3e7).
+    // Makes reads of unwritten shared memory visible in the result. All bits set is NaN in fp32, fp16 and bf16. Some
+    // kernels recompute non-finite rows, which would hide it: alternate blocks contain finite values (1.3e7, 14.6 and
+    // 1.3e7).
     void poison(bool finite) {
         const int byte = finite ? 0x4b : 0xff;
         memset(begin, byte, dynamic - begin);
@@ -246,8 +250,9 @@ struct SharedMemory {
 #include "proxies.h"
 #include "hopper.h"
 
-// Delays bulk stores (not reductions) until no other block can make progress without them. A block that adds to, or reads,
-// the destination without waiting for the store then computes a wrong result. Delayed stores complete in reverse order.
+// Delays bulk stores (not reductions) until no other block can make progress without them. A block that adds to, or
+// reads, the destination without waiting for the store then computes a wrong result. Delayed stores complete in reverse
+// order.
 struct StoreOrder {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -308,8 +313,8 @@ struct Block {
 
     void fill_stack(Fiber& fiber);
     void shuffle(dim3 index);
-    // The first warp of a shuffled order runs only while no other warp makes progress. If the others do not wait for it where
-    // they must, the result is wrong. The delay is limited because other warps may poll.
+    // The first warp of a shuffled order runs only while no other warp makes progress. If the others do not wait for it
+    // where they must, the result is wrong. The delay is limited because other warps may poll.
     bool has_lagging_warp() const { return launch.order && threads > WARP; }
     bool lags(const Fiber& fiber) const { return has_lagging_warp() && (&fiber - fibers) / WARP == warp_order[0]; }
     void resume(Fiber& fiber);
@@ -456,8 +461,8 @@ bool Block::run_warp(unsigned first) {
     return true;
 }
 
-// Completes collectives that every lane of the mask has reached. No lane runs during the call, so every lane has read the
-// result of its last collective, and `values` can be overwritten.
+// Completes collectives that every lane of the mask has reached. No lane runs during the call, so every lane has read
+// the result of its last collective, and `values` can be overwritten.
 bool Block::release_collectives(unsigned first, unsigned last) {
     bool any = false;
     for (unsigned t = first; t < last; ++t) {
@@ -672,7 +677,8 @@ void* work(void* argument) {
             __atomic_store_n(&grid.failed, 1, __ATOMIC_RELAXED);
             pthread_mutex_unlock(&grid.lock);
         }
-        // ThreadSanitizer: a fixed assignment. Blocks of one worker are ordered, so neighbouring blocks need different workers.
+        // ThreadSanitizer: a fixed assignment. Blocks of one worker are ordered, so neighbouring blocks need different
+        // workers.
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
     block.set_waits_for_blocks(true);  // it no longer delays stores of other blocks
@@ -712,9 +718,10 @@ extern "C" void sandbox_cluster_barrier(Site site) {
     if (&fiber == block.fibers) __atomic_store_n(&block.cluster[block.cta_rank].barriers, reached, __ATOMIC_RELEASE);
     for (unsigned cta_rank = 0; cta_rank < block.launch.cluster; ++cta_rank) {
         while (__atomic_load_n(&block.cluster[cta_rank].barriers, __ATOMIC_ACQUIRE) < reached) {
-            if (__atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
-                block.fail("cluster barrier %s:%d: block (%u,%u,%u) waits for a block of its cluster that has ended", site.file, site.line,
-                           fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
+            if (__atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE) ||
+                __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
+                block.fail("cluster barrier %s:%d: block (%u,%u,%u) waits for a block of its cluster that has ended",
+                           site.file, site.line, fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
                 pause(true);
             }
             sandbox_yield();
@@ -833,7 +840,7 @@ extern "C" void __asan_on_error() {
     const char* const at = static_cast<char*>(__asan_get_report_address());
     unsigned thread;
     if (pending_copy(at, &thread)) {
-        fprintf(stderr, "shared memory used while a cp.async to it by thread %u is pending (missing wait)\n", thread);
+        fprintf(stderr, "shared memory used while a cp.async to it by thread %u has not been waited for\n", thread);
         return;
     }
     if (!current) return;
@@ -859,7 +866,8 @@ SharedMemory& owner_of(const char* at) {
 // Whether a local array's element is unwritten: it still contains the fill pattern of the stack.
 bool unwritten_local(const char* at, size_t bytes) {
     const char* const stack = self().stack;
-    if (current->launch.stack != REPORTED_NANS || bytes != 4 || at < stack || at >= stack + GUARD_BYTES + STACK_BYTES) return false;
+    if (current->launch.stack != REPORTED_NANS || bytes != 4) return false;
+    if (at < stack || at >= stack + GUARD_BYTES + STACK_BYTES) return false;
     return !memcmp(at, &STACK_NAN, bytes);
 }
 void check_read(const char* at, size_t bytes, const void* where) {
@@ -905,7 +913,8 @@ extern "C" int sandbox_launch(const Launch* launch) {
     Grid grid{*launch, static_cast<uint64_t>(launch->grid.x) * launch->grid.y * launch->grid.z, 1};
     launch->error[0] = '\0';
     const uint64_t threads = static_cast<uint64_t>(launch->block.x) * launch->block.y * launch->block.z;
-    // Blocks of a cluster are scheduled consecutively: with one worker per block of a cluster, all of them run and none deadlocks.
+    // Blocks of a cluster are scheduled consecutively: with one worker per block of a cluster, all of them run and none
+    // deadlocks.
     const uint64_t at_least = launch->workers < launch->cluster ? launch->cluster : launch->workers;
     uint64_t most = at_least < grid.blocks ? at_least : grid.blocks;
     if (most * threads > MAX_FIBERS) most = MAX_FIBERS / threads;

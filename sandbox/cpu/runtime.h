@@ -1,7 +1,7 @@
 // The interface between compiled kernels (through cuda_cpu.h) and the runtime that executes them.
 //
-// Every CUDA thread is a fiber. The fibers of a block share one OS thread and switch only at a barrier, in a warp collective,
-// or at the end. Blocks are distributed over OS threads.
+// Every CUDA thread is a fiber. The fibers of a block share one OS thread and switch only at a barrier, in a warp
+// collective, or at the end. Blocks are distributed over OS threads.
 #pragma once
 #include <stdint.h>
 
@@ -24,11 +24,11 @@ struct Site { const char* file; int line; };  // a call in the .cu
 
 constexpr unsigned MAX_DYNAMIC_SMEM = 227 * 1024;  // per block: the largest limit of any architecture
 
-enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce, ldmatrix, mma, stmatrix,
-                               wgmma, wgmma_wait };
+enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce,
+                              ldmatrix, mma, stmatrix, wgmma, wgmma_wait };
 
-// Tensor map: a (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in bytes. The map of
-// a ragged batch has a fifth dimension. A box has extent 1 in H, B and the fifth dimension. Written by Box in
+// Tensor map: a (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in bytes. The
+// map of a ragged batch has a fifth dimension. A box has extent 1 in H, B and the fifth dimension. Written by Box in
 // sandbox/launch/tensor_maps.py.
 constexpr unsigned MAP_RANK = 5;
 struct TensorMap {
@@ -60,13 +60,13 @@ bool sandbox_barrier_or(bool predicate, Site site);
 void sandbox_cluster_barrier(Site site);
 // The address in the shared memory of block `cta_rank` of the cluster that corresponds to `own` in this block.
 const char* sandbox_map_shared_rank(const char* own, unsigned cta_rank);
-// Warp collective: waits until every existing lane in `mask` has called the same collective. Returns the 32 values of the warp,
-// valid until the next collective.
+// Warp collective: waits until every existing lane in `mask` has called the same collective. Returns the 32 values of
+// the warp, valid until the next collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);
 // Memory fence. All fences are totally ordered.
 void sandbox_fence();
-// cp.async copies `valid` bytes and writes zeros up to `bytes`. The copy is executed when its group is waited for, so a missing
-// wait is detected. commit closes a group; wait completes all closed groups except the newest `pending`.
+// cp.async copies `valid` bytes and writes zeros up to `bytes`. The copy is executed when its group is waited for, so a
+// missing wait is detected. commit closes a group; wait completes all closed groups except the newest `pending`.
 void sandbox_cp_async(void* to, const void* from, unsigned bytes, unsigned valid);
 void sandbox_cp_async_commit();
 void sandbox_cp_async_wait(unsigned pending);
@@ -76,11 +76,13 @@ void sandbox_mbarrier_arrive(char* barrier, unsigned bytes, Site site);
 void sandbox_mbarrier_wait(char* barrier, unsigned parity, Site site);
 // bar.sync, bar.arrive, bar.red.or; returns whether any predicate is true.
 bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predicate, Site site);
-// setmaxnreg: a block has 65536 registers, initially distributed evenly; an increase waits until enough registers are free.
+// setmaxnreg: a block has 65536 registers, initially distributed evenly; an increase waits until enough registers are
+// free.
 void sandbox_setmaxnreg(unsigned registers, Site site);
-// TMA and bulk copies. A load completes some scheduling steps later; until then its destination contains NaN. A store reads
-// shared memory when it is waited for. A reduction is added when the block ends or its full completion is waited for. A bulk
-// store without reduction is written when no other block can make progress without it; its block waits until then.
+// TMA and bulk copies. A load completes some scheduling steps later; until then its destination contains NaN. A store
+// reads shared memory when it is waited for. A reduction is added when the block ends or its full completion is waited
+// for. A bulk store without reduction is written when no other block can make progress without it; its block waits
+// until then.
 void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
 void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site);
 void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site);
@@ -91,8 +93,8 @@ void sandbox_yield();
 // Records a write of the generic proxy, which the async proxy sees only after a fence.
 void sandbox_generic_write(const char* at, unsigned bytes);
 void sandbox_fence_proxy_async();
-// wgmma, by warp: operands are read, and accumulators written, when their group is waited for. Until then the accumulators are
-// NaN. An operand that changes in between is an error.
+// wgmma, by warp: operands are read, and accumulators written, when their group is waited for. Until then the
+// accumulators are NaN. An operand that changes in between is an error.
 void sandbox_wgmma(const Product* mine, Site site);
 void sandbox_wgmma_fence();
 void sandbox_wgmma_commit();
@@ -111,7 +113,8 @@ struct Launch {
     unsigned cluster;  // blocks per cluster, along x
     unsigned smem_bytes;
     unsigned workers;  // OS threads
-    unsigned order;    // 0: ascending; else blocks descending, warps and lanes shuffled with this seed, and one lagging warp per block
+    // 0: ascending; else blocks descending, warps and lanes shuffled with this seed, and one lagging warp per block
+    unsigned order;
     unsigned stack;    // a Fill: initial contents of local variables; with SANDBOX_SHADOW only
     char* error;       // error_size bytes: the error message, "" on success
     uint64_t error_size;

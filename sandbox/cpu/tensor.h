@@ -1,4 +1,5 @@
-// Shared-memory layouts of TMA and wgmma as plain functions: boxes of tensors, 128-byte swizzle, matrix descriptors, products.
+// Shared-memory layouts of TMA and wgmma as plain functions: boxes of tensors, 128-byte swizzle, matrix descriptors,
+// products.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -7,7 +8,8 @@
 
 namespace cpu {
 
-// 128-byte swizzle: permutes 16-byte chunks within 128 bytes. The offset counts from an address that is a multiple of 1024.
+// 128-byte swizzle: permutes 16-byte chunks within 128 bytes. The offset counts from an address that is a multiple of
+// 1024.
 inline uint64_t swizzled(uint64_t offset) { return offset ^ (offset >> 3 & 0x70); }
 
 constexpr unsigned BOX_ROW = 128;  // bytes, the width of the swizzle
@@ -53,8 +55,8 @@ constexpr unsigned DEPTH = 16, WIDEST = 256;  // K and the largest N of one wgmm
 
 struct ByteRange { uint64_t begin, end; };
 
-// Reads elements (k, first ... first + count - 1) of the matrix described by `place`; K-major or MN-major. Returns the byte
-// range of the matrix in `smem`; reads nothing at or after `end`. Calls reads(offset) for each 16 bytes read.
+// Reads elements (k, first ... first + count - 1) of the matrix described by `place`; K-major or MN-major. Returns the
+// byte range of the matrix in `smem`; reads nothing at or after `end`. Calls reads(offset) for each 16 bytes read.
 template <class F>
 inline ByteRange read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixDescriptor& place,
                          bool k_major, unsigned first, unsigned count, F reads) {

@@ -1,7 +1,8 @@
 // CUDA C++ for the host compiler: the declarations that a `.cu` file can use without an include, as in NVRTC.
 //
-// The generated translation unit consists of this header, the unmodified `.cu`, the dynamic shared memory, and SANDBOX_ENTRY.
-// Functions that may report an error take the file and line of the call as a default argument (SANDBOX_SITE).
+// The generated translation unit consists of this header, the unmodified `.cu`, the dynamic shared memory, and
+// SANDBOX_ENTRY. Functions that may report an error take the file and line of the call as a default argument
+// (SANDBOX_SITE).
 #pragma once
 #if __has_include(<bits/c++config.h>)
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // the C headers: libstdc++'s wrappers take 0.1 s to parse

@@ -1,5 +1,5 @@
-// cuda_fp8.h of the CPU backend: __nv_fp8_e4m3 (largest value 448, NaN, no infinity) and __nv_fp8_e5m2 in software. Conversions
-// from float round to nearest even and saturate, as in CUDA; NaN stays NaN.
+// cuda_fp8.h of the CPU backend: __nv_fp8_e4m3 (largest value 448, NaN, no infinity) and __nv_fp8_e5m2 in software.
+// Conversions from float round to nearest even and saturate, as in CUDA; NaN stays NaN.
 #pragma once
 #include "half_types.h"
 

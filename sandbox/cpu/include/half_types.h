@@ -1,6 +1,7 @@
 // __half and __nv_bfloat16 in software, with the conversions and operations of cuda_fp16.h and cuda_bf16.h that kernels
-// use. Conversions round to nearest even. Arithmetic is computed in float and rounded: add, sub, mul and div are bit-equal to
-// the hardware (float has more than twice the precision), except for subnormal bfloat16. An fma may differ in the last bit.
+// use. Conversions round to nearest even. Arithmetic is computed in float and rounded: add, sub, mul and div are
+// bit-equal to the hardware (float has more than twice the precision), except for subnormal bfloat16. An fma may differ
+// in the last bit.
 #pragma once
 
 namespace cpu {
