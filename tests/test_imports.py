@@ -1,4 +1,4 @@
-"""The seams: which module may import, print, exit or touch which library."""
+"""Layering: which module may import which, print, exit, or use which library."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-# Lowest first: a folder imports only from folders above its own line.
+# Lowest layer first: a folder imports only from folders earlier in this list.
 ORDER = (
     "core", "reference", "toolchain", "launch", "cpu", "engine", "api", "integrations", "jobs", "verify", "bench",
     "tune", "watch", "disassembly", "profile", "timeline", "pages", "scaffold",
     "cli",
 )  # fmt: skip
-LOOSE = {"__init__", "__main__", "spec"}  # what lies in sandbox/ itself: the doors
+LOOSE = {"__init__", "__main__", "spec"}  # modules in sandbox/ itself
 MOST_LINES = 320  # of a module; what outgrows that holds a second idea
 
 
@@ -39,7 +39,7 @@ def top(name: str) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """(dots, module, imported name) of every import statement, wherever it stands."""
+    """(dots, module, imported name) of every import statement, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
@@ -53,7 +53,7 @@ def siblings(name: str) -> set[str]:
     found = set()
     for dots, module, imported in imports(TREES[name]):
         if dots:
-            assert dots <= len(home) + 1, f"{name} imports from outside of the package"
+            assert dots <= len(home) + 1, f"{name} imports from outside the package"
             base = home[: len(home) - dots + 1]
         elif top(module) == "sandbox":
             base = []
@@ -66,12 +66,12 @@ def siblings(name: str) -> set[str]:
 
 
 def libraries(tree: ast.AST) -> set[str]:
-    """Dotted names of what is imported from elsewhere: `from a.b import c` gives a.b.c."""
+    """Dotted names of imports from other packages: `from a.b import c` gives a.b.c."""
     return {f"{module}.{imported}".strip(".") for dots, module, imported in imports(tree) if not dots}
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Every string in the code; docstrings are prose."""
+    """Every string in the code except docstrings."""
     prose = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -84,7 +84,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-def test_every_module_has_its_place() -> None:
+def test_every_module_is_in_a_known_folder() -> None:
     assert {name for name in MODULES if "." not in name} == LOOSE
     assert {*FOLDERS} == {*ORDER}
 
@@ -93,35 +93,35 @@ def test_every_module_has_its_place() -> None:
 def test_imports_point_one_way(name: str) -> None:
     below = ORDER[: ORDER.index(top(name)) + 1]
     for other in siblings(name):
-        assert top(other) in below, f"sandbox/{name} imports {other}, which is not below it"
+        assert top(other) in below, f"sandbox/{name} imports {other}, which is not in a lower layer"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if top(name) in ORDER])
-def test_a_folder_is_entered_through_what_it_hands_on(name: str) -> None:
+def test_a_folder_is_imported_through_its_exports(name: str) -> None:
     for other in siblings(name):
         folder, _, module = other.partition(".")
         if folder != top(name) and module:
-            handed_on = importlib.import_module(f"sandbox.{folder}").__all__
-            assert module in handed_on, f"sandbox/{name} imports {other}, which {folder}/__init__.py does not hand on"
+            exported = importlib.import_module(f"sandbox.{folder}").__all__
+            assert module in exported, f"sandbox/{name} imports {other}, which {folder}/__init__.py does not export"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_says_what_it_is_for_and_hands_on_what_others_use(folder: str) -> None:
+def test_a_folder_has_a_docstring_and_exports_what_others_use(folder: str) -> None:
     package = importlib.import_module(f"sandbox.{folder}")
     assert package.__doc__
-    if folder in ("reference", "integrations", "cli"):  # entered as one, or by other people alone
+    if folder in ("reference", "integrations", "cli"):  # imported as a whole, or by users only
         return
     used = {other.partition(".")[2] for name in MODULES if top(name) != folder for other in siblings(name)
             if top(other) == folder}  # fmt: skip
     assert set(package.__all__) == used - {""}
 
 
-def test_modules_hold_one_idea_each() -> None:
+def test_modules_are_short() -> None:
     lines = {name: len(file.read_text().splitlines()) for name, file in MODULES.items()}
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
-def test_the_reference_stands_alone() -> None:
+def test_the_reference_imports_nothing_else() -> None:
     for name in MODULES:
         if top(name) == "reference":
             assert {top(other) for other in siblings(name)} <= {"reference"}
@@ -144,7 +144,7 @@ def test_specs_import_the_spec_module_alone(file: Path) -> None:
         (r"cuda\.core", "-"),
     ],
 )
-def test_one_seam_to_each_library_of_cuda(mention: str, home: str) -> None:
+def test_one_module_per_cuda_library(mention: str, home: str) -> None:
     users = {
         name
         for name, tree in TREES.items()
@@ -153,9 +153,9 @@ def test_one_seam_to_each_library_of_cuda(mention: str, home: str) -> None:
     assert users == {home} - {"-"}
 
 
-def test_one_seam_to_array_libraries() -> None:
-    """Whoever is given an array asks `dlpack`; who times PyTorch's own attention, or joins it, needs PyTorch."""
-    seam, on_demand = (
+def test_one_module_for_array_libraries() -> None:
+    """`dlpack` handles arrays of other libraries; only benchmarks and PyTorch integration import PyTorch."""
+    array_module, on_demand = (
         "launch.dlpack",
         {
             "bench.benchmark",
@@ -177,7 +177,7 @@ def test_one_seam_to_array_libraries() -> None:
         },
     )
     for name, tree in TREES.items():
-        if name == seam:
+        if name == array_module:
             continue
         imported = {top(library) for library in libraries(tree)}
         named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -189,7 +189,7 @@ def test_one_seam_to_array_libraries() -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if top(name) != "cli"])
 def test_only_the_command_line_prints_and_exits(name: str) -> None:
     assert not {top(library) for library in libraries(TREES[name])} & {"click"}
-    catches = {"SystemExit", "sys.exit"} if name == "core.files" else set()  # a call of exit in a user's file
+    catches = {"SystemExit", "sys.exit"} if name == "core.files" else set()  # exit() in a user's file
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Name) and node.id not in catches:
             assert node.id not in ("print", "exit", "quit", "SystemExit"), f"{name}:{node.lineno} {node.id}"
@@ -200,8 +200,8 @@ def test_only_the_command_line_prints_and_exits(name: str) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """No array library, no GPU, no terminal: those are imported by whoever uses them."""
-    # What Python has loaded by itself does not count: the CUDA wheels' namespace package is among it.
+    """No array library, no GPU, no terminal: modules import those on use."""
+    # Excludes modules that Python loads at startup, such as the CUDA wheels' namespace package.
     script = "import sys; start = {*sys.modules}; import sandbox; print(*sorted({*sys.modules} - start))"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
@@ -212,8 +212,8 @@ def test_importing_the_package_is_light() -> None:
     assert [name for name in done.stdout.split() if top(name) in heavy] == []
 
 
-def test_who_compiles_nothing_does_not_wait_for_the_compiler() -> None:
-    """PyTorch's is a second of imports: a first call, its backward and options among it, does without."""
+def test_calls_without_compilation_do_not_import_the_compiler() -> None:
+    """PyTorch's compiler takes a second to import: a first call with backward and options does not import it."""
     pytest.importorskip("torch")
     script = """
 import sys, torch, sandbox
@@ -227,6 +227,6 @@ assert "torch._dynamo" not in sys.modules
 
 @pytest.mark.parametrize("file", sorted((ROOT / "kernels_cu").glob("*.cu")), ids=lambda file: file.name)
 def test_kernels_have_no_ptx_of_their_own(file: Path) -> None:
-    """It belongs behind a verb in include/, whose twin runs on the CPU."""
+    """Inline PTX belongs in functions in include/, which have CPU implementations."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", file.read_text(), flags=re.DOTALL)
     assert not re.search(r"\basm\b", code)

@@ -1,4 +1,4 @@
-"""The suite itself: it runs beside plugins that somebody has installed."""
+"""The test suite itself: it runs with other installed pytest plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_configure(config):
 
 
 def test_beside_pytest_benchmark(tmp_path: Path) -> None:
-    """Under `pytest -n` it warns when it is configured, and warnings are errors here."""
+    """Under `pytest -n` the plugin warns when it is configured, and warnings are errors here."""
     (tmp_path / "benchmark_like.py").write_text(BENCHMARK)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "benchmark_like", "--collect-only", "-q", "tests/core/test_spec.py"],
@@ -30,7 +30,7 @@ def test_beside_pytest_benchmark(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_no_two_files_have_one_name() -> None:
-    """pytest takes a file for the module of its bare name, and of two such it collects one."""
+def test_file_names_are_unique() -> None:
+    """pytest imports a test file by its base name, and collects only one of two equal names."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
     assert not [name for name, count in names.items() if count > 1]

@@ -1,4 +1,4 @@
-"""CUDA C++ as the CPU backend executes it. What holds on a GPU too is tested on both; errors, on the CPU alone."""
+"""CUDA C++ on the CPU backend. Results are tested on both backends, error reports on the CPU backend only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LANES = np.arange(32)
 
 @pytest.fixture(autouse=True)
 def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks run side by side, on a machine of one core too."""
+    """Blocks run concurrently, also on a machine with one core."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "4")
 
 
@@ -45,7 +45,7 @@ def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_indices(run_cuda: Run) -> None:
-    """A 3-D grid of 3-D blocks: every thread knows its place, and blocks end in a partial warp."""
+    """Indices in a 3-D grid of 3-D blocks whose last warp is partial."""
     text = """
     extern "C" __global__ void where(int* out) {
         const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -79,7 +79,7 @@ launch = lambda: prepared.launch(prepared.pointers(views))
 other = threading.Thread(target=launch)
 other.start()
 time.sleep(0.05)
-assert other.is_alive(), "too quick to test anything"
+assert other.is_alive(), "the launch is too short for the test"
 child = os.fork()
 if not child:
     launch()
@@ -88,17 +88,15 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_fork_while_another_thread_launches() -> None:
-    """The child launches too: it does not wait for a thread that it has not got."""
+def test_a_fork_during_a_launch_of_another_thread() -> None:
+    """The child launches too: it does not wait for a thread of the parent."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], cwd=ROOT, capture_output=True, text=True,
                           timeout=60, check=True)  # fmt: skip
     assert done.stdout == "7\n"
 
 
-def test_a_cache_that_is_cleared_while_something_compiles(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Between the runtime, which the kernel is linked with, and the kernel; and before that is loaded."""
+def test_a_cache_cleared_during_compilation(own_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cache is cleared before each compilation and before the library is loaded."""
     clearing: list[threading.Thread] = []
     compiled, loaded = compiler.run, CpuFunction.__init__
 
@@ -138,7 +136,7 @@ def test_thousands_of_blocks(run_cuda: Run) -> None:
 
 @pytest.mark.parametrize("threads", [1, 32, 48, 97, 1024])
 def test_barrier_in_a_loop(run_cuda: Run, threads: int) -> None:
-    """Each round reads what a thread of another warp wrote in the last one."""
+    """Each iteration reads what a thread of another warp wrote in the previous one."""
     text = """
     extern "C" __global__ void rotate(int* out, int rounds) {
         __shared__ int a[1024];
@@ -158,7 +156,7 @@ def test_barrier_in_a_loop(run_cuda: Run, threads: int) -> None:
 
 
 def test_static_and_dynamic_shared_memory(run_cuda: Run) -> None:
-    """Static arrays are apart; `extern` ones, whatever their names, types and spelling, are one buffer."""
+    """Static arrays are separate; all `extern` arrays are one buffer, for any name, type and order of specifiers."""
     text = """
     template <class T> __device__ T* everything() {
         extern __shared__ __align__(1024) unsigned char pool[];
@@ -193,7 +191,7 @@ def test_static_and_dynamic_shared_memory(run_cuda: Run) -> None:
 
 @on_cpu
 def test_shared_memory_is_poisoned_for_each_block(run_cuda: Run) -> None:
-    """What a kernel reads before it wrote it is NaN in one block and large in the next, whatever was left there."""
+    """Unwritten shared memory contains NaN in one block and large values in the next."""
     text = """
     extern "C" __global__ void stale(unsigned* out) {
         __shared__ unsigned fixed[32];
@@ -211,7 +209,7 @@ def test_shared_memory_is_poisoned_for_each_block(run_cuda: Run) -> None:
 
 
 def test_locals_are_aligned(run_cuda: Run) -> None:
-    """A thread's own stack starts where the ABI wants it: 16-byte vectors in local memory are aligned, at any depth."""
+    """The stack of a fiber is aligned as the ABI requires: 16-byte vectors in local memory are aligned."""
     text = """
     __device__ __noinline__ int misaligned(volatile float4* at) { return (unsigned long long)at % 16; }
     extern "C" __global__ void align(int* out) {
@@ -237,7 +235,7 @@ class Aligned(ctypes.Structure):
 
 
 def test_arguments_by_value(run_cuda: Run) -> None:
-    """Scalars and structures, over-aligned ones too (a tensor map is), arrive by value; each thread has its own."""
+    """Scalars and structures, also over-aligned ones such as tensor maps, are passed by value to each thread."""
     text = """
     struct Params { float* data; int n; float scale; long long big; };
     struct __align__(64) Aligned { int values[32]; };
@@ -283,7 +281,7 @@ extern "C" __global__ void shuffles(int* out, float* reals) {
 
 
 def test_shuffles(run_cuda: Run) -> None:
-    """As PTX ISA defines shfl.sync: idx wraps within a group; up and down stay in it; bfly may reach earlier groups."""
+    """As PTX defines shfl.sync: idx wraps within a group, up and down stay in it, bfly may read earlier groups."""
     out, reals = np.zeros((21, 32), np.int32), np.zeros((3, 32), np.float32)
     run_cuda(SHUFFLES, "shuffles", out, reals)
     expected = []
@@ -327,8 +325,8 @@ def test_votes_matches_and_reductions(run_cuda: Run) -> None:
     assert np.array_equal(out, np.array([np.broadcast_to(row, 32) for row in rows]))
 
 
-def test_parts_of_a_warp_go_their_own_ways(run_cuda: Run) -> None:
-    """Halves, and single lanes, meet different numbers of times, in different places, and then all together."""
+def test_parts_of_a_warp_diverge(run_cuda: Run) -> None:
+    """Halves and single lanes call different collectives, then all lanes call one."""
     text = """
     extern "C" __global__ void parts(int* out) {
         const int t = threadIdx.x, half = t / 16;
@@ -342,7 +340,7 @@ def test_parts_of_a_warp_go_their_own_ways(run_cuda: Run) -> None:
         __syncwarp();
         out[t] = __shfl_xor_sync(~0u, v, 16);
         out[32 + t] = __ballot_sync(mine, t % 2) >> 16 * half;
-        // lane 1 meets lane 0 while lanes 0 and 2 have long been waiting for each other's partners
+        // lane 1 synchronises with lane 2, then with lane 0, which waits from the start
         int w = 0;
         if (t == 0) w = __shfl_sync(0x3u, t + 10, 1);
         if (t == 2) w = __shfl_sync(0x6u, t + 10, 1);
@@ -378,7 +376,7 @@ def test_syncwarp_orders_shared_memory(run_cuda: Run) -> None:
 
 
 def test_a_partial_warp_need_not_change_its_mask(run_cuda: Run) -> None:
-    """Of 48 threads the last 16 are a warp: lanes that do not exist are not waited for, nor counted."""
+    """48 threads: the last warp has 16 lanes. Lanes that do not exist are neither waited for nor counted."""
     text = """
     extern "C" __global__ void partial(int* out) {
         const int t = threadIdx.x;
@@ -423,7 +421,7 @@ def test_atomics_across_blocks(run_cuda: Run) -> None:
     run_cuda(text, "count", i, u, f, d, ull, grid=blocks, block=threads)
     assert i.tolist() == [n, -2 * n, n - 1001, 1001 - n, 3 * n]
     assert u[:5].tolist() == [n, 0xFFFFFFFF, 1 << 31, np.bitwise_xor.reduce(np.arange(n)), n - 1]
-    assert sorted([*u[5 : n + 5], u[n + 5]]) == list(range(n + 1))  # every value was seen once, or is the last
+    assert sorted([*u[5 : n + 5], u[n + 5]]) == list(range(n + 1))  # every value was exchanged once or is the last
     assert (f[0], d[0], ull[0]) == (n / 2, n / 4, n << 33)
 
 
@@ -475,7 +473,7 @@ FUNCTIONS = {
 
 
 def test_mathematics(run_cuda: Run) -> None:
-    """Against float64; a GPU's fast intrinsics are good to some 2e-6 here."""
+    """Against float64; the error of a GPU's fast intrinsics is about 2e-6 here."""
     body = "\n".join(f"out[{i} * n + t] = {name};" for i, name in enumerate(FUNCTIONS))
     text = f"""
     #define NAN32 __int_as_float(0x7fffffff)
@@ -494,7 +492,7 @@ def test_mathematics(run_cuda: Run) -> None:
 
 
 def test_rounded_arithmetic_is_not_fused(run_cuda: Run) -> None:
-    """__fmul_rn and its like round each operation, where a plain a * b + c may become one fma."""
+    """__fmul_rn and similar functions round each operation; a plain a * b + c may become one fma."""
     text = """
     extern "C" __global__ void rounded(const float* in, float* out) {
         const float a = in[threadIdx.x], b = in[256 + threadIdx.x];
@@ -546,10 +544,10 @@ EVERY = np.arange(65536, dtype=np.uint16)
 
 
 def same(got: np.ndarray, expected: np.ndarray) -> bool:
-    """Bit for bit, but any NaN is as good as another."""
+    """Bit-equal; all NaNs are equal."""
     got, expected = got.astype(np.float32), expected.astype(np.float32)
-    same_signature = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
-    return bool(same_signature.all())
+    equal = (got.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(got) & np.isnan(expected))
+    return bool(equal.all())
 
 
 @halves
@@ -578,7 +576,7 @@ def test_every_rounding_to_half(run_cuda: Run, names: dict, dtype: type) -> None
     exact = EVERY.view(dtype).astype(np.float32)
     finite = np.sort(exact[np.isfinite(exact)])
     ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
-    overflow = (2.0 * finite[-1].astype(np.float64) - finite[-2]).astype(np.float64)  # what would follow the largest
+    overflow = (2.0 * finite[-1].astype(np.float64) - finite[-2]).astype(np.float64)  # the value after the largest
     edges = np.array([(finite[-1] + overflow) / 2, 3.4e38, np.inf, 1e-45, 0.0], np.float32)
     middle = np.concatenate([exact, ties, edges, -edges])
     bits = middle.view(np.uint32)
@@ -592,13 +590,13 @@ def test_every_rounding_to_half(run_cuda: Run, names: dict, dtype: type) -> None
         expected = values.astype(dtype)
     assert same(out.view(dtype), expected)
     assert np.array_equal(out, constructed)
-    assert (out[np.isnan(values)] == 0x7FFF).all()  # the GPU's one NaN
+    assert (out[np.isnan(values)] == 0x7FFF).all()  # the canonical NaN of GPUs
 
 
 @halves
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # ml_dtypes: NaN in a cast
 def test_half_arithmetic_is_exact(run_cuda: Run, names: dict, dtype: type) -> None:
-    """One rounding per operation, as if computed exactly; except that products below fp32's range are let be."""
+    """Each operation rounds the exact result once. Products below fp32's range are excluded."""
     text = """
     #include <{header}>
     extern "C" __global__ void arithmetic(const unsigned short* in, unsigned short* out, int* less, int n) {{
@@ -630,17 +628,17 @@ def test_half_arithmetic_is_exact(run_cuda: Run, names: dict, dtype: type) -> No
         rows = [x + y, x - y, x * y, x / y, x * y + 0, x + y, x + y, y + y]
         for i, (row, exact) in enumerate(zip(out, rows, strict=True)):
             counts = ~small if i in (2, 4) else slice(None)
-            # float64 to bfloat16 goes by way of float, which is as good as at once: 24 digits >= 2 * 8 + 2
+            # float64 to bfloat16 rounds twice, via float; the result is the same because 24 digits >= 2 * 8 + 2
             assert same(row.view(dtype)[counts], exact.astype(dtype)[counts]), i
         order = (x < y) | (x <= y) * 2 | (x == y) * 4 | (x != y) * 8 | np.isnan(x) * 16
     assert np.array_equal(less, order)
 
 
-# ---- what goes wrong, and how it is told
+# ---- errors and their messages
 
 
 def failing(run_cuda: Run, body: str, *, block: int = 32, smem: int = 0) -> str:
-    """The message of the LaunchError that a kernel of these lines raises, quickly; then, that the next launch is well.
+    """The message of the LaunchError that a kernel with this body raises. Checks that the next launch succeeds.
 
     Line 1 of body is line 2 of broken.cu.
     """
@@ -660,72 +658,72 @@ def failing(run_cuda: Run, body: str, *, block: int = 32, smem: int = 0) -> str:
 @pytest.mark.timeout(60)
 class TestErrors:
     def test_returned_above_a_barrier(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t >= 40) return;\n__syncthreads();", block=64)
-        assert "barrier not reached by every thread" in said
-        assert "threads 0..39 wait at __syncthreads()" in said
-        assert "broken.cu:3" in said
-        assert "threads 40..63 returned" in said
+        message = failing(run_cuda, "if (t >= 40) return;\n__syncthreads();", block=64)
+        assert "barrier not reached by every thread" in message
+        assert "threads 0..39 wait at __syncthreads()" in message
+        assert "broken.cu:3" in message
+        assert "threads 40..63 returned" in message
 
     def test_two_barriers(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t == 7)\n__syncthreads();\nelse\n__syncthreads();")
-        assert "thread 7 waits at __syncthreads()" in said
-        assert "broken.cu:3" in said
-        assert "threads 8..31" in said
-        assert "broken.cu:5" in said
+        message = failing(run_cuda, "if (t == 7)\n__syncthreads();\nelse\n__syncthreads();")
+        assert "thread 7 waits at __syncthreads()" in message
+        assert "broken.cu:3" in message
+        assert "threads 8..31" in message
+        assert "broken.cu:5" in message
 
     def test_a_barrier_against_a_collective(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t < 16)\n__syncwarp();\nelse\n__syncthreads();")
-        assert "warp collective not reached by every lane of its mask" in said
-        assert "threads 0..15 wait in __syncwarp(mask 0xffffffff)" in said
-        assert "broken.cu:3" in said
-        assert "threads 16..31 wait at __syncthreads()" in said
+        message = failing(run_cuda, "if (t < 16)\n__syncwarp();\nelse\n__syncthreads();")
+        assert "warp collective not reached by every lane of its mask" in message
+        assert "threads 0..15 wait in __syncwarp(mask 0xffffffff)" in message
+        assert "broken.cu:3" in message
+        assert "threads 16..31 wait at __syncthreads()" in message
 
     def test_mismatched_collectives(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t % 2)\nout[t] = __shfl_sync(~0u, t, 0);\nelse\nout[t] = __any_sync(~0u, t);")
-        assert "thread 0 waits in __any_sync(mask 0xffffffff)" in said
-        assert "broken.cu:5" in said
-        assert "thread 1 waits in __shfl_sync" in said
-        assert "broken.cu:3" in said
+        message = failing(run_cuda, "if (t % 2)\nout[t] = __shfl_sync(~0u, t, 0);\nelse\nout[t] = __any_sync(~0u, t);")
+        assert "thread 0 waits in __any_sync(mask 0xffffffff)" in message
+        assert "broken.cu:5" in message
+        assert "thread 1 waits in __shfl_sync" in message
+        assert "broken.cu:3" in message
 
     def test_mismatched_masks(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "__syncwarp(t < 16 ? 0xffffffffu : 0xffff0000u);\nif (t < 16) __syncwarp();")
-        assert "threads 0..15 wait in __syncwarp(mask 0xffffffff)" in said
-        assert "broken.cu:2" in said
+        message = failing(run_cuda, "__syncwarp(t < 16 ? 0xffffffffu : 0xffff0000u);\nif (t < 16) __syncwarp();")
+        assert "threads 0..15 wait in __syncwarp(mask 0xffffffff)" in message
+        assert "broken.cu:2" in message
 
     def test_lanes_that_returned(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t < 3) return;\nout[t] = __reduce_add_sync(~0u, t);")
-        assert "threads 0..2 returned" in said
-        assert "threads 3..31 wait in __reduce_sync(mask 0xffffffff)" in said
-        assert "broken.cu:3" in said
+        message = failing(run_cuda, "if (t < 3) return;\nout[t] = __reduce_add_sync(~0u, t);")
+        assert "threads 0..2 returned" in message
+        assert "threads 3..31 wait in __reduce_sync(mask 0xffffffff)" in message
+        assert "broken.cu:3" in message
 
     def test_lane_not_in_its_mask(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "\nout[t] = __shfl_xor_sync(0xffff, t, 1);", block=64)
-        assert "lane 16 (thread 16)" in said
-        assert "not in its mask" in said
-        assert "broken.cu:3" in said
+        message = failing(run_cuda, "\nout[t] = __shfl_xor_sync(0xffff, t, 1);", block=64)
+        assert "lane 16 (thread 16)" in message
+        assert "not in its mask" in message
+        assert "broken.cu:3" in message
 
     def test_shuffle_from_outside_the_mask(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t < 16)\nout[t] = __shfl_sync(0xffff, t, 20);")
-        assert "lane 0 shuffles from lane 20" in said
-        assert "broken.cu:3" in said
+        message = failing(run_cuda, "if (t < 16)\nout[t] = __shfl_sync(0xffff, t, 20);")
+        assert "lane 0 shuffles from lane 20" in message
+        assert "broken.cu:3" in message
 
     def test_shuffle_from_a_lane_that_is_not_there(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "out[t] = __shfl_sync(~0u, t, 20);", block=48)
-        assert "lane 0 shuffles from lane 20" in said
-        assert "thread (32,0,0)" in said
+        message = failing(run_cuda, "out[t] = __shfl_sync(~0u, t, 20);", block=48)
+        assert "lane 0 shuffles from lane 20" in message
+        assert "thread (32,0,0)" in message
 
     def test_trap_and_assert(self, run_cuda: Run) -> None:
-        said = failing(run_cuda, "if (t == 9)\n__trap();")
-        assert "__trap()" in said
-        assert "broken.cu:3" in said
-        assert "thread (9,0,0)" in said
-        said = failing(run_cuda, "\n\nassert(t != 9);")
-        assert "assert(t != 9)" in said
-        assert "broken.cu:4" in said
-        assert "thread (9,0,0)" in said
+        message = failing(run_cuda, "if (t == 9)\n__trap();")
+        assert "__trap()" in message
+        assert "broken.cu:3" in message
+        assert "thread (9,0,0)" in message
+        message = failing(run_cuda, "\n\nassert(t != 9);")
+        assert "assert(t != 9)" in message
+        assert "broken.cu:4" in message
+        assert "thread (9,0,0)" in message
 
     def test_impossible_launches(self, run_cuda: Run) -> None:
-        text = 'extern "C" __global__ void any(int* out) { out[0] = 1; }'  # uses nothing of the runtime
+        text = 'extern "C" __global__ void any(int* out) { out[0] = 1; }'  # calls no function of the runtime
         out = np.zeros(2, np.int32)
         run_cuda(text, "any", out)
         assert out[0] == 1
@@ -739,16 +737,16 @@ def test_compile_error(run_cuda: Run) -> None:
     text = 'extern "C" __global__ void wrong(int* out) {\n    int x = 1;\n    out[0] = x + undefined_name;\n}\n'
     with pytest.raises(CompileError) as caught:
         run_cuda(text, "wrong", np.zeros(2, np.int32))
-    said = str(caught.value)
-    assert "wrong.cu:3" in said
-    assert "out[0] = x + undefined_name;" in said
-    assert "^" in said
+    message = str(caught.value)
+    assert "wrong.cu:3" in message
+    assert "out[0] = x + undefined_name;" in message
+    assert "^" in message
     assert caught.value.source.endswith("wrong.cu")
     assert "undefined_name" in caught.value.log
 
 
 @on_cpu
-def test_a_function_that_nobody_defines(run_cuda: Run) -> None:
+def test_an_undefined_function(run_cuda: Run) -> None:
     text = '__device__ int absent(int);\nextern "C" __global__ void k(int* out) { out[0] = absent(1); }'
     with pytest.raises(CompileError, match="absent"):
         run_cuda(text, "k", np.zeros(2, np.int32))
@@ -784,13 +782,13 @@ class TestCompilers:
         monkeypatch.setenv("CXX", " ".join([*name, "-DEXTRA"]))
         assert compiler.find().command == (*name, "-DEXTRA")
         other = compiler.find().identity
-        monkeypatch.setenv("CXX", " ")  # as good as unset
+        monkeypatch.setenv("CXX", " ")  # same as unset
         assert compiler.find().identity != other
 
 
 # ---- other compilers, switches and threads
 
-# A bit of everything, for a core subset under another compiler or another way of switching.
+# A kernel that uses most features, for other compilers and other implementations of fibers.
 CORE = """
 #include <cuda_fp16.h>
 extern "C" __global__ void core(const __half* in, float* out, int rounds) {
@@ -827,10 +825,10 @@ def test_core(run_cuda: Run) -> None:
 
 @on_cpu
 def test_portable_fibers(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """$SANDBOX_PORTABLE_FIBERS=1 switches by ucontext, as on a processor that fiber.h has no assembler for."""
+    """$SANDBOX_PORTABLE_FIBERS=1 switches with ucontext, as on processors for which fiber.h has no assembly."""
     usual = build._runtime_text()
     monkeypatch.setenv("SANDBOX_PORTABLE_FIBERS", "1")
-    assert build._runtime_text() != usual  # it is part of the cache's key
+    assert build._runtime_text() != usual  # part of the cache key
     core_passes(run_cuda)
     assert "returned" in failing(run_cuda, "if (t) return;\n__syncthreads();")
 
@@ -855,7 +853,7 @@ def test_sanitizers_need_a_compiler_that_has_them(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("options", [[], ["-DSANDBOX_PORTABLE_FIBERS"]], ids=["assembler", "ucontext"])
 def test_switching_on_aarch64(tmp_path: Path, options: list[str]) -> None:
-    """Registers, a floating-point one among them, survive 1000 switches, cross-compiled and emulated."""
+    """Registers, including a floating-point register, keep their values over 1000 switches; emulated."""
     cross, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if not (cross and emulator):
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
@@ -905,7 +903,7 @@ def counted(blocks: int, rounds: int) -> np.ndarray:
 
 
 @on_cpu
-def test_other_python_threads_go_on(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_python_threads_run_during_a_launch(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "1")
     out, ticks, done = np.zeros((1, 64), np.uint32), [], threading.Event()
     run_cuda(COUNT, "count", out, ctypes.c_int(1), block=64)  # compiled
@@ -926,7 +924,7 @@ def test_other_python_threads_go_on(run_cuda: Run, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
-    """One library, launched by name."""
+    """One library for all entries."""
     from sandbox.launch.arguments import PackedArguments
 
     source, out = tmp_path / "k.cu", np.zeros(1, np.float32)
@@ -940,10 +938,10 @@ def test_the_entries_of_a_source_are_built_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("edited", ["include/cuda_cpu.h", "include/ptx.cuh", "runtime.h", "k.cu", "include/own.cuh"])
-def test_an_edit_of_what_a_library_is_made_of_is_built(
+def test_an_edit_of_an_input_of_a_library_is_built(
     edited: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel, its headers, and the shim that no kernel includes by name."""
+    """The kernel, its headers, and cuda_cpu.h, which the translation unit includes."""
     here, source = tmp_path / "cpu", tmp_path / "cpu" / "k.cu"
     shutil.copytree(build.HERE, here, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
     monkeypatch.setattr(build, "HERE", here)
@@ -965,10 +963,10 @@ def test_an_edit_of_what_a_library_is_made_of_is_built(
 
 
 @pytest.mark.parametrize("by", ["CPATH", "CPLUS_INCLUDE_PATH", "CXX", "folders"])
-def test_an_edit_of_a_header_that_the_environment_names_is_built(
+def test_an_edit_of_a_header_in_a_folder_that_the_environment_names_is_built(
     by: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever adds its folder to the search path of the host's compiler."""
+    """For each way to add a folder to the include path of the host compiler."""
     folder, source = tmp_path / "headers", tmp_path / "k.cu"
     folder.mkdir()
     source.write_text('#include <elsewhere.h>\nextern "C" __global__ void k(int* out) { *out = VALUE; }\n')
@@ -994,10 +992,10 @@ def test_folders_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiler.extra_folders() == tuple(map(Path, ("a", "b", "c", "d", "e", ".", "f", "g")))
 
 
-def test_a_library_is_linked_with_the_runtime_of_now(
+def test_a_library_is_linked_with_the_current_runtime(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its link step names the runtime's file: another runtime makes another library."""
+    """The link step names the file of the runtime: another runtime gives another library."""
     source = tmp_path / "k.cu"
     source.write_text('extern "C" __global__ void k(int* out) { __syncthreads(); *out = 1; }\n')
     runtimes = []
@@ -1035,7 +1033,7 @@ def test_a_source_whose_path_cannot_be_quoted(name: str, tmp_path: Path) -> None
 
 
 def test_launches_from_several_threads(tmp_path: Path) -> None:
-    """At once: two libraries, each launched by three threads, with errors among them."""
+    """Two libraries, each launched concurrently by three threads; some launches fail."""
     libraries = []
     for name, text in (
         ("count", COUNT),
@@ -1076,8 +1074,8 @@ def test_launches_from_several_threads(tmp_path: Path) -> None:
 
 
 @on_cpu
-def test_more_workers_than_there_is_room_for(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stacks are limited by how many mappings a process may have: of 200 workers, as many as fit are used."""
+def test_more_workers_than_stacks_fit(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of mappings per process limits the stacks: fewer than 200 workers run."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "200")
     out = np.zeros((200, 1024), np.int32)
     text = 'extern "C" __global__ void wide(int* out) { __syncthreads(); out[blockIdx.x * 1024 + threadIdx.x] = 1; }'
@@ -1087,7 +1085,7 @@ def test_more_workers_than_there_is_room_for(run_cuda: Run, monkeypatch: pytest.
 
 @on_cpu
 def test_the_first_kernel_is_quick(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fwd_minimal on B1 H1 S512 D64 fp16, one worker: some 0.02 s of the CPU. A call in the switch would show."""
+    """fwd_minimal on B1 H1 S512 D64 fp16, one worker: about 0.02 s of CPU time; detects a slower context switch."""
     import sandbox
 
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "1")
@@ -1102,7 +1100,7 @@ def test_the_first_kernel_is_quick(run_cuda: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_computed_include_is_never_stale(run_cuda, tmp_path: Path) -> None:
-    """What a macro's name includes is not known without a preprocessor: then nothing is taken from the cache."""
+    """An include whose name is a macro needs a preprocessor to resolve: the cache is not used."""
     text = '#define H "value.h"\n#include H\nextern "C" __global__ void put(int* x) { *x = VALUE; }'
     for value in (1, 2):
         (tmp_path / "value.h").write_text(f"#define VALUE {value}\n")

@@ -1,4 +1,4 @@
-"""float8 as kernels have it: every number there is, and every rounding."""
+"""FP8 types in kernels: every value and every rounding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_float8_to_float(run_cuda, name: str) -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_every_rounding_to_float8(run_cuda, name: str) -> None:
-    """Every number, every tie between two, their neighbours in fp32, what is too large, and random patterns."""
+    """Every value, every tie, their neighbours in fp32, overflow, and random patterns."""
     text = f"""
     #include <cuda_fp8.h>
     extern "C" __global__ void narrow(const float* in, __nv_fp8_{name}* out) {{

@@ -1,5 +1,5 @@
-"""Hopper's verbs, each by itself: boxes, swizzle, descriptors, wgmma, mbarriers. What holds on a GPU is tested on both
-backends; what goes wrong, on the CPU alone, which says where.
+"""Unit tests of Hopper's instructions: TMA boxes, swizzle, descriptors, wgmma, mbarriers. Results are tested on both
+backends, error reports on the CPU backend only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HEADER = """
 @pytest.fixture(autouse=True)
 def hopper_only(device: Device) -> None:
     if device != HOST and driver.device(device[1]).arch != (9, 0):
-        pytest.skip("these instructions exist on compute capability 9.0 alone")
+        pytest.skip("these instructions require compute capability 9.0")
 
 
 @pytest.fixture
 def run_hopper(run_cuda: Run) -> Run:
-    """`run_cuda` of a text that may use Hopper's verbs."""
+    """`run_cuda` of a text that may use hopper.cuh."""
 
     def run(
         text: str, entry: str, *args: object, dtype: str = "float16", left: int = 24, ragged: int = 0, **geometry: Any
@@ -52,7 +52,7 @@ def run_hopper(run_cuda: Run) -> Run:
 def boxes_of(
     position: int, array: np.ndarray, rows: int, ragged: Problem | None = None
 ) -> Callable[[dict[int, int], Device], TensorMap]:
-    """A tensor map over a (B, H, S, D) array that is the kernel's argument of that position; or over a ragged Q."""
+    """A tensor map over the (B, H, S, D) array that is the kernel argument `position`, or over a ragged Q."""
 
     def encoded(addresses: dict[int, int], device: Device) -> TensorMap:
         made = new_map()
@@ -69,7 +69,7 @@ def boxes_of(
 
 
 def swizzled(rows: np.ndarray) -> np.ndarray:
-    """(n, 64) 16-bit elements as they lie in shared memory."""
+    """(n, 64) 16-bit elements in the layout of shared memory."""
     chunks = rows.reshape(len(rows), 8, 8)
     place = np.arange(8)[None] ^ (np.arange(len(rows)) % 8)[:, None]
     return np.take_along_axis(chunks, place[:, :, None], axis=1).reshape(rows.shape)
@@ -89,22 +89,22 @@ FETCH = """
             mbarrier_arrive_expect(barrier, 2048);
             tma_load(smem_address(smem), map, d, s, h, b, barrier);
         }
-        __syncthreads();  // the mbarrier is there
+        __syncthreads();  // the mbarrier is initialised
         mbarrier_wait(barrier, 0);
         for (int i = threadIdx.x; i < 512; i += blockDim.x) out[i] = reinterpret_cast<unsigned*>(smem)[i];
     }"""
 
 
 @pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 5, 2, 1), (64, 19, 0, 0), (0, 40, 1, 0)])
-def test_a_box_comes_swizzled_and_zeros_where_there_is_no_tensor(run_hopper: Run, at: tuple[int, ...]) -> None:
+def test_a_box_is_loaded_swizzled_with_zeros_outside_of_the_tensor(run_hopper: Run, at: tuple[int, ...]) -> None:
     tensor = np.arange(2 * 3 * 20 * 72, dtype=np.uint16).astype(np.float16).reshape(2, 3, 20, 72)
     out = np.full((16, 64), 7, np.float16)
     numbers = map(ctypes.c_int, at)
     run_hopper(FETCH, "fetch", tensor, out, boxes_of(0, tensor, 16), *numbers, smem=4096)
     d, s, h, b = at
     expected = np.zeros((16, 64), np.float16)
-    piece = tensor[b, h, s : s + 16, d : d + 64]
-    expected[: piece.shape[0], : piece.shape[1]] = piece
+    part = tensor[b, h, s : s + 16, d : d + 64]
+    expected[: part.shape[0], : part.shape[1]] = part
     assert np.array_equal(out, swizzled(expected))
 
 
@@ -123,7 +123,7 @@ PUT = """
             stmatrix_x4(smem_address(smem) + place, pair[0], pair[1], pair[2], pair[3]);
         }
         fence_proxy_async();
-        __syncwarp();  // all is written before it is sent
+        __syncwarp();  // all lanes have written before the store
         if (elect()) {
             tma_store(map, d, s, h, b, smem_address(smem));
             tma_store_commit();
@@ -133,15 +133,15 @@ PUT = """
 
 
 @pytest.mark.parametrize("at", [(0, 0, 0, 0), (64, 8, 1, 1), (0, 15, 2, 0)])
-def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None:
-    """From what stmatrix wrote: 16 x 64 elements, each its row and column."""
+def test_a_box_is_stored_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None:
+    """The source is written by stmatrix: 16 x 64 elements, numbered."""
     tensor = np.full((2, 3, 20, 72), -1, np.float16)
     numbers = map(ctypes.c_int, at)
     run_hopper(PUT, "put", tensor, boxes_of(0, tensor, 16), *numbers, smem=4096)
     d, s, h, b = at
     expected = np.full_like(tensor, -1)
-    piece = expected[b, h, s : s + 16, d : d + 64]
-    piece[:] = np.arange(16 * 64).reshape(16, 64)[: piece.shape[0], : piece.shape[1]]
+    part = expected[b, h, s : s + 16, d : d + 64]
+    part[:] = np.arange(16 * 64).reshape(16, 64)[: part.shape[0], : part.shape[1]]
     assert np.array_equal(tensor, expected)
 
 
@@ -150,27 +150,27 @@ def test_a_box_is_sent_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> None
     ("first", "n", "i"), [(0, 5, 0), (5, 20, 0), (5, 20, 16), (5, 20, 32), (39, 1, 0), (24, 16, 0)]
 )
 def test_a_ragged_box_ends_with_its_sequence(run_hopper: Run, first: int, n: int, i: int, heads_first: bool) -> None:
-    """From row i of a sequence of n rows: it comes with zeros beyond them, and leaves without touching the next one."""
+    """Box at row i of a sequence of n rows: loads zeros past its end, and does not store into the next sequence."""
     problem = Problem(2, 3, 20, 20, 72, dtype="float16", ragged=(40, 40))
-    lies = (1, 3, 40, 72) if heads_first else (1, 40, 3, 72)
-    tensor = np.arange(3 * 40 * 72, dtype=np.uint16).astype(np.float16).reshape(lies)
+    shape = (1, 3, 40, 72) if heads_first else (1, 40, 3, 72)
+    tensor = np.arange(3 * 40 * 72, dtype=np.uint16).astype(np.float16).reshape(shape)
     seen = tensor if heads_first else tensor.swapaxes(1, 2)
     out = np.full((16, 64), 7, np.float16)
     at = 64, i - n, 1, first + n
     run_hopper(FETCH, "fetch", tensor, out, boxes_of(0, seen, 16, problem), *map(ctypes.c_int, at), smem=4096, ragged=1)
     expected = np.zeros((16, 64), np.float16)
-    piece = seen[0, 1, first + i : min(first + n, first + i + 16), 64:]
-    expected[: len(piece), :8] = piece
+    part = seen[0, 1, first + i : min(first + n, first + i + 16), 64:]
+    expected[: len(part), :8] = part
     assert np.array_equal(out, swizzled(expected))
 
     after = tensor.copy()
     run_hopper(PUT, "put", after, boxes_of(0, seen, 16, problem), *map(ctypes.c_int, at), smem=4096, ragged=1)
-    piece[:] = np.arange(16 * 64).reshape(16, 64)[: len(piece), :8]  # of `tensor`
+    part[:] = np.arange(16 * 64).reshape(16, 64)[: len(part), :8]  # of `tensor`
     assert np.array_equal(after, tensor)
 
 
 def test_sums_are_added_in_memory(run_hopper: Run) -> None:
-    """Four warps send to the same numbers: each its share, from what store_floats wrote."""
+    """Four warps add to the same floats, from sources written by store_floats."""
     text = """
     extern "C" __global__ void add(float* sums) {
         extern __shared__ __align__(1024) char smem[];
@@ -192,8 +192,8 @@ def test_sums_are_added_in_memory(run_hopper: Run) -> None:
     assert np.array_equal(sums, expected + 0.5)
 
 
-IN_TURN = """
-    extern "C" __global__ void in_turn(float* sums, unsigned* counter) {
+ORDERED = """
+    extern "C" __global__ void ordered(float* sums, unsigned* counter) {
         extern __shared__ __align__(16) char smem[];
         if (threadIdx.x) return;
         const SmemAddr from = smem_address(smem);
@@ -214,23 +214,23 @@ IN_TURN = """
     }"""
 
 
-def sums_in_turn(run_hopper: Run, text: str) -> np.ndarray:
-    """Of three blocks, whichever comes first stores; sums are NaN before."""
+def ordered_sums(run_hopper: Run, text: str) -> np.ndarray:
+    """Three blocks: the first one stores, the others add. The sums are NaN before."""
     sums = np.full(4, np.nan, np.float32)
-    run_hopper(text, "in_turn", sums, np.zeros(1, np.uint32), grid=3, smem=16)
+    run_hopper(text, "ordered", sums, np.zeros(1, np.uint32), grid=3, smem=16)
     return sums
 
 
-def test_who_comes_first_stores_and_others_add(run_hopper: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_block_stores_and_others_add(run_hopper: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
-    assert np.array_equal(sums_in_turn(run_hopper, IN_TURN), [3, 6, 9, 12])
+    assert np.array_equal(ordered_sums(run_hopper, ORDERED), [3, 6, 9, 12])
 
 
 @on_cpu
 @pytest.mark.parametrize("wait", ["await_count(counter, 1 << 16);  // the others", "tma_store_wait();  // the first"])
-def test_stores_that_nobody_waited_for_come_last(run_hopper: Run, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_without_a_wait_complete_last(run_hopper: Run, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
-    assert np.array_equal(sums_in_turn(run_hopper, IN_TURN.replace(wait, "")), [1, 2, 3, 4])
+    assert np.array_equal(ordered_sums(run_hopper, ORDERED.replace(wait, "")), [1, 2, 3, 4])
 
 
 GROUPS = """
@@ -244,13 +244,13 @@ GROUPS = """
             bulk_store(out + 4 * i, from + 16 * i, 16);
             tma_store_commit();
         }
-        tma_store_wait_read<1>();  // the older one's
+        tma_store_wait_read<1>();  // the older group
         store_floats(from, 9, 9, 9, 9);
         tma_store_wait_read();
     }"""
 
 
-def test_of_groups_the_older_ones_have_left(run_hopper: Run) -> None:
+def test_wait_read_completes_older_groups(run_hopper: Run) -> None:
     out = np.full((2, 4), -1, np.float32)
     run_hopper(GROUPS, "groups", out, block=32, smem=32)
     assert np.array_equal(out, [[0] * 4, [1] * 4])
@@ -258,8 +258,8 @@ def test_of_groups_the_older_ones_have_left(run_hopper: Run) -> None:
 
 @on_cpu
 @pytest.mark.parametrize("pending", [1, 2])
-def test_newer_groups_leave_when_they_are_waited_for(run_hopper: Run, pending: int) -> None:
-    """What is written over them is sent in their place: the newest one's, or both."""
+def test_newer_groups_are_read_at_their_wait(run_hopper: Run, pending: int) -> None:
+    """The source is overwritten before the wait, so the newest group, or both, store the new values."""
     out = np.full((2, 4), -1, np.float32)
     text = GROUPS.replace("read<1>", f"read<{pending}>").replace("(from, 9", f"(from + {16 * (pending == 1)}, 9")
     run_hopper(text, "groups", out, block=32, smem=32)
@@ -267,7 +267,7 @@ def test_newer_groups_leave_when_they_are_waited_for(run_hopper: Run, pending: i
 
 
 def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
-    """Each lane brings the elements (g; 2q, 2q+1) of four matrices: their rows become columns."""
+    """Each lane provides the elements (g; 2q, 2q+1) of four matrices; rows become columns."""
     text = """
     extern "C" __global__ void transpose(unsigned* out) {
         extern __shared__ __align__(1024) char smem[];
@@ -275,7 +275,7 @@ def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
         unsigned pair[4];
         for (unsigned k = 0; k < 4; ++k) pair[k] = pack(64 * k + 8 * g + 2 * q, 64 * k + 8 * g + 2 * q + 1);
         stmatrix_x4_trans(smem_address(smem) + lane * 16, pair[0], pair[1], pair[2], pair[3]);
-        __syncthreads();  // all is written
+        __syncthreads();  // all lanes have written
         for (unsigned i = lane; i < 128; i += 32) out[i] = reinterpret_cast<unsigned*>(smem)[i];
     }"""
     out = np.full((4, 8, 8), -1, np.float16)
@@ -287,10 +287,10 @@ def test_matrices_are_stored_transposed(run_hopper: Run) -> None:
 
 MULTIPLY = """
 // A (64 x 64) times B, K-major from (N x 64) or MN-major from (64 x N), A from registers or from shared memory, also as
-// A^T (64 x 64), which lies behind A.
+// A^T (64 x 64), which is stored after A.
 template <int N, int VARIANT>
 __device__ void multiply(float* out, SmemAddr A_tile, SmemAddr B_tile, const TensorMap& B_map,
-                         const TensorMap& Bt_map, SmemAddr barrier, unsigned& turn) {
+                         const TensorMap& Bt_map, SmemAddr barrier, unsigned& phase) {
     using A = Swizzled<64, 64>;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     if (threadIdx.x == 0) {
@@ -300,7 +300,7 @@ __device__ void multiply(float* out, SmemAddr A_tile, SmemAddr B_tile, const Ten
         else
             for (int n = 0; n < N; n += 64) tma_load(B_tile + n / 64 * 8192, B_map, n, 0, 0, 0, barrier);
     }
-    mbarrier_wait(barrier, turn++ % 2);
+    mbarrier_wait(barrier, phase++ % 2);
     float d[N / 2] = {};
     unsigned a[4][4];
     for (int step = 0; step < 4; ++step)
@@ -324,17 +324,17 @@ __device__ void multiply(float* out, SmemAddr A_tile, SmemAddr B_tile, const Ten
     wgmma_settled(d);
     for (int i = 0; i < N / 2; ++i)
         out[(warp * 16 + i / 2 % 2 * 8 + g) * N + i / 4 * 8 + 2 * q + i % 2] = d[i];
-    __syncthreads();  // everybody has used B before the next comes
+    __syncthreads();  // all warps have used B before the next load
 }
 template <int N>
 __device__ void multiply_all(float*& out, SmemAddr A_tile, SmemAddr B_tile, const TensorMap& B_map,
-                             const TensorMap& Bt_map, SmemAddr barrier, unsigned& turn) {
-    multiply<N, 0>(out, A_tile, B_tile, B_map, Bt_map, barrier, turn);
-    multiply<N, 1>(out + 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
-    multiply<N, 2>(out + 2 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
-    multiply<N, 3>(out + 3 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
-    multiply<N, 4>(out + 4 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
-    multiply<N, 6>(out + 5 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, turn);
+                             const TensorMap& Bt_map, SmemAddr barrier, unsigned& phase) {
+    multiply<N, 0>(out, A_tile, B_tile, B_map, Bt_map, barrier, phase);
+    multiply<N, 1>(out + 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, phase);
+    multiply<N, 2>(out + 2 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, phase);
+    multiply<N, 3>(out + 3 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, phase);
+    multiply<N, 4>(out + 4 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, phase);
+    multiply<N, 6>(out + 5 * 64 * N, A_tile, B_tile, B_map, Bt_map, barrier, phase);
     out += 6 * 64 * N;
 }
 extern "C" __global__ __launch_bounds__(128, 1) void products(
@@ -343,7 +343,7 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
     const __grid_constant__ TensorMap B_map, const __grid_constant__ TensorMap Bt_map) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr A_tile = smem_address(smem), B_tile = A_tile + 2 * 8192, barrier = B_tile + 4 * 8192;
-    unsigned turn = 0;
+    unsigned phase = 0;
     if (threadIdx.x == 0) {
         mbarrier_init(barrier, 1);
         fence_proxy_async();
@@ -351,8 +351,8 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
         tma_load(A_tile, A_map, 0, 0, 0, 0, barrier);
         tma_load(A_tile + 8192, At_map, 0, 0, 0, 0, barrier);
     }
-    __syncthreads();  // the mbarrier is there
-    mbarrier_wait(barrier, turn++ % 2);
+    __syncthreads();  // the mbarrier is initialised
+    mbarrier_wait(barrier, phase++ % 2);
     WIDTHS
 }"""
 
@@ -360,7 +360,7 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("widths", [(16, 32, 64, 80, 96), (48, 112, 128, 144), (160, 176, 192), (208, 224), (240, 256)])
 def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
-    """Every width, both orders of both operands, A also from registers: small integers, so that all is exact."""
+    """Every width, both major orders of both operands, A also from registers. Small integers, so products are exact."""
     rng = np.random.default_rng(0)
     A = rng.integers(-3, 4, (1, 1, 64, 64)).astype(TYPES[dtype])
     B = rng.integers(-3, 4, (1, 1, 64, 256)).astype(TYPES[dtype])
@@ -368,7 +368,7 @@ def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
     out = np.full(6 * 64 * sum(widths), np.nan, np.float32)
     text = MULTIPLY.replace(
         "WIDTHS",
-        "\n    ".join(f"multiply_all<{N}>(out, A_tile, B_tile, B_map, Bt_map, barrier, turn);" for N in widths),
+        "\n    ".join(f"multiply_all<{N}>(out, A_tile, B_tile, B_map, Bt_map, barrier, phase);" for N in widths),
     )
     maps = boxes_of(0, A, 64), boxes_of(1, At, 64), boxes_of(2, B, 64), boxes_of(3, Bt, 16)
     run_hopper(text, "products", A, At, B, Bt, out, *maps, block=128, smem=6 * 8192 + 64, dtype=dtype)
@@ -384,7 +384,7 @@ def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
 
 
 def test_a_ring_of_stages(run_hopper: Run) -> None:
-    """A producer two stages ahead at most; parities through many phases; named barriers between the consumers."""
+    """A producer at most two stages ahead; many phases; named barriers between the consumers."""
     text = """
     extern "C" __global__ void ring(int* out, int rounds) {
         extern __shared__ __align__(1024) char smem[];
@@ -396,7 +396,7 @@ def test_a_ring_of_stages(run_hopper: Run) -> None:
                 mbarrier_init(empty + 8 * stage, 64);
             }
         }
-        __syncthreads();  // the mbarriers are there
+        __syncthreads();  // the mbarriers are initialised
         if (threadIdx.x < 32) {
             for (int i = 0; i < rounds; ++i) {
                 mbarrier_wait(empty + i % 2 * 8, i / 2 % 2 ^ 1);
@@ -404,7 +404,7 @@ def test_a_ring_of_stages(run_hopper: Run) -> None:
                     slots[i % 2] = i * i;
                     mbarrier_arrive(full + i % 2 * 8);
                 }
-                __syncwarp();  // in step
+                __syncwarp();  // converged
             }
             return;
         }
@@ -423,10 +423,10 @@ def test_a_ring_of_stages(run_hopper: Run) -> None:
     assert (out == sum(i * i for i in range(21))).all()
 
 
-def test_named_barriers_pass_a_turn_on(run_hopper: Run) -> None:
-    """As the consumers do: three warps add to a list one after the other, round after round."""
+def test_named_barriers_order_warps(run_hopper: Run) -> None:
+    """Ping-pong order: three warps append to a list one after the other, several times."""
     text = """
-    extern "C" __global__ void turns(int* out, int rounds) {
+    extern "C" __global__ void order(int* out, int rounds) {
         const int warp = threadIdx.x / 32;
         if (warp == 2) named_barrier_arrive(4, 64);
         for (int i = 0; i < rounds; ++i) {
@@ -436,17 +436,17 @@ def test_named_barriers_pass_a_turn_on(run_hopper: Run) -> None:
                 out[0] += 1;
                 __threadfence_block();
             }
-            __syncwarp();  // written before the turn is passed on
+            __syncwarp();  // written before the next warp continues
             named_barrier_arrive(4 + (warp + 1) % 3, 64);
         }
     }"""
     out = np.zeros(40, np.int32)
-    run_hopper(text, "turns", out, ctypes.c_int(7), block=96)
+    run_hopper(text, "order", out, ctypes.c_int(7), block=96)
     assert out[0] == 21
     assert out[1:22].tolist() == [0, 1, 2] * 7
 
 
-# ---- what goes wrong, and where
+# ---- errors and their locations
 
 FRAME = """
 extern "C" __global__ void wrong(const unsigned short* A, float* out, const __grid_constant__ TensorMap map) {
@@ -458,7 +458,7 @@ extern "C" __global__ void wrong(const unsigned short* A, float* out, const __gr
         mbarrier_init(barrier, 1);
         fence_proxy_async();  // for TMA
     }
-    __syncthreads();  // the mbarrier is there
+    __syncthreads();  // the mbarrier is initialised
     const auto request = [&] { if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); };
     const auto multiply = [&] { wgmma<Order::K_MAJOR>(d, A_tile::k_major(tile), A_tile::k_major(tile), false); };
     BODY
@@ -487,9 +487,9 @@ def without(what: str, instead: str = "") -> str:
     return GOOD.replace(what, instead)
 
 
-NOBODY_ARRIVES = (
+MISSING_ARRIVAL = (
     r"threads 0..127 wait at mbarrier_wait\(shared memory \+ 8192\) .*wrong.cu:\d+ for the phase of parity 0: "
-    "1 arrivals and 0 bytes are missing"
+    "1 arrivals and 0 bytes are pending"
 )
 
 
@@ -497,43 +497,43 @@ NOBODY_ARRIVES = (
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (without("request();"), NOBODY_ARRIVES),
-        (without("barrier, 0)", "barrier, 1)"), "before the box that was requested"),
+        (without("request();"), MISSING_ARRIVAL),
+        (without("barrier, 0)", "barrier, 1)"), "before the TMA load"),
         (without("wgmma_fence();"), "wgmma without wgmma_fence"),
         (without("wgmma_wait<0>();"), "used before the wait"),
         (without("wgmma_wait<0>();", "wgmma_wait<1>();"), "used before the wait"),
         (without("wgmma_commit();"), "used before the wait"),
         (without("wgmma_wait<0>(); wgmma_settled(d);"), "ends before the wgmma"),
         (without("wgmma_wait", "if (threadIdx.x == 5) smem[0] = 1; wgmma_wait"), "changed before the wait"),
-        (without("multiply", "if (threadIdx.x < 32) multiply"), "warps 0 and 1 are of one warpgroup"),
+        (without("multiply", "if (threadIdx.x < 32) multiply"), "warps 0 and 1 of one warpgroup"),
         (GOOD + "uniform(threadIdx.x);", "a value that differs between the lanes"),
         (GOOD + "setmaxnreg_dec<20>();", "a multiple of 8 from 24 to 256"),
         (GOOD + "if (threadIdx.x < 64) named_barrier_sync(2, 128);",
          r"threads 0..63 wait at named barrier 2 .*64 of 128 threads"),
-        (GOOD + "named_barrier_sync(2, threadIdx.x < 64 ? 128 : 64);", "came for 128"),
-        (GOOD + "named_barrier_sync(0, 128);", "not 0"),
-        (GOOD + "request();", "before the box that was requested"),
+        (GOOD + "named_barrier_sync(2, threadIdx.x < 64 ? 128 : 64);", "used a count of 128"),
+        (GOOD + "named_barrier_sync(0, 128);", "named barrier 0: it must be 1 to 15"),
+        (GOOD + "request();", "before the TMA load"),
         (GOOD + "if (threadIdx.x == 0) { tma_store(map, 0, 0, 0, 0, tile); tma_store_commit(); }",
-         "has left shared memory"),
+         "has read shared memory"),
         (GOOD + "stmatrix_x4(tile + threadIdx.x % 32 * 128, 0, 0, 0, 0); __syncthreads();"
                 "if (threadIdx.x == 0) A_tile::send(map, 0, 0, 0, tile);", "did not call fence_proxy_async"),
         (GOOD + "if (threadIdx.x == 0) { tma_reduce_add(out, tile, 512); tma_store_commit(); }",
-         "has left shared memory"),
+         "has read shared memory"),
         (GOOD + "store_floats(tile + threadIdx.x * 16, 0, 0, 0, 0);"
                 "if (threadIdx.x == 0) tma_reduce_add(out, tile, 16);",
          "did not call fence_proxy_async"),
-        (GOOD + "if (threadIdx.x == 0) tma_reduce_add(out + 1, tile, 16);", "sums of 16 bytes"),
+        (GOOD + "if (threadIdx.x == 0) tma_reduce_add(out + 1, tile, 16);", "bulk store of 16 bytes"),
         (GOOD + "mbarrier_wait(barrier + 8, 0);", r"no mbarrier was initialised at shared memory \+ 8200"),
         (GOOD + "if (threadIdx.x == 0) tma_load(tile + 128, map, 0, 0, 0, 0, barrier);",
          r"8192 bytes at shared memory \+ 128"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(run_hopper: Run, body: str, message: str) -> None:
+def test_errors_are_reported(run_hopper: Run, body: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         run_wrong(run_hopper, body)
 
 
-# Each thread writes 16 bytes; warp 3 passes a barrier and sends what warp 0 wrote, or a warpgroup multiplies it.
+# Each thread writes 16 bytes. After a barrier warp 3 stores what warp 0 wrote, or a warpgroup multiplies it.
 WRITE = "store_floats(tile + threadIdx.x * 16, 2, 2, 2, 2);"
 COPY = "cp_async_16(tile + threadIdx.x * 16, A + threadIdx.x * 8, true); cp_async_commit(); cp_async_wait<0>();"
 FENCE = "fence_proxy_async();"
@@ -548,54 +548,56 @@ SEND = (
 )
 PRODUCT = "__syncthreads(); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); wgmma_settled(d);"
 TWO_BARRIERS = FRAME.replace("mbarrier_init(barrier, 1);", "mbarrier_init(barrier, 1); mbarrier_init(barrier + 8, 32);")
-LATE = "and called fence_proxy_async only after the barrier that passes it on"
+LATE = "and called fence_proxy_async only after the barrier that orders the accesses"
 
 
 @on_cpu
 @pytest.mark.parametrize("barrier", BARRIERS)
-def test_what_is_sent_is_fenced_before_the_barrier(barrier: str, run_hopper: Run) -> None:
+def test_stores_are_fenced_before_the_barrier(barrier: str, run_hopper: Run) -> None:
     between = BARRIERS[barrier]
     run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + FENCE + between + SEND, TWO_BARRIERS)
-    with pytest.raises(LaunchError, match="thread 0 wrote a part of what is sent and did not call fence_proxy_async"):
+    with pytest.raises(
+        LaunchError, match="thread 0 wrote data that a bulk store reads and did not call fence_proxy_async"
+    ):
         run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + between + SEND + FENCE, TWO_BARRIERS)
-    with pytest.raises(LaunchError, match=f"warp 0 wrote a part of what is sent {LATE}"):
+    with pytest.raises(LaunchError, match=f"warp 0 wrote data that a bulk store reads {LATE}"):
         run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + between + FENCE + SEND, TWO_BARRIERS)
 
 
 @on_cpu
 @pytest.mark.parametrize("write", [WRITE, COPY])
-def test_what_wgmma_reads_is_fenced_before_the_barrier(write: str, run_hopper: Run) -> None:
+def test_wgmma_operands_are_fenced_before_the_barrier(write: str, run_hopper: Run) -> None:
     between = "wgmma_fence();" + PRODUCT
     run_wrong(run_hopper, GOOD + "__syncthreads();" + write + FENCE + between)
-    with pytest.raises(LaunchError, match=r"wrote a part of what wgmma reads and did not .* at .*wrong.cu:\d+"):
+    with pytest.raises(LaunchError, match=r"wrote data that wgmma reads and did not .* at .*wrong.cu:\d+"):
         run_wrong(run_hopper, GOOD + "__syncthreads();" + write + between)
-    with pytest.raises(LaunchError, match="wrote a part of what wgmma reads and "):
+    with pytest.raises(LaunchError, match="wrote data that wgmma reads and "):
         run_wrong(run_hopper, GOOD + "__syncthreads();" + write + "__syncthreads();" + FENCE + PRODUCT[16:])
 
 
 @on_cpu
-def test_an_mbarrier_is_fenced_before_tma_arrives_at_it(run_hopper: Run) -> None:
-    with pytest.raises(LaunchError, match="thread 0 wrote a part of what TMA arrives at and did not call"):
+def test_an_mbarrier_is_fenced_before_tma_uses_it(run_hopper: Run) -> None:
+    with pytest.raises(LaunchError, match=r"thread 0 wrote data that TMA accesses \(an mbarrier\) and did not call"):
         run_wrong(run_hopper, GOOD, FRAME.replace(FENCE, ""))
 
 
 @on_cpu
 def test_a_box_needs_no_fence(run_hopper: Run) -> None:
-    """It comes in the place of what was written, and what came before is not looked at again."""
+    """A TMA load overwrites data of the generic proxy; earlier writes do not matter."""
     again = "if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); mbarrier_wait(barrier, 1);"
     assert (run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + "__syncthreads();" + again + PRODUCT) == 16).all()
 
 
 @on_cpu
-def test_a_product_before_its_operand_has_come(run_hopper: Run) -> None:
-    """The wait for the box stands between the wgmma and the wait for it: its operand changes under way."""
+def test_a_wgmma_before_its_operand_is_loaded(run_hopper: Run) -> None:
+    """The wait for the TMA load follows the wgmma, so an operand changes while the wgmma is pending."""
     body = without("mbarrier_wait(barrier, 0);").replace("wgmma_wait", "mbarrier_wait(barrier, 0); wgmma_wait")
     with pytest.raises(LaunchError, match=r"changed before the wait for it at line \d+ at .*wrong.cu:\d+"):
         run_wrong(run_hopper, body)
 
 
 @on_cpu
-def test_registers_must_be_given_back_before_they_are_taken(run_hopper: Run) -> None:
+def test_registers_must_be_freed_before_they_are_requested(run_hopper: Run) -> None:
     """512 threads have 128 registers each."""
     text = """
     extern "C" __global__ void budget() {
@@ -603,7 +605,7 @@ def test_registers_must_be_given_back_before_they_are_taken(run_hopper: Run) -> 
         else setmaxnreg_inc<160>();
     }"""
     run_hopper(text, "budget", block=512, left=32)
-    with pytest.raises(LaunchError, match=r"threads \d+..511 wait for registers .*budget.cu:\d+, of which \d+ are"):
+    with pytest.raises(LaunchError, match=r"threads \d+..511 wait for registers .*budget.cu:\d+: \d+ are free"):
         run_hopper(text, "budget", block=512, left=40)
 
 
@@ -611,13 +613,13 @@ def test_registers_must_be_given_back_before_they_are_taken(run_hopper: Run) -> 
 
 
 def as_an_unknown_driver(address: int, box: Box, dtype: str) -> None:
-    """The address twice: to write its first word alone makes a map of neither tensor."""
+    """Encodes the address twice: changing only the first word gives an invalid map."""
     encode_for_host(address, box, dtype)
     ctypes.c_void_p.from_address(address + 120).value = box.data
 
 
 def as_a_strict_driver(address: int, box: Box, dtype: str) -> None:
-    """Of addresses that nobody has given out it makes no maps."""
+    """Rejects addresses that were not allocated."""
     if (box.data or 0) >> 46:
         raise DriverError("cuTensorMapEncodeTiled: CUDA_ERROR_INVALID_VALUE", code=1, name="CUDA_ERROR_INVALID_VALUE")
     encode_for_host(address, box, dtype)
@@ -626,8 +628,8 @@ def as_a_strict_driver(address: int, box: Box, dtype: str) -> None:
 @on_cpu
 @pytest.mark.parametrize("encode", [encode_for_host, as_an_unknown_driver, as_a_strict_driver])
 def test_a_map_follows_its_tensor(encode, device: Device) -> None:
-    """Whatever the driver writes: a launch on another address has the map that it would encode for it, and one on an
-    address of before has that of before without encoding it again."""
+    """For any encoding by the driver: a launch with another address uses the map of that address; a launch with an
+    earlier address reuses its map without encoding it again."""
     kernel, problem = get("fwd_wgmma"), Problem(2, 3, 40, 50, 64, dtype="float16")
     arrays = {name: np.zeros((2, 3, S, 64), np.float16) for name, S in (("Q", 40), ("K", 50), ("V", 50), ("O", 40))}
     views = {name: view(array) for name, array in {**arrays, "LSE": np.zeros((2, 3, 40), np.float32)}.items()}
@@ -657,7 +659,7 @@ def test_a_map_follows_its_tensor(encode, device: Device) -> None:
 
 
 @on_cpu
-def test_strides_that_no_map_has_are_refused(device: Device) -> None:
+def test_strides_that_a_tensor_map_cannot_have_are_rejected(device: Device) -> None:
     kernel, problem = get("fwd_wgmma"), Problem(1, 1, 40, 40, 64, dtype="float16")
     q = np.zeros((1, 1, 40, 64), np.float16)
     lse = np.zeros((1, 1, 40), np.float32)

@@ -1,6 +1,6 @@
-"""The verbs of include/ptx.cuh, on the GPU and in their CPU twins: fragment maps, conversions, asynchronous copies.
+"""Functions of include/ptx.cuh, on the GPU and in the CPU implementation: fragments, conversions, asynchronous copies.
 
-What lane holds what is said once more here, from the PTX ISA, in NumPy, so that verb and twin cannot be wrong alike.
+The fragment layouts are repeated here in NumPy from the PTX ISA, independent of both implementations.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def defines(dtype: str) -> dict[str, int]:
-    """The headers also ask for the spec's geometry."""
+    """The headers require the element type and HEAD_DIM."""
     return {f"DTYPE_{dtype}": 1, "HEAD_DIM": 16}
 
 
 def integers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Small enough that products and sums of them are exact."""
+    """Small integers: products and sums are exact."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(DTYPES[dtype])
 
 
@@ -56,7 +56,7 @@ LDMATRIX = """
 extern "C" __global__ void load(const unsigned* matrix, unsigned* plain, unsigned* transposed) {
     __shared__ __align__(16) unsigned tile[16 * 8];  // 16 x 16 elements
     for (int i = threadIdx.x; i < 128; i += 32) tile[i] = matrix[i];
-    __syncthreads();  // the matrix is whole before anybody reads it
+    __syncthreads();  // the matrix is complete before it is read
     const SmemAddr row = smem_address(tile + threadIdx.x % 16 * 8 + threadIdx.x / 16 * 4);
     unsigned r[4];
     ldmatrix_x4(r, row);
@@ -68,7 +68,7 @@ extern "C" __global__ void load(const unsigned* matrix, unsigned* plain, unsigne
 
 
 def test_ldmatrix(run_cuda, dtype: str) -> None:
-    """Of 16 x 16 elements, rows by lane: plain it is an A operand, transposed the B operands of two 16 x 8 halves."""
+    """16 x 16 elements: without transposition an A operand, transposed the B operands of two 16 x 8 halves."""
     matrix = np.arange(256, dtype=np.uint16).view(DTYPES[dtype]).reshape(16, 16)
     plain, transposed = np.zeros((32, 4), np.uint32), np.zeros((32, 4), np.uint32)
     run_cuda(LDMATRIX, "load", matrix.view(np.uint32).reshape(-1), plain, transposed, defines=defines(dtype))
@@ -99,7 +99,7 @@ def test_mma(run_cuda, dtype: str) -> None:
 
 
 def test_an_accumulator_is_an_a_operand(dtype: str) -> None:
-    """Two neighbouring accumulators, packed, are an A operand: P needs no shuffle on its way from Q K^T to P V."""
+    """Two neighbouring accumulators, packed, are an A operand: P needs no shuffle between Q K^T and P V."""
     p = integers((16, 16), dtype)
     left, right = fragment_c(p[:, :8]), fragment_c(p[:, 8:])
     packed = [pairs(half[:, i], half[:, i + 1]) for half in (left, right) for i in (0, 2)]
@@ -143,7 +143,7 @@ extern "C" __global__ void copy(const uint4* from, uint4* to) {
 
 
 def test_cp_async(run_cuda, dtype: str) -> None:
-    """Sixteen bytes a lane, or sixteen zeros; a group is there when no more than those after it are pending."""
+    """Sixteen bytes per lane, or sixteen zero bytes. A group is complete if at most the groups after it are pending."""
     source = np.arange(1, 257, dtype=np.uint32).reshape(2, 32, 4)
     copied = np.zeros_like(source)
     run_cuda(COPY, "copy", source, copied, defines=defines(dtype))
@@ -152,10 +152,10 @@ def test_cp_async(run_cuda, dtype: str) -> None:
     np.testing.assert_array_equal(copied, source)
 
 
-def test_a_copy_comes_no_sooner_than_it_must(run_cuda, device: Device, dtype: str) -> None:
-    """On the CPU backend, so that a wait that is missing, or for too few groups, shows in each run."""
+def test_a_copy_completes_no_sooner_than_its_wait(run_cuda, device: Device, dtype: str) -> None:
+    """On the CPU backend a missing wait, or a wait for too few groups, gives a wrong result in every run."""
     if device != HOST:
-        pytest.skip("a GPU's copies come when they come")
+        pytest.skip("the time of a copy is unspecified on a GPU")
     source = np.arange(1, 257, dtype=np.uint32).reshape(2, 32, 4)
     copied = np.zeros_like(source)
     early = COPY.replace("cp_async_wait<0>();", "")

@@ -1,4 +1,4 @@
-"""The CPU backend under sanitizers: they find what is wrong, by line, and nothing else."""
+"""The CPU backend under sanitizers: they report errors with their line, and have no false positives."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_kernel(sanitizer: Sanitizer, kernel: Kernel, problem: Problem, source: P
 
 
 def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> Path:
-    """A copy of a kernel's source with one thing changed; its line numbers stay."""
+    """A copy of a kernel's source with one change that keeps the line numbers."""
     before = of.read_text()
     after = change(before)
     assert after != before
@@ -64,8 +64,8 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
 @pytest.mark.parametrize("tool", HOST_TOOLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
-    """On a ragged causal problem of several blocks, and on whole tiles; accesses out of bounds on the first alone, and
-    with most tools on one of the two, sampled."""
+    """A ragged causal problem of several blocks, and one of whole tiles. "address" tests the first, "thread" both,
+    the other tools a random one of the two."""
     tile = small_tile(kernel)
     problems = small_problems(kernel, tile)
     assert problems
@@ -81,7 +81,7 @@ def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
 
 @pytest.mark.parametrize("number", BARRIERS)
 def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
-    """Without it, ThreadSanitizer names a load into the tile, or the use of it, beside the missing barrier."""
+    """Without it ThreadSanitizer reports a race between a load into a tile and its use."""
 
     def without(text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -101,7 +101,7 @@ def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
     assert named & uses, report.text
 
 
-MEETINGS = [
+BACKWARD_BARRIERS = [
     (name, number)
     for name in ("bwd_minimal", "bwd_block2d")
     for number, line in enumerate(registry.get(name).source.read_text().splitlines(), 1)
@@ -109,9 +109,9 @@ MEETINGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "number"), MEETINGS)
-def test_each_meeting_of_a_backward_is_needed(name: str, number: int, tmp_path: Path) -> None:
-    """Without this barrier, of the block or of a warp, some entry of the kernel races."""
+@pytest.mark.parametrize(("name", "number"), BACKWARD_BARRIERS)
+def test_each_barrier_of_a_backward_is_needed(name: str, number: int, tmp_path: Path) -> None:
+    """Without this block or warp barrier an entry of the kernel has a race."""
     kernel = registry.get(name)
 
     def without(text: str) -> str:
@@ -124,7 +124,7 @@ def test_each_meeting_of_a_backward_is_needed(name: str, number: int, tmp_path: 
     assert "data race" in report.text, report.text
 
 
-def test_a_row_too_far_is_named(tmp_path: Path) -> None:
+def test_an_out_of_bounds_row_is_reported(tmp_path: Path) -> None:
     kernel = registry.get("fwd_minimal")
     old = "query_row < head.Sq ?"
     (line,) = [i for i, text in enumerate(LINES, 1) if old in text]
@@ -134,13 +134,13 @@ def test_a_row_too_far_is_named(tmp_path: Path) -> None:
     assert ("fwd_minimal.cu", line) in report.lines
 
 
-UNWRITTEN = {  # of V in fwd_wgmma_fp8, which is turned round on its way
-    "turned round before it came": (
+UNWRITTEN = {  # parts of V in fwd_wgmma_fp8, which transpose warps write
+    "transposed before the load completes": (
         "mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));",
         "",
         "shared memory read before",
     ),
-    "turned round in part": (
+    "partly transposed": (
         "columns += TRANSPOSE_WARPS",
         "columns += 2 * TRANSPOSE_WARPS",
         "wgmma reads shared memory + ",
@@ -148,19 +148,19 @@ UNWRITTEN = {  # of V in fwd_wgmma_fp8, which is turned round on its way
 }
 
 
-@pytest.mark.parametrize("what", UNWRITTEN)
-def test_what_hopper_copies_and_multiplies_has_to_be_there(what: str, tmp_path: Path) -> None:
-    """A box that has not come, and an operand of wgmma that is not whole."""
-    old, new, said = UNWRITTEN[what]
+@pytest.mark.parametrize("case", UNWRITTEN)
+def test_tma_and_wgmma_operands_must_be_written(case: str, tmp_path: Path) -> None:
+    """A pending TMA load, and a partly written operand of wgmma."""
+    old, new, message = UNWRITTEN[case]
     kernel = registry.get("fwd_wgmma_fp8")
     source = changed(tmp_path, lambda text: text.replace(old, new), kernel.source)
     report = run_kernel("uninitialised", kernel, Problem(1, 1, 64, 64, 64, dtype="float8_e4m3"), source)
-    assert said in report.text, report.text
+    assert message in report.text, report.text
     assert "before anything was written there" in report.text
 
 
 def test_a_warp_that_lags_behind_is_waited_for() -> None:
-    """In another order one warp is held up: the turners of V find it still at work on what they turned round before."""
+    """With a shuffled order one warp lags: transpose warps must wait until it has consumed the previous V tile."""
     kernel = registry.get("fwd_wgmma_fp8")
     tile = small_tile(kernel)
     problem = Problem(2, 1, tile["BLOCK_M"], 5 * tile["BLOCK_N"], 32, dtype="float8_e4m3")
@@ -168,8 +168,8 @@ def test_a_warp_that_lags_behind_is_waited_for() -> None:
     assert found.clean, found.findings
 
 
-def test_what_other_blocks_have_summed_up_is_waited_for() -> None:
-    """A piece of float8 that two blocks share by its keys."""
+def test_partial_sums_of_other_blocks_are_waited_for() -> None:
+    """An FP8 work tile whose keys two blocks share (stream-K)."""
     kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 1, 64, 832, 32, dtype="float8_e4m3")
     tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2, LOADS=2)
     assert kernel.numbers["in_rounds"](problem, tile) == 0
@@ -178,12 +178,12 @@ def test_what_other_blocks_have_summed_up_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_what_a_team_sends_has_been_written(sent: bool, tmp_path: Path) -> None:
-    """By another block than the one whose shared memory it is."""
+def test_data_sent_in_a_cluster_must_be_written(sent: bool, tmp_path: Path) -> None:
+    """Data in shared memory that another block of the cluster wrote."""
     kernel, problem = registry.get("fwd_decode"), Problem(1, 4, 1, 100, 32, Hk=2, dtype="float16")
     tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=1, CLUSTER=2)
-    who = "its_quad >= 0" if sent else "its_quad < 0"
-    source = changed(tmp_path, lambda text: text.replace("if (its_quad == 0)", f"if ({who})"), kernel.source)
+    condition = "its_quad >= 0" if sent else "its_quad < 0"
+    source = changed(tmp_path, lambda text: text.replace("if (its_quad == 0)", f"if ({condition})"), kernel.source)
     report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
     assert report.clean is sent, report.text
     assert sent or "shared memory read before anything was written there" in report.text
@@ -203,7 +203,7 @@ FENCES = [("bwd_wgmma", number) for number in fences("bwd_wgmma")] + [
 
 @pytest.mark.parametrize(("name", "number"), FENCES)
 def test_each_proxy_fence_is_needed(name: str, number: int, tmp_path: Path) -> None:
-    """Without it something that TMA or wgmma reads is reported: of a head width of 64, or of 256."""
+    """Without it a read by TMA or wgmma is reported, for a head width of 64 or 256."""
 
     def without(text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -224,8 +224,8 @@ def test_each_proxy_fence_is_needed(name: str, number: int, tmp_path: Path) -> N
     raise AssertionError("the missing fence is not reported")
 
 
-def test_many_boxes_on_their_way() -> None:
-    """The list of them grows while one fiber asks and then another: no race of the kernel's."""
+def test_many_pending_boxes() -> None:
+    """Several fibers grow the runtime's list of TMA loads: not a race of the kernel."""
     kernel, problem = registry.get("fwd_wgmma"), Problem(1, 1, 131, 85, 256, dtype="float16")
     tile = Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=1)
     report = launch_on_host("thread", kernel, problem, tile)[0]
@@ -235,7 +235,7 @@ def test_many_boxes_on_their_way() -> None:
 PAGED = Problem(2, 4, 3, 160, 64, Hk=2, dtype="float16", causal="bottom-right", page_size=16, pages=25)
 RAGGED = Problem(0, 2, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
 SHORTENED = Problem(2, 2, 20, 40, 32, dtype="float16", key_lengths=True)
-NONSENSE: list[tuple[str, Problem, dict[str, Any]]] = [
+INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
     ("fwd_decode", PAGED, {"block_table": {(0, 0): 10**6, (1, 1): -(10**6)}, "key_lengths": {...: 160}}),
     ("fwd_decode", PAGED, {"block_table": {(1, 1): -(10**6)}, "key_lengths": {...: 160}}),
     *((name, RAGGED, {"cu_seqlens_q": {...: offsets}}) for name in ("fwd_mma", "bwd_wgmma")
@@ -248,18 +248,18 @@ NONSENSE: list[tuple[str, Problem, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "problem", "nonsense"), NONSENSE)
-def test_what_points_outside_of_the_tensors_is_cut(
-    name: str, problem: Problem, nonsense: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "problem", "invalid"), INVALID_INDICES)
+def test_indices_outside_of_the_tensors_are_clamped(
+    name: str, problem: Problem, invalid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Page numbers, offsets and lengths, in kernels that do not check them first, as on a GPU."""
+    """Invalid page numbers, offsets and lengths in kernels without checks, as on a GPU."""
 
     def bad_inputs(computes: str, case: Case) -> dict[str, np.ndarray]:
-        given = {array: numbers.copy() for array, numbers in inputs_of(computes, case).items()}
-        for array, places in nonsense.items():
+        inputs = {array: numbers.copy() for array, numbers in inputs_of(computes, case).items()}
+        for array, places in invalid.items():
             for place, number in places.items():
-                given[array][place] = number
-        return given
+                inputs[array][place] = number
+        return inputs
 
     monkeypatch.setattr(verifying, "inputs_of", bad_inputs)
     kernel = registry.get(name)
@@ -269,14 +269,14 @@ def test_what_points_outside_of_the_tensors_is_cut(
 
 
 def test_tensors_of_the_score_are_buffers_too() -> None:
-    """Each of exact size, like the others."""
+    """Tensors of the score are allocated with their exact size."""
     problem = Problem(1, 2, 33, 40, 16, alibi=(2,), bias=(1, 2, 33, 40), mask=(1, 1, 33, 40), key_lengths=True)
     report = run_kernel("address", registry.get("fwd_minimal"), problem)
     assert report.clean, report.text
 
 
-def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
-    """In a copy of score_mod.cuh beside a copy of the kernel, which is found first."""
+def test_an_out_of_bounds_read_in_a_header_is_reported(tmp_path: Path) -> None:
+    """In a copy of score_mod.cuh next to a copy of the kernel, which comes first in the include path."""
     header = SOURCE.parent / "include" / "score_mod.cuh"
     old = "score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h]"
     (line,) = [i for i, text in enumerate(header.read_text().splitlines(), 1) if old in text]
@@ -292,7 +292,7 @@ def test_a_number_too_far_in_a_header_is_named(tmp_path: Path) -> None:
 
 @both
 def test_a_return_above_a_barrier(sanitizer: Sanitizer, tmp_path: Path) -> None:
-    """The barrier's own error comes through, and no other."""
+    """Only the error of the barrier is reported."""
     old = "    float m = -INF"
     source = changed(tmp_path, lambda text: text.replace(old, "    if (query_row >= head.Sq) return;" + old))
     kernel = registry.get("fwd_minimal")
@@ -327,11 +327,11 @@ def run_text(
 
 
 def line_of(text: str) -> tuple[str, int]:
-    """Where the comment HERE stands."""
+    """The location of the comment HERE."""
     return ("k.cu", next(i for i, line in enumerate(text.splitlines(), 1) if "// HERE" in line))
 
 
-# Two groups of copies, of which the second is used.
+# Two groups of copies; the second one is used.
 COPY = """#define DTYPE_float32 1
         #define HEAD_DIM 16
         #include "ptx.cuh"
@@ -386,7 +386,7 @@ BROKEN = {
             out[threadIdx.x] = 1 << (threadIdx.x + 1);  // HERE
         }""",
     ),
-    "static shared memory that nobody wrote": (
+    "unwritten static shared memory": (
         "uninitialised",
         """extern "C" __global__ void k(float* out) {
             __shared__ float a[32];
@@ -395,7 +395,7 @@ BROKEN = {
             out[threadIdx.x] = a[31 - threadIdx.x];  // HERE
         }""",
     ),
-    "dynamic shared memory that the block before wrote": (
+    "dynamic shared memory that the previous block wrote": (
         "uninitialised",
         """extern "C" __global__ void k(float* out) {
             extern __shared__ float a[];
@@ -404,7 +404,7 @@ BROKEN = {
             out[threadIdx.x] = a[threadIdx.x];  // HERE
         }""",
     ),
-    "half of a vector that nobody wrote": (
+    "half of a vector unwritten": (
         "uninitialised",
         """extern "C" __global__ void k(float* out) {
             __shared__ __align__(16) float a[128];
@@ -413,15 +413,15 @@ BROKEN = {
             out[threadIdx.x] = v.x + v.y + v.z + v.w;
         }""",
     ),
-    "shared memory that a copy is on its way to": (
+    "destination of a pending copy": (
         "address",
         COPY.format(wait="cp_async_wait<1>();"),
     ),
-    "shared memory that no copy has reached": (
+    "unwritten destination of a pending copy": (
         "uninitialised",
         COPY.format(wait="cp_async_wait<1>();"),
     ),
-    "floats that are sent and that nobody wrote": (
+    "bulk store of unwritten floats": (
         "uninitialised",
         """#define DTYPE_float16 1
         #define HEAD_DIM 64
@@ -442,7 +442,7 @@ BROKEN = {
             if (threadIdx.x == 0) out[0] += 1.0f;  // HERE
         }""",
     ),
-    "race between threads that never meet": (
+    "race between threads without a barrier": (
         "thread",
         """extern "C" __global__ void k(float* out) {
             if (blockIdx.x == 0) out[threadIdx.x / 2] = threadIdx.x;  // HERE
@@ -457,7 +457,7 @@ BROKEN = {
             if (blockIdx.x == 0) out[threadIdx.x] = v + a[threadIdx.x ^ 1];  // HERE
         }""",
     ),
-    "race between the halves of a warp that synchronise apart": (
+    "race between halves of a warp that synchronise separately": (
         "thread",
         """extern "C" __global__ void k(float* out) {
             __shared__ float a[32];
@@ -482,7 +482,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_it_is_found(name: str, tmp_path: Path) -> None:
+def test_errors_are_found(name: str, tmp_path: Path) -> None:
     sanitizer, text = BROKEN[name]
     out = np.zeros(32, np.float32)
     report = run_text(tmp_path, sanitizer, text, out, grid=2, smem=4 * 32)
@@ -491,8 +491,8 @@ def test_it_is_found(name: str, tmp_path: Path) -> None:
 
 
 CLEAN = {
-    "copies that were waited for": COPY.format(wait="cp_async_wait<0>();"),
-    "copies that nobody waits for, and the next block": """
+    "copies with a wait": COPY.format(wait="cp_async_wait<0>();"),
+    "copies that are not waited for, and the next block": """
         #define DTYPE_float32 1
         #define HEAD_DIM 16
         #include "ptx.cuh"
@@ -502,7 +502,7 @@ CLEAN = {
             else a[4 * threadIdx.x] = 1.0f;
         }""",
     "atomics": """extern "C" __global__ void k(float* out) { atomicAdd(&out[0], 1.0f); }""",
-    "the last block sums up": """
+    "the last block computes the sum": """
         extern "C" __global__ void k(float* out) {
             __shared__ bool last;
             if (threadIdx.x == 0) {
@@ -514,7 +514,7 @@ CLEAN = {
                     for (int b = 0; b < gridDim.x; ++b) out[0] += out[1 + b];
             }
         }""",
-    "shared memory that every block uses anew": """
+    "shared memory reused by every block": """
         extern "C" __global__ void k(float* out) {
             extern __shared__ float a[];
             __shared__ float b[48];
@@ -541,12 +541,12 @@ CLEAN = {
 }
 
 
-LOCALS = {  # how a kernel gets at a local variable that holds what `first` left on the stack
+LOCALS = {  # reads of uninitialised local variables
     "of the kernel": """extern "C" __global__ void k(float* out) {
             float x[4];
             out[threadIdx.x] = x[threadIdx.x % 4];  // HERE
         }""",
-    "of a function that another preceded": """
+    "of a function called after another": """
         __device__ __noinline__ float first(int i) { float x[4] = {1.0f, 1.0f, 1.0f, 1.0f}; return x[i]; }
         __device__ __noinline__ float second(int i) {
             float x[4];
@@ -569,7 +569,7 @@ LOCALS = {  # how a kernel gets at a local variable that holds what `first` left
 @needs_fentry
 @pytest.mark.parametrize("name", LOCALS)
 def test_uninitialised_locals_are_filled(name: str, tmp_path: Path) -> None:
-    """With NaN or zeros; of the third, a read is reported."""
+    """With NaN or zeros; with REPORTED_NANS a read is reported."""
     out = np.ones(32, np.float32)
     run = lambda stack: run_text(tmp_path, "uninitialised", HALF + LOCALS[name], out, stack=stack)  # noqa: E731
     assert np.isnan(run(Fill.NANS).contents[0]).all()
@@ -600,7 +600,7 @@ def test_nothing_is_found(name: str, sanitizer: Sanitizer, tmp_path: Path) -> No
 
 
 def test_many_blocks_of_1024_threads(tmp_path: Path) -> None:
-    """More threads than ThreadSanitizer can tell apart, were each block's run at once."""
+    """More threads than ThreadSanitizer supports if all blocks ran concurrently."""
     text = 'extern "C" __global__ void k(float* out) { __syncthreads(); if (threadIdx.x == 0) out[blockIdx.x] = 1.0f; }'
     report = run_text(tmp_path, "thread", text, np.zeros(20, np.float32), grid=20, block=1024)
     assert report.clean, report.text
