@@ -70,7 +70,7 @@ def jobs(kernel: Kernel) -> Iterator[Job]:
             if dtype == "float32" and "float16" in kernel.dtypes and option != "plain":
                 continue
             job = Job(kernel.name, name, dtype, D, causal, option)
-            if not kernel.refuses(job.problem(), arch.parse(name)):
+            if not kernel.why_unsupported(job.problem(), arch.parse(name)):
                 yield job
 
 

@@ -68,7 +68,7 @@ def problems(kernel: Kernel, target: str) -> Iterator[tuple[str, Problem]]:
             if option in OF_FLOAT8 and dtype not in FLOAT8:
                 continue
             problem = replace(plain, **of(plain))
-            if not kernel.refuses(problem, arch.parse(target)):
+            if not kernel.why_unsupported(problem, arch.parse(target)):
                 yield option, problem
 
 

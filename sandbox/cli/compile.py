@@ -84,7 +84,7 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
     arch = architectures.parse(target)
     where = (problem, tile, target)
     try:
-        if reason := kernel.refuses(problem, arch) or choose.unsupported_tile(kernel, problem, tile, arch):
+        if reason := kernel.why_unsupported(problem, arch) or choose.why_tile_unsupported(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)
         compiled = pipeline.compile_problem(kernel, problem, tile, target)
     except UnsupportedProblem as refusal:

@@ -130,7 +130,7 @@ class Kernel(Entry):
                 return entry
         raise UnknownKernel(f"{self.name} has no entry {name}: it has {', '.join(e.name for e in self.entries)}")
 
-    def refuses(self, problem: Problem, arch: Arch | None = None) -> str | None:
+    def why_unsupported(self, problem: Problem, arch: Arch | None = None) -> str | None:
         """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
         if problem.dtype not in self.dtypes:
             return f"{self.name}: dtype {problem.dtype} is not built: it takes {', '.join(self.dtypes)}"
@@ -154,7 +154,7 @@ class Kernel(Entry):
             return f"{self.name}: {reason}"
         return None
 
-    def unsupported_tile(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
+    def why_tile_unsupported(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
         """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
         if set(tile) != set(self.tiles[0]):
             return f"{self.name}: tile {tile or '(empty)'} must name {', '.join(self.tiles[0])} and nothing else"

@@ -17,9 +17,9 @@ from . import tuned
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 
-def unsupported_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
+def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
-    if reason := kernel.unsupported_tile(problem, tile, arch):
+    if reason := kernel.why_tile_unsupported(problem, tile, arch):
         return reason
     need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
@@ -27,10 +27,10 @@ def unsupported_tile(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | 
         where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
         return f"{kernel.name}: tile {tile} needs {need} bytes of shared memory at D={problem.D}, {where} has {have}"
     always = (entry for entry in kernel.entries if not {*entry.args} & {*NOT_ALWAYS})
-    return next((reason for entry in always if (reason := refuses_grid(kernel, entry, problem, tile))), None)
+    return next((reason for entry in always if (reason := why_grid_unsupported(kernel, entry, problem, tile))), None)
 
 
-def refuses_grid(kernel: Kernel, entry: Entry, problem: Problem, tile: Tile) -> str | None:
+def why_grid_unsupported(kernel: Kernel, entry: Entry, problem: Problem, tile: Tile) -> str | None:
     """Why a GPU (and the CPU backend alike) cannot launch the grid of `entry`, as a sentence; None if it can."""
     for axis, size, limit in zip("xyz", entry.grid(problem, tile), _GRID_LIMITS, strict=True):
         if size > limit:
@@ -47,7 +47,7 @@ def choose_tile(
 
     Raises UnsupportedProblem with the kernel's or the tile's own reason.
     """
-    if reason := kernel.refuses(problem, arch):
+    if reason := kernel.why_unsupported(problem, arch):
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
     ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
@@ -55,7 +55,7 @@ def choose_tile(
     candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     reasons = []
     for candidate, why in candidates.items():
-        reason = unsupported_tile(kernel, problem, candidate, arch)
+        reason = why_tile_unsupported(kernel, problem, candidate, arch)
         if reason is None:
             log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
             return candidate

@@ -26,7 +26,7 @@ from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
 from ..toolchain import cache, nvrtc, snippets, sources
 from ..toolchain.nvrtc import Compiled, Resources
-from .choose import choose_kernel, choose_tile, refuses_grid
+from .choose import choose_kernel, choose_tile, why_grid_unsupported
 from .launches import EntryLaunch, in_order
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
@@ -107,7 +107,7 @@ def _launches(
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
             continue
-        if reason := refuses_grid(kernel, entry, problem, tile):
+        if reason := why_grid_unsupported(kernel, entry, problem, tile):
             raise UnsupportedProblem(reason)
         grid = entry.grid(problem, tile)
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)

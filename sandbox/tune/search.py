@@ -134,7 +134,7 @@ class Search:
     def legal(self) -> list[Tile]:
         """Tiles of the space, and the spec's own, that the kernel takes for this problem."""
         arch = architectures.parse(self.lab.arch)
-        if reason := self.kernel.refuses(self.problem, arch):
+        if reason := self.kernel.why_unsupported(self.problem, arch):
             raise UnsupportedProblem(reason)
         names = list(self.kernel.tiles[0])
         if unknown := [name for name in self.fixed if name not in names]:
@@ -146,7 +146,7 @@ class Search:
         own = [tile for tile in self.kernel.tiles if all(tile[n] == v for n, v in self.fixed.items())]
         tiles = list(dict.fromkeys([*own, *product]))
         self.combinations = len(tiles)
-        reasons = {tile: choose.unsupported_tile(self.kernel, self.problem, tile, arch) for tile in tiles}
+        reasons = {tile: choose.why_tile_unsupported(self.kernel, self.problem, tile, arch) for tile in tiles}
         legal = [tile for tile, reason in reasons.items() if reason is None]
         if not legal:
             raise UnsupportedProblem(

@@ -64,7 +64,7 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     masks = (False, "bottom-right", "top-left")
     layouts, heads = itertools.cycle(LAYOUTS), itertools.cycle(_HEADS)
     for dtype in kernel.dtypes:
-        taken = [D for D in _WIDTHS if kernel.refuses(Problem(1, 1, 1, 1, D, dtype=dtype)) is None]
+        taken = [D for D in _WIDTHS if kernel.why_unsupported(Problem(1, 1, 1, 1, D, dtype=dtype)) is None]
         widths, narrow = itertools.cycle(taken), itertools.cycle(D for D in taken if D <= 64)
         for (Sq, Sk), causal in itertools.product(lengths, masks):
             long, layout = (Sq, Sk) in _LONG, next(layouts)
@@ -81,7 +81,7 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
 
     for name, problem in option_cases(kernel, problem_of):
         layout, inputs = next(places)
-        if kernel.refuses(problem) is None:
+        if kernel.why_unsupported(problem) is None:
             yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
     yield from ragged_cases(kernel)
     yield from (Case(*named) for named in paged_problems(kernel, options=100))
@@ -109,7 +109,7 @@ def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
     for inputs, numbers in tried:
         usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
         problem = Problem(**{**usual, **numbers}, dtype=dtype)
-        if kernel.refuses(problem) is None:
+        if kernel.why_unsupported(problem) is None:
             yield Case(f"{problem} {inputs}", problem, inputs)
 
 

@@ -31,7 +31,7 @@ from ..cpu import instrumented as host
 from ..cpu.build import Sanitizer
 from ..cpu.instrumented import Fill, Pointer, Report
 from ..engine import pipeline
-from ..engine.choose import choose_tile, unsupported_tile
+from ..engine.choose import choose_tile, why_tile_unsupported
 from ..launch import dlpack
 from ..launch.arguments import ARGUMENTS, NOT_ALWAYS, ArgumentBlock
 from ..launch.dlpack import HOST, Device
@@ -87,7 +87,7 @@ def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
         if kernel.computes == "block_map":  # there is none without a mask
             fields["mask"] = (1, 1, fields["Sq"], fields["Sk"])
         for problem in (Problem(D=D, **fields) for D in _WIDTHS):
-            if not (kernel.refuses(problem) or unsupported_tile(kernel, problem, tile, None)):
+            if not (kernel.why_unsupported(problem) or why_tile_unsupported(kernel, problem, tile, None)):
                 yield problem
                 return
 

@@ -79,13 +79,13 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
         p = problem(dtype=kernel.dtypes[n % len(kernel.dtypes)], causal=masks[n % 3 if n % 2 else 0])
         for name in names:
             p = dataclasses.replace(p, **OPTIONS[name](p))
-        if kernel.refuses(p) is None:
+        if kernel.why_unsupported(p) is None:
             yield " + ".join(names), p
     for n, more in enumerate(OF_FLOAT8):
         for dtype in FLOAT8 if FLOAT8.keys() <= {*kernel.dtypes} else ():
             p = problem(dtype=dtype, causal=("bottom-right", False)[n % 2])
             p = dataclasses.replace(p, **more(p))
-            if kernel.refuses(p) is None:
+            if kernel.why_unsupported(p) is None:
                 yield "float8", p
 
 

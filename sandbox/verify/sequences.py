@@ -106,8 +106,8 @@ def ragged_problems(kernel: Kernel) -> Iterator[tuple[str, Problem, str]]:
 
     for n, (dtype, causal) in enumerate(itertools.product(kernel.dtypes, (False, "bottom-right", "top-left"))):
         problem, layout = problem_of(D=widths[n % 3], dtype=dtype, causal=causal), next(layouts)
-        if kernel.refuses(problem) is None:
+        if kernel.why_unsupported(problem) is None:
             yield f"{problem} {layout}", problem, layout
     for name, problem in option_cases(kernel, partial(problem_of, small=True)):
-        if kernel.refuses(problem) is None:
+        if kernel.why_unsupported(problem) is None:
             yield f"{name}: {problem}", problem, "bhsd"

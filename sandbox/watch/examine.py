@@ -26,7 +26,7 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
-from ..engine.choose import unsupported_tile
+from ..engine.choose import why_tile_unsupported
 from ..jobs.worker import At
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
@@ -140,7 +140,7 @@ def _new_tiles(kernel: Kernel, job: Job) -> tuple[list[Tile], list[str]]:
     for tile in kernel.tiles if job.known is not None and not job.tile else ():
         if tile not in (job.known or ()):
             problem = tile_case(kernel, tile).problem
-            if reason := kernel.refuses(problem, arch) or unsupported_tile(kernel, problem, tile, arch):
+            if reason := kernel.why_unsupported(problem, arch) or why_tile_unsupported(kernel, problem, tile, arch):
                 reasons.append(f"new tile {tile} is not tried: {reason}")
             else:
                 taken.append(tile)
@@ -171,7 +171,7 @@ def _compile(
     arch, notes = pipeline.arch_of(job.device), []
     variants: dict[tuple, tuple[Problem, Tile]] = {}
     for p, wanted in ((case.problem, tile) for case, tile in trials):
-        if not kernel.refuses(p, arch):
+        if not kernel.why_unsupported(p, arch):
             tile = pipeline.tile_on(job.device, kernel, p, wanted)
             variants.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
     target = pipeline.DEFAULT_ARCH if arch is None else pipeline.arch_name(kernel, arch)

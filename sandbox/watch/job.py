@@ -54,4 +54,4 @@ def _taken(kernel: Kernel, B: int, H: int, Sq: int, Sk: int, **fields: Any) -> P
     """The problem with the first head width that the kernel takes."""
     dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
     problems = [Problem(B, H, Sq, Sk, D, dtype=dtype, **fields) for D in _WIDTHS]
-    return next((p for p in problems if not kernel.refuses(p)), problems[0])
+    return next((p for p in problems if not kernel.why_unsupported(p)), problems[0])

@@ -321,17 +321,17 @@ def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
     ],
 )
 def test_refusals_of_a_problem(values: dict, arch, message: str) -> None:
-    assert KERNEL.refuses(dataclasses.replace(P, **values), arch) == message
+    assert KERNEL.why_unsupported(dataclasses.replace(P, **values), arch) == message
 
 
 def test_refusals_by_a_kernel_of_one_architecture() -> None:
     of_one = dataclasses.replace(KERNEL, min_arch=(9, 0), arch_suffix="a")
-    assert of_one.refuses(P, (8, 0)) == "fwd_x: needs compute capability 9.0 alone, this is 8.0"
+    assert of_one.why_unsupported(P, (8, 0)) == "fwd_x: needs compute capability 9.0 alone, this is 8.0"
 
 
 def test_what_it_takes() -> None:
     for arch in (None, (8, 0), (12, 1)):
-        assert KERNEL.refuses(dataclasses.replace(P, D=128), arch) is None
+        assert KERNEL.why_unsupported(dataclasses.replace(P, D=128), arch) is None
 
 
 @pytest.mark.parametrize(
@@ -344,11 +344,11 @@ def test_what_it_takes() -> None:
     ],
 )
 def test_refusals_of_a_tile(tile: Tile, message: str) -> None:
-    assert message in (KERNEL.unsupported_tile(P, tile) or "")
+    assert message in (KERNEL.why_tile_unsupported(P, tile) or "")
 
 
 def test_defines() -> None:
-    assert KERNEL.unsupported_tile(P, KERNEL.tiles[0]) is None
+    assert KERNEL.why_tile_unsupported(P, KERNEL.tiles[0]) is None
     assert KERNEL.defines(P, KERNEL.tiles[0]) == {
         "BLOCK_M": 64, "BLOCK_N": 32, "HEAD_DIM": 64, "SMEM_BYTES": 4 * 64 * 64, "CAUSAL": 1, "DTYPE_float16": 1,
     }  # fmt: skip

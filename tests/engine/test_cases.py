@@ -45,7 +45,7 @@ def test_pointed(kernel: Kernel, case: Case, device: Device) -> None:
 def test_groups(kernel: Kernel, causal, device: Device) -> None:
     """h // group, h % Hk and h are three different things."""
     problems = (Problem(2, 4, 40, 33, D, Hk=2, dtype=dtype_of(kernel), causal=causal) for D in (48, 64))
-    right(kernel, Case("groups", next(p for p in problems if not kernel.refuses(p))), device)
+    right(kernel, Case("groups", next(p for p in problems if not kernel.why_unsupported(p))), device)
 
 
 LYING = [("bhsd", 64), ("bshd", 128), ("offset", 64), ("offset", 40), ("broadcast", 64), ("unaligned", 40), ("bhsd", 7)]
@@ -57,7 +57,7 @@ LYING += [("bshd", 12)]  # some heads begin at a multiple of 16 bytes, all end b
 def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
     """Wherever the inputs' rows lie; where they have gaps, the outputs' have others."""
     case = Case(layout, Problem(2, 4, 70, 45, D, Hk=2, dtype=dtype_of(kernel)), layout=layout)
-    if kernel.refuses(dataclasses.replace(case.problem, alignment=2 if layout == "unaligned" else 16)):
+    if kernel.why_unsupported(dataclasses.replace(case.problem, alignment=2 if layout == "unaligned" else 16)):
         assert check.verify(kernel, case, device).ok is None
     else:
         right(kernel, case, device)
@@ -127,7 +127,7 @@ def test_offsets_beyond_32_bits(kernel: Kernel, axis: int) -> None:
     """More than 2^31 elements between what is near in a small problem, in all inputs. Needs no GPU."""
     heads = (2, 2) if axis < 2 else (1, 1)  # a row of its own page takes its time
     problems = (Problem(*heads, 70, 70, D, dtype=dtype_of(kernel)) for D in (8, 16))
-    case = Case("far", next(p for p in problems if not kernel.refuses(p)))
+    case = Case("far", next(p for p in problems if not kernel.why_unsupported(p)))
     near = inputs_of(kernel.computes, case)
     far = {name: far_apart(x, axis) if x.ndim == 4 else x for name, x in near.items()}
     tile = choose.choose_tile(kernel, case.problem, None)

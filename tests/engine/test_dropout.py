@@ -20,7 +20,9 @@ KERNELS = [  # those that are built with dropout
     kernel
     for kernel in registry.kernels().values()
     if kernel.computes in ("forward", "backward")
-    and not all(kernel.refuses(dataclasses.replace(DROPPED, D=D, Dv=D, dtype=kernel.dtypes[0])) for D in (64, 128))
+    and not all(
+        kernel.why_unsupported(dataclasses.replace(DROPPED, D=D, Dv=D, dtype=kernel.dtypes[0])) for D in (64, 128)
+    )
 ]
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
 by_name = lambda kernel: kernel.name  # noqa: E731
@@ -33,7 +35,9 @@ def outputs(kernel: Kernel, problem: Problem, inputs: dict, device: Device) -> d
 
 def width(kernel: Kernel) -> int:
     """A D that it takes with dropout."""
-    return next(D for D in (64, 128) if not kernel.refuses(Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[0], dropout=0.5)))
+    return next(
+        D for D in (64, 128) if not kernel.why_unsupported(Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[0], dropout=0.5))
+    )
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
@@ -61,7 +65,7 @@ def test_dropout_by_the_reference(kernel: Kernel, device: Device) -> None:
         Problem(1, 2, 83, 150, D, dtype=kernel.dtypes[-1], window=(40, 9), dropout=0.9),
     )
     for problem in cases:
-        if kernel.refuses(problem) is None:
+        if kernel.why_unsupported(problem) is None:
             result = check.verify(kernel, Case("dropout", problem), device)
             assert result.ok, f"{problem}: {result}"
 

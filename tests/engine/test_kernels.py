@@ -41,7 +41,10 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
             narrow = draw.choice([dtype for dtype in kernel.dtypes if dtype != "float32"])
             for dtype in (narrow, *({"float32"} & {*kernel.dtypes})):
                 problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=causal)
-                if not (kernel.refuses(problem, target) or choose.unsupported_tile(kernel, problem, tile, target)):
+                if not (
+                    kernel.why_unsupported(problem, target)
+                    or choose.why_tile_unsupported(kernel, problem, tile, target)
+                ):
                     of_tile.append((problem, tile))
         found.append(of_tile)
     if not driver.available():
@@ -55,7 +58,7 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
     chosen = variants(kernel, arch_name)
-    assert chosen or kernel.refuses(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
+    assert chosen or kernel.why_unsupported(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
     for p, tile in chosen:
         no_spills(kernel, p, tile, arch_name)
 
@@ -80,7 +83,7 @@ def test_no_default_tile_of_plain_problems_spills(kernel: Kernel, arch_name: str
         with contextlib.suppress(UnsupportedProblem):
             tile = choose.choose_tile(kernel, problem, target)
             found[str(kernel.defines(problem, tile))] = problem, tile
-    assert found or kernel.refuses(Problem(1, 1, 1, 1, 64, dtype=dtype_of(kernel)), target)
+    assert found or kernel.why_unsupported(Problem(1, 1, 1, 1, 64, dtype=dtype_of(kernel)), target)
     with ThreadPoolExecutor(2) as pool:
         for _ in pool.map(lambda pair: no_spills(kernel, *pair, arch_name), found.values()):
             pass  # an assertion that failed is raised here
@@ -142,7 +145,7 @@ def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
         problems = [
             Problem(1, 2, 130, 170, D, dtype=kernel.dtypes[-1], causal=c) for c in masks for D in (64, 128, 256)
         ]
-        case = Case("ragged", next(p for p in problems if choose.unsupported_tile(kernel, p, tile, None) is None))
+        case = Case("ragged", next(p for p in problems if choose.why_tile_unsupported(kernel, p, tile, None) is None))
         result = check.verify(kernel, case, device, tile)
         assert result.ok, result
 
@@ -154,7 +157,7 @@ def test_wide_heads_share_tiles_of_keys(causal: Causal, device: Device) -> None:
     tile = next(tile for tile in kernel.tiles if tile.WARPS == 8)
     for inputs, Sk, D in (("rising", 331, 256), ("inf_value", 130, 232)):
         problem = Problem(1, 2, 200, Sk, D, Hk=1, dtype="bfloat16", causal=causal)
-        assert choose.unsupported_tile(kernel, problem, tile, None) is None
+        assert choose.why_tile_unsupported(kernel, problem, tile, None) is None
         result = check.verify(kernel, Case(inputs, problem, inputs), device, tile)
         assert result.ok, result
 
@@ -213,7 +216,7 @@ def test_few_blocks_do_all_the_work(name: str, D: int, causal: Causal, device: D
     kernel, usual = registry.get(name), name == "fwd_wgmma"
     Sk = (200 if D == 64 else 100) if usual else 392
     problem = Problem(2, 3, 392, Sk, D, dtype="float16" if usual else "float8_e4m3", causal=causal)
-    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+    if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
     numbers = {"BLOCK_M": 128} if usual else {"BLOCK_M": 192, "LOADS": 2}
     case, many = Case("blocks", problem), Tile(BLOCK_N=64, STAGES=2, BLOCKS=1000, **numbers)
@@ -262,7 +265,7 @@ def test_the_ordered_backward_in_sections_up_and_down(D: int, device: Device, mo
         registry.get("bwd_wgmma_deterministic"),
         Problem(1, 3, 150, 200, D, dtype="float16", causal="bottom-right"),
     )
-    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+    if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
     monkeypatch.setitem(kernel.grid.__globals__, "BLOCKS", 2)
     tile = choose.choose_tile(kernel, problem, None)
@@ -390,7 +393,9 @@ def test_driver_and_compiler_agree_on_resources(kernel: Kernel) -> None:
     for D in (64, 128, 256):
         for tile in kernel.tiles:
             problem = Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[-1])
-            if kernel.refuses(problem, gpu.arch) or choose.unsupported_tile(kernel, problem, tile, gpu.arch):
+            if kernel.why_unsupported(problem, gpu.arch) or choose.why_tile_unsupported(
+                kernel, problem, tile, gpu.arch
+            ):
                 continue
             case = Case("fits", dataclasses.replace(problem, Sq=8, Sk=8))
             assert check.verify(kernel, case, ("cuda", 0), tile).ok  # opts in to the shared memory
@@ -436,7 +441,7 @@ def test_a_tile_may_take_all_the_shared_memory_there_is(arch_name: str | None) -
             dataclasses.replace(kernel, smem_bytes=lambda p, t, need=need: need),
             dataclasses.replace(kernel, then=(entry,)),
         ):
-            reason = choose.unsupported_tile(asked, problem, kernel.tiles[0], target)
+            reason = choose.why_tile_unsupported(asked, problem, kernel.tiles[0], target)
             assert (reason is None) == (need <= have)
             if reason is None:
                 assert choose.choose_tile(asked, problem, target) == kernel.tiles[0]

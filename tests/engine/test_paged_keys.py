@@ -206,7 +206,7 @@ def test_clusters() -> None:
         assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (16, 4, 3, 1))
     assert found == [(16, 8, 3, 2), *[(16, 4, 2, 4)] * 2, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
     assert choose.choose_tile(KERNEL, few, (8, 0)).CLUSTER == 1
-    refused = choose.unsupported_tile(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
+    refused = choose.why_tile_unsupported(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
     assert refused
     assert "CLUSTER=2 needs compute capability 9.0" in refused
 
@@ -248,7 +248,7 @@ def test_a_problem_in_pages_is_told_again() -> None:
     assert PAGED.key_lengths
     assert not PAGED.plain
     assert "page_size=16" in str(PAGED)
-    assert "fwd_decode" in str(registry.get("fwd_minimal").refuses(PAGED))
+    assert "fwd_decode" in str(registry.get("fwd_minimal").why_unsupported(PAGED))
 
 
 def test_gather_pages() -> None:

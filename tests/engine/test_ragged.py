@@ -150,7 +150,7 @@ from sandbox.verify.cases import Case, inputs_of
 kernel, offsets = registry.get(sys.argv[1]), np.array(eval(sys.argv[2]), np.int32)
 problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
 given = inputs_of("forward", Case("offsets", problem)) | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-tile = next(tile for tile in kernel.tiles if not kernel.unsupported_tile(problem, tile))
+tile = next(tile for tile in kernel.tiles if not kernel.why_tile_unsupported(problem, tile))
 trial.launch(kernel, tile, problem, given, ("cuda", 0))
 """
 
@@ -225,7 +225,7 @@ def test_who_is_launched_when(
 def test_a_kernel_that_does_not_take_them_says_so() -> None:
     problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((5, 5),))
     for kernel in registry.kernels().values():
-        assert kernel.ragged or "ragged batches are not built" in (kernel.refuses(problem) or "")
+        assert kernel.ragged or "ragged batches are not built" in (kernel.why_unsupported(problem) or "")
 
 
 @pytest.mark.parametrize("seed", range(20))

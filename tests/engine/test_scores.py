@@ -57,7 +57,7 @@ def sample(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
 def test_options_sampled(kernel: Kernel, device: Device) -> None:
     """SANDBOX_SEED=N draws the lot of an earlier run again."""
     for what, problem, inputs in sample(kernel, 2 if device == HOST else 40):
-        if kernel.refuses(problem):  # a width that it is not built for
+        if kernel.why_unsupported(problem):  # a width that it is not built for
             continue
         # Of one key dS is 0, and what is left is how O, of which delta is made, was rounded: no bound knows that.
         if problem.dropout and problem.Sq == 1 and kernel.computes == "backward":
@@ -159,7 +159,7 @@ WINDOWS = {
 def test_warpgroups_of_a_window_begin_together(name: str, device: Device) -> None:
     """Where the ring has stages to spare. The CPU backend takes the first two and one sampled."""
     kernel, (problem, tile) = registry.get("fwd_wgmma"), WINDOWS[name]
-    if kernel.refuses(problem, None if device == HOST else driver.device(device[1]).arch):
+    if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
     if device == HOST and name not in [*WINDOWS][:2] and name != random.Random(SEED).choice([*WINDOWS][2:]):
         pytest.skip(f"not drawn by SANDBOX_SEED={SEED}")
@@ -188,7 +188,7 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
 def test_nan_in_hidden_keys_reaches_nobody(kernel: Kernel, name: str, device: Device) -> None:
     """Also where a kernel begins again, row by row."""
     problem = asked((name,), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0]))
-    if reason := kernel.refuses(problem):
+    if reason := kernel.why_unsupported(problem):
         pytest.skip(reason)
     result = check.verify(kernel, Case(name, problem, "hidden"), device)
     assert result.ok, result

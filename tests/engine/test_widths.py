@@ -92,6 +92,6 @@ def test_sums_of_dq_have_room_for_every_tile() -> None:
             Problem(1, 2, 130, 127, D, Dv=Dv, dtype="float16"),
             Tile(BLOCK_M=M, BLOCK_N=N, WARPS=warps, MIN_BLOCKS=1),
         )
-        if not choose.unsupported_tile(kernel, p, tile, None):
+        if not choose.why_tile_unsupported(kernel, p, tile, None):
             least = max(D, 16 * (32 * warps // N), 16 * (32 * warps // M))
             assert scratch_of(kernel, p, tile)["dQ_accum"] >= (2 * -(-130 // M) * M * least,), f"{p} {tile}"
