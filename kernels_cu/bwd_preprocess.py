@@ -20,14 +20,14 @@ def check_tile(p: Problem, t: Tile, arch: object) -> str | None:
 
 kernel = Kernel(
     name="bwd_preprocess",
-    computes="delta",
+    computes="preprocess",
     rung=1,
     summary="delta = rowsum(dO * O), which every backward needs first; then the gradients of bias and sinks",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
     default=True,
     ragged=True,
-    early=True,
+    programmatic_launch=True,
     tiles=(Tile(BLOCK_M=64, WARPS=8, BIAS_M=32, BIAS_N=32),),
     grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
     block=lambda t: (32 * t.WARPS, 1, 1),

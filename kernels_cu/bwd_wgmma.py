@@ -109,7 +109,7 @@ in_any_order = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     deterministic=False,
-    early=True,
+    programmatic_launch=True,
     scratch={"dQ_accum": dQ_in_any_order, "work_tiles": table_of_pieces},
     default=True,
     ragged=True,
@@ -140,7 +140,7 @@ in_any_order = Kernel(
         ),
         Entry(
             name="bwd_wgmma_postprocess",
-            early=True,
+            programmatic_launch=True,
             grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,

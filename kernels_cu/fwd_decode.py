@@ -8,7 +8,7 @@ MOST_SPLITS = 256
 MOST_BLOCKS = 65535  # along the grid's last axis
 DEALT_WAVES = 4  # of blocks that are dealt
 SMS = 132  # multiprocessors of the GPU on which tiles were measured
-NO_LONGER = 8192  # keys: a team reads so many of one entry in no time that counts beside those of all
+NO_LONGER = 8192  # keys: a cluster reads so many of one entry in no time that counts beside those of all
 MOST_ACCUMULATORS = 32 * 160  # of S and O in a warp
 
 
@@ -18,8 +18,8 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q; m and l of every warp's rows; each warp's stages of K and V, where its O is left in the end; and what a team's
-    members send: O of the columns that a block finishes, four at a time, m and l."""
+    """Q; m and l of every warp's rows; each warp's stages of K and V, where its O is left in the end; and what the
+    blocks of a cluster send: O of the columns that a block finishes, four at a time, m and l."""
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
     inbox = t.CLUSTER * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8) if t.CLUSTER > 1 else 0
@@ -150,10 +150,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def form(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """The warps of a block, the blocks of a team, and the bytes of a column of K that a warp has on their way, as they
-    were measured to be best of 16 bits and 256 columns of K and V, with which eight warps fill a multiprocessor.
+    """The warps of a block, the blocks of a cluster, and the bytes of a column of K that a warp has on their way, as
+    they were measured to be best of 16 bits and 256 columns of K and V, with which eight warps fill a multiprocessor.
 
-    A team of two where that makes one wave of all tiles of rows, so that nothing is left to merge. Of four small
+    A cluster of two where that makes one wave of all tiles of rows, so that nothing is left to merge. Of four small
     blocks, where entries have keys of different numbers, none of many: two multiprocessors have two teams at a time,
     one of which reads while the other ends. Alone where there are many waves anyway. Of several waves each has fewer
     bytes on their way.
@@ -208,7 +208,7 @@ kernel = Kernel(
     grid=lambda p, t: (row_tiles(p, t) * t.CLUSTER, p.Hk, blocks(p, t)),
     block=lambda t: (32 * t.WARPS, 1, 1),
     smem_bytes=smem_bytes,
-    team=lambda t: t.CLUSTER,
+    cluster=lambda t: t.CLUSTER,
     supports=supports,
     check_tile=check_tile,
     rank=rank,
@@ -219,7 +219,7 @@ kernel = Kernel(
     then=(
         Entry(
             name="fwd_decode_combine",
-            early=True,
+            programmatic_launch=True,
             grid=lambda p, t: (p.query_tiles(1) if merges(p, t) else 0, p.H, p.batches),
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,

@@ -124,7 +124,7 @@ kernel = Kernel(
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
     arch_suffix="a",
-    early=True,
+    programmatic_launch=True,
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),

@@ -93,14 +93,14 @@ def device(request: pytest.FixtureRequest) -> Device:
 def run_cuda(tmp_path: Path, device: Device):
     """Compile CUDA source text and launch one of its kernels on `device`, in place, on NumPy arrays and ctypes values.
 
-    run_cuda(text, entry, *args, grid=1, block=32, smem=0, defines={}, team=1)
+    run_cuda(text, entry, *args, grid=1, block=32, smem=0, defines={}, cluster=1)
 
     An argument may also be a function that is given the addresses of the arrays, by their positions, and `device`.
     """
 
     def run(
         text: str, entry: str, *args: Any, grid: Any = 1, block: Any = 32, smem: int = 0, defines: Any = None,
-        team: int = 1,
+        cluster: int = 1,
     ) -> None:  # fmt: skip
         source = tmp_path / f"{entry}.cu"
         source.write_text(text)
@@ -119,7 +119,7 @@ def run_cuda(tmp_path: Path, device: Device):
                 staged.send()
             arch = f"sm_{gpu.arch[0]}{gpu.arch[1]}" + ("a" if gpu.arch == (9, 0) else "")
             function = driver.CudaFunction(nvrtc.compile(source, entry, arch, defines).cubin, entry, gpu)
-        function.launcher(grid, block, smem, PackedArguments(values), team=team)(())
+        function.launcher(grid, block, smem, PackedArguments(values), cluster=cluster)(())
         if device != HOST:
             gpu.synchronize(after=entry)
             for staged in arrays.values():

@@ -30,8 +30,8 @@ class Computation(NamedTuple):
 COMPUTATIONS = {  # in the order in which kernels are listed
     "block_map": Computation((), ("block_map",)),  # launched first, where a mask or a condition hides keys
     "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
-    "delta": Computation(("dO", "O"), ("delta",)),
-    "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after a delta
+    "preprocess": Computation(("dO", "O"), ("delta",)),
+    "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after preprocess
 }
 
 
@@ -49,12 +49,12 @@ class Entry:
     args: tuple[str, ...]
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
     """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
-    early: bool = False
+    programmatic_launch: bool = False
     """True: it may begin while the entry before it ends, if there is any, and itself waits for that before it ends, by
     `griddepcontrol_wait`."""
     first: bool = False
     """True, of an entry in `then`: it is launched before the kernel, and before what that needs of other kernels."""
-    team: Callable[[Tile], int] = lambda tile: 1
+    cluster: Callable[[Tile], int] = lambda tile: 1
     """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/cluster.cuh)."""
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Kernel(Entry):
     `source` is filled in by the registry: the `.cu` beside the spec.
     """
 
-    computes: Literal["block_map", "forward", "delta", "backward"]
+    computes: Literal["block_map", "forward", "preprocess", "backward"]
     rung: int
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]

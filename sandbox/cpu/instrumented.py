@@ -63,7 +63,7 @@ def run(
     arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
     buffers: Mapping[Pointer, np.ndarray],
     *,
-    team: int = 1,
+    cluster: int = 1,
     order: int = 0,
     stack: Fill = Fill.NANS,
     timeout: float = 120.0,
@@ -81,7 +81,7 @@ def run(
         blocks = grid[0] * grid[1] * grid[2]
         workers = min(blocks, 64) if sanitizer == "thread" else 1
         with tempfile.NamedTemporaryFile(prefix="sandbox-launch-") as file:
-            file.write(_launch((*grid, *block, team, smem_bytes, workers, order, stack), arguments, buffers))
+            file.write(_launch((*grid, *block, cluster, smem_bytes, workers, order, stack), arguments, buffers))
             file.flush()
             try:
                 done = process.run(

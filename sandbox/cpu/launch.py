@@ -32,7 +32,7 @@ class _Launch(ctypes.Structure):
         ("dynamic_smem", ctypes.c_void_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
-        ("team", ctypes.c_uint),
+        ("cluster", ctypes.c_uint),
         ("smem_bytes", ctypes.c_uint),
         ("workers", ctypes.c_uint),
         ("order", ctypes.c_uint),
@@ -61,7 +61,13 @@ class CpuFunction:
         return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, name))
 
     def launcher(
-        self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False, team: int = 1
+        self,
+        grid: Dim3,
+        block: Dim3,
+        smem: int,
+        arguments: Arguments,
+        programmatic_launch: bool = False,
+        cluster: int = 1,
     ) -> Launch:
         """A callable that runs the whole grid and returns when it has finished. It releases the GIL.
 
@@ -72,8 +78,8 @@ class CpuFunction:
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block} is not supported: it must have 1 to {MAX_THREADS} threads")
         hold_block(self.entry, block, self.max_threads)
-        if grid[0] % team:
-            raise SpecError(f"{self.entry}: a grid {grid} is not of whole teams of {team} blocks along x")
+        if grid[0] % cluster:
+            raise SpecError(f"{self.entry}: a grid {grid} is not of whole clusters of {cluster} blocks along x")
         lock = _ForkedLock()
 
         def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
@@ -81,7 +87,8 @@ class CpuFunction:
                 raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel does
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
-                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, team, smem, workers(), 0, 0,
+                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, cluster, smem, workers(), 0,
+                0,
                 ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
             )  # fmt: skip
             with lock:

@@ -22,8 +22,8 @@ class EntryLaunch(NamedTuple):
     block: Dim3
     smem: int
     arguments: ArgumentBlock
-    early: bool
-    team: int
+    programmatic_launch: bool
+    cluster: int
 
     @property
     def how(self) -> tuple[Any, ...]:
@@ -37,7 +37,8 @@ def in_order(
     """One launch of all that have blocks, on tensors whose addresses come in `order`, after so many bytes of those that
     are `zeroed` have been made zeros."""
     launches = [one for one in launches if all(one.grid)]
-    launches[:1] = [one._replace(early=False) for one in launches[:1]]  # of what is before nobody knows what it does
+    # The work before the first launch is unknown: the first launch waits until it ends.
+    launches[:1] = [one._replace(programmatic_launch=False) for one in launches[:1]]
     zeroed = {name: nbytes for name, nbytes in zeroed.items() if nbytes}
     launch = _on_host(launches, zeroed, order) if device == HOST else _on_gpu(launches, zeroed, order, device)
     return _logged(launch, launches) if log.logger.isEnabledFor(log.LAUNCHES) else launch

@@ -97,7 +97,7 @@ def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> 
     if problem.block_map[3] and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
         yield "block_map"
     if kernel.computes == "backward":
-        yield "delta"
+        yield "preprocess"
 
 
 def _launches(
@@ -112,8 +112,8 @@ def _launches(
         grid = entry.grid(problem, tile)
         arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
         yield EntryLaunch(
-            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments, entry.early,
-            entry.team(tile),
+            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments,
+            entry.programmatic_launch, entry.cluster(tile),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..core.kernel import Arch, Dim3
 from . import calls
 from .arguments import Arguments, Launch
 from .calls import Call
-from .launch_config import EARLY_ARCH, launch_config
+from .launch_config import PROGRAMMATIC_LAUNCH_ARCH, launch_config
 from .tensor_maps import Box
 
 _SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
@@ -230,18 +230,27 @@ class CudaFunction:
         return in_order([made], [[s] for s in arguments.slots], self.device)
 
     def call(
-        self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, early: bool = False, team: int = 1
+        self,
+        grid: Dim3,
+        block: Dim3,
+        smem: int,
+        arguments: Arguments,
+        programmatic_launch: bool = False,
+        cluster: int = 1,
     ) -> Call:
         """cuLaunchKernelEx of it, with everything that it is told.
 
-        Opts in to large shared memory. `early`: it may begin while what is before it ends, where a GPU can do that.
-        `team`: so many blocks are one (include/cluster.cuh). Raises DriverError naming kernel and geometry.
+        Opts in to large shared memory. `programmatic_launch`: it may begin while what is before it ends, where a GPU
+        can do that. `cluster`: so many blocks are one (include/cluster.cuh). Raises DriverError naming kernel and
+        geometry.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
         if smem + self.attribute("SHARED_SIZE_BYTES") > _DEFAULT_SMEM:
             attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", self._function, attribute, smem, about=about)
-        config, stream = launch_config(grid, block, smem, early and self.device.arch >= EARLY_ARCH, team)
+        config, stream = launch_config(
+            grid, block, smem, programmatic_launch and self.device.arch >= PROGRAMMATIC_LAUNCH_ARCH, cluster
+        )
         everything = ctypes.byref(config), ctypes.c_void_p(int(self._function)), arguments.table, None
         return Call(_libcuda().cuLaunchKernelEx, everything, stream, f"cuLaunchKernelEx({about})")
 

@@ -6,8 +6,8 @@ import ctypes
 
 from ..core.kernel import Arch, Dim3
 
-EARLY_ARCH: Arch = (9, 0)  # and later
-_TEAM = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+PROGRAMMATIC_LAUNCH_ARCH: Arch = (9, 0)  # and later
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _WHILE_THE_ONE_BEFORE_ENDS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -27,11 +27,11 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 
 
 def launch_config(
-    grid: Dim3, block: Dim3, smem_bytes: int, early: bool, team: int = 1
+    grid: Dim3, block: Dim3, smem_bytes: int, programmatic_launch: bool, cluster: int = 1
 ) -> tuple[ctypes.Structure, ctypes.c_void_p]:
-    """A CUlaunchConfig, and the stream in it, to be set before a launch. `early`: it may begin while the one before it
-    ends. `team`: so many blocks along x run at one time, close to each other."""
-    told = [_Attribute(_WHILE_THE_ONE_BEFORE_ENDS, (1,))] if early else []
-    told += [_Attribute(_TEAM, (team, 1, 1))] if team > 1 else []
+    """A CUlaunchConfig, and the stream in it, to be set before a launch. `programmatic_launch`: it may begin while the
+    one before it ends. `cluster`: so many blocks along x run at one time, close to each other."""
+    told = [_Attribute(_WHILE_THE_ONE_BEFORE_ENDS, (1,))] if programmatic_launch else []
+    told += [_Attribute(_CLUSTER, (cluster, 1, 1))] if cluster > 1 else []
     config = _Config(grid, block, smem_bytes, None, (_Attribute * len(told))(*told), len(told))
     return config, ctypes.c_void_p.from_buffer(config, _Config.stream.offset)

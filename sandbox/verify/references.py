@@ -44,8 +44,8 @@ class Reference:
 
 @lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
 def reference_of(computes: str, case: Case) -> Reference:
-    """What kernels that compute the "forward", "delta", "backward" or "block_map" are given on a case, and the right
-    answers.
+    """Inputs and expected outputs on a case, for kernels that compute "forward", "preprocess", "backward" or
+    "block_map".
 
     Nobody may write to its arrays.
     """
@@ -69,7 +69,7 @@ def _block_map(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOut
     return {"block_map": ReferenceOutput(block_map(p, given).astype(np.float64), 0.5)}
 
 
-def _delta(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+def _preprocess(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
     exact, plain = (np.einsum("bhsd,bhsd->bhs", *(given[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
     if "dLSE" in given:
         exact, plain = exact - given["dLSE"], plain - given["dLSE"]
@@ -101,4 +101,4 @@ def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutp
     return answers
 
 
-_ANSWERS = {"block_map": _block_map, "forward": _forward, "delta": _delta, "backward": _backward}
+_ANSWERS = {"block_map": _block_map, "forward": _forward, "preprocess": _preprocess, "backward": _backward}

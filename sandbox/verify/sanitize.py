@@ -193,7 +193,7 @@ def launch_on_host(
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
             entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers,
-            team=entry.team(chosen), order=order, stack=stack, timeout=timeout, folders=snippets.folders(problem),
+            cluster=entry.cluster(chosen), order=order, stack=stack, timeout=timeout, folders=snippets.folders(problem),
         )  # fmt: skip
         if not report.clean:
             named = [f"{name} {arrays[name].shape} of {arrays[name].itemsize} bytes each" for name in follows.values()]

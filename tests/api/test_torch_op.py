@@ -92,7 +92,7 @@ def test_lse_has_a_gradient(device: Device) -> None:
 def test_gradcheck(causal, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """By finite differences, with the float32 kernels of the first rung: a loose step."""
     choice = lambda problem, computes, *rest: registry.get(  # noqa: E731
-        {"forward": "fwd_minimal", "delta": "bwd_preprocess", "backward": "bwd_minimal"}[computes]
+        {"forward": "fwd_minimal", "preprocess": "bwd_preprocess", "backward": "bwd_minimal"}[computes]
     )
     sandbox.reload()
     monkeypatch.setattr(choose, "choose_kernel", choice)

@@ -57,7 +57,7 @@ def test_a_cluster_reads_shared_memory_of_all_blocks(
     """Three clusters, three iterations; also with fewer OS threads requested than blocks per cluster."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
     out = np.zeros((3 * CLUSTER, 32), np.int32)
-    run_cuda(SUMS, "sums", out, grid=3 * CLUSTER, smem=128, defines=DEFINES, team=CLUSTER)
+    run_cuda(SUMS, "sums", out, grid=3 * CLUSTER, smem=128, defines=DEFINES, cluster=CLUSTER)
     block, thread = np.mgrid[: 3 * CLUSTER, :32]
     first = block // CLUSTER * CLUSTER
     expected = sum((m + 1) * (1000 * (first + m) + 31 - thread) for m in range(CLUSTER))
@@ -67,7 +67,7 @@ def test_a_cluster_reads_shared_memory_of_all_blocks(
 def test_a_cluster_writes_shared_memory_of_all_blocks(run_cuda: Callable[..., None]) -> None:
     """After cluster_wait, without a cluster_sync before the writes."""
     out = np.zeros((3 * CLUSTER, 32), np.int32)
-    run_cuda(SENT, "sent", out, grid=3 * CLUSTER, defines=DEFINES, team=CLUSTER)
+    run_cuda(SENT, "sent", out, grid=3 * CLUSTER, defines=DEFINES, cluster=CLUSTER)
     block, thread = np.mgrid[: 3 * CLUSTER, :32]
     first = block // CLUSTER * CLUSTER
     assert np.array_equal(out, sum((m + 1) * (1000 * (first + m) + 31 - thread) for m in range(CLUSTER)))
@@ -79,4 +79,4 @@ def test_a_block_that_exits_before_its_cluster(run_cuda: Callable[..., None]) ->
     with pytest.raises(
         LaunchError, match=r"cluster barrier .*left\.cu:4: block \([013],0,0\) waits for a block of its"
     ):
-        run_cuda(LEFT, "left", grid=CLUSTER, defines=DEFINES, team=CLUSTER)
+        run_cuda(LEFT, "left", grid=CLUSTER, defines=DEFINES, cluster=CLUSTER)

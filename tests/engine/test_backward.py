@@ -391,7 +391,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("dout is a NumPy array and lse a PyTorch array", dout, q, k, v, out, torch.from_numpy(lse))
     refused("q has stride 2 in D", dout[..., ::2], q[..., ::2], k[..., ::2], v[..., ::2], out[..., ::2], lse)
     refused("fwd_minimal computes the forward, not the backward", *given, kernel="fwd_minimal")
-    refused("bwd_preprocess computes the delta, not the backward", *given, kernel="bwd_preprocess")
+    refused("bwd_preprocess computes the preprocess, not the backward", *given, kernel="bwd_preprocess")
     refused("bwd_minimal_dq is a part of bwd_minimal, launched after it: name bwd_minimal", *given,
             kernel="bwd_minimal_dq", error=sandbox.UnknownKernel)  # fmt: skip
     with pytest.raises(sandbox.UnsupportedProblem, match="bwd_minimal computes the backward, not the forward"):

@@ -49,15 +49,15 @@ def test_pages_are_as_keys_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "team", "Sk", "splits"),
+    ("blocks", "cluster", "Sk", "splits"),
     [(1, 1, 600, 1), (4, 1, 600, 4), (20, 1, 600, 5), (2, 2, 900, 1), (6, 2, 900, 2)],
 )
-def test_splits(blocks: int, team: int, Sk: int, splits: int, device: Device) -> None:
-    """One block, several, and as many as there is a round for each warp: of few keys the last ones get none. A team,
+def test_splits(blocks: int, cluster: int, Sk: int, splits: int, device: Device) -> None:
+    """One block, several, and as many as there is a round for each warp: of few keys the last ones get none. A cluster,
     and two."""
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks, CLUSTER=team)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=blocks, CLUSTER=cluster)
     problem = Problem(2, 8, 3, Sk, 64, Hk=2, dtype="bfloat16")
-    assert KERNEL.grid(problem, tile) == (team, 2, 2 * splits)
+    assert KERNEL.grid(problem, tile) == (cluster, 2, 2 * splits)
     if splits == 1:  # NaN would have the rows computed again one by one where something is hidden: nothing is
         right(Case("splits", problem, "rising"), device, tile)
     else:
@@ -67,7 +67,7 @@ def test_splits(blocks: int, team: int, Sk: int, splits: int, device: Device) ->
         right(Case("splits", hidden, "hidden"), device, tile)
 
 
-def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, team: int = 1, **options: Any) -> tuple[Any, ...]:
+def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, cluster: int = 1, **options: Any) -> tuple[Any, ...]:
     """What keys of these numbers come to in so many blocks, and the truth. The last key counts for one alone."""
     rng, most = np.random.default_rng(0), int(lengths.max(initial=1))
     shapes = ((4, Sq), (2, most), (2, most))
@@ -76,7 +76,7 @@ def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, team: int = 1, **optio
     v[:, :, most - 1 :, 0] = np.nan  # beyond what the others have
     v[longest, :, most - 1, 0] = np.inf
     options = {"key_lengths": lengths.astype(np.int32), **options}
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=team)
+    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=cluster)
     found = sandbox.attention_forward(q, k, v, kernel="fwd_decode", tile=tile, **options)
     return *found, *sandbox.reference.attention(q, k, v, **options)
 
@@ -91,12 +91,12 @@ LENGTHS = {
 LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 
 
-@pytest.mark.parametrize(("blocks", "team"), [(1, 1), (7, 1), (264, 1), (7, 4)])
+@pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (7, 1), (264, 1), (7, 4)])
 @pytest.mark.parametrize("of", LENGTHS)
-def test_blocks_are_dealt_by_lengths(of: str, blocks: int, team: int) -> None:
+def test_blocks_are_dealt_by_lengths(of: str, blocks: int, cluster: int) -> None:
     """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer.
     Teams are not dealt: as many for each."""
-    out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks, team)
+    out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks, cluster)
     assert np.allclose(out, expected, atol=2e-3)
     assert np.allclose(lse, expected_lse, atol=1e-3)
 

@@ -218,7 +218,7 @@ def test_who_is_launched_when(
     views = {of: dlpack.view(x) for of, x in {**given, **arrays}.items()}
     pipeline.prepare(kernel, tile, problem, views, HOST)
     [(launched, cleared)] = said
-    assert [(one.entry.name, one.early) for one in launched] == [*wanted.items()]
+    assert [(one.entry.name, one.programmatic_launch) for one in launched] == [*wanted.items()]
     assert tuple(cleared) == zeroed
 
 

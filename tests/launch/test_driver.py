@@ -242,17 +242,18 @@ def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(driver, "_libcuda", Cuda)
     monkeypatch.setattr(driver, "device_count", lambda: 1)
-    for arch, team in (((8, 0), 1), ((9, 0), 1), ((9, 0), 4)):
+    for arch, cluster in (((8, 0), 1), ((9, 0), 1), ((9, 0), 4)):
         function = object.__new__(driver.CudaFunction)
         function.entry, function._function, function.device = "f", 1, SimpleNamespace(arch=arch)
         function.attribute = lambda which: 0
         launch = function.launcher(
-            (8, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), early=True, team=team
+            (8, 2, 3), (32, 4, 5), 7, SimpleNamespace(slots=[], table=None), programmatic_launch=True, cluster=cluster
         )
         launch((), 99)
-    launched, early, team_of_4 = (8, 2, 3, 32, 4, 5, 7, 99), (6, 1, 0, 0), (4, 4, 1, 1)  # 6: programmatic stream
+    launched = (8, 2, 3, 32, 4, 5, 7, 99)
+    programmatic_launch, cluster_of_4 = (6, 1, 0, 0), (4, 4, 1, 1)  # 6: programmatic stream serialization
     # serialization, on; 4: the cluster's dimensions
-    assert told == [(launched, []), (launched, [early]), (launched, [early, team_of_4])]
+    assert told == [(launched, []), (launched, [programmatic_launch]), (launched, [programmatic_launch, cluster_of_4])]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
