@@ -131,7 +131,7 @@ in_any_order = Kernel(
     then=(
         Entry(
             name="bwd_wgmma_scheduler",
-            first=True,
+            launch_first=True,
             grid=lambda p, t: (cdiv(table_of_pieces(p, t)[0], 8 * 8), 1, 1),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
@@ -182,7 +182,9 @@ in_order = replace(
     grid=in_sections,
     scratch={"dQ_accum": counted_dQ, "work_tiles": table_of_pieces},
     then=tuple(
-        replace(entry, name="bwd_wgmma_deterministic_postprocess") for entry in in_any_order.then if not entry.first
+        replace(entry, name="bwd_wgmma_deterministic_postprocess")
+        for entry in in_any_order.then
+        if not entry.launch_first
     ),
 )
 

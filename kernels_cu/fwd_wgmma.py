@@ -152,7 +152,7 @@ kernel = Kernel(
     then=(
         Entry(
             name="fwd_wgmma_clear",
-            first=True,
+            launch_first=True,
             grid=lambda p, t: (1 if p.ragged or p.block_map[3] else 0, 1, 1),
             block=lambda t: (32, 1, 1),
             smem_bytes=lambda p, t: 0,

@@ -72,13 +72,13 @@ def attend(
     options = causal, scale, kernel, tile, backend, False, what
     if found := known(library, "forward", options, arrays):
         plan, addresses, followed = found
-        if followed is None or not library.recording():
+        if followed is None or not library.grad_enabled():
             out, lse = plan(arrays, addresses)
             return out, lse
         if not what.descale:
             return followed(arrays, options, found, with_lse)
     arrays = *library.cast(*arrays[:3]), *arrays[3:]
-    if library.records(*arrays, scale):
+    if library.needs_autograd(*arrays, scale):
         from . import torch_autograd, torch_float8
 
         if what.descale:

@@ -37,7 +37,7 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     library = library_of(arrays[0])
     if any(library_of(array) is not library for array in arrays):
         raise UnsupportedProblem("score reads tensors of several libraries: pass those of one")
-    arrays = library.held(*arrays)
+    arrays = library.materialise(*arrays)
     views = dict(zip((f"score.{name}" for name in score.tensors), map(library.view, arrays), strict=False))
     device = library.view(arrays[0]).device
     if any(view.device != device for view in views.values()):
@@ -47,8 +47,8 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     kernel = choose.choose_kernel(bare, "block_map", pipeline.arch_of(device))
     prepared = pipeline.prepare(kernel, pipeline.tile_on(device, kernel, bare), bare, tensors, device)
     prepared.launch(prepared.pointers(tensors), library.stream(device[1])() if device != HOST else 0)
-    handed = library.handed(arrays[0])
-    blocks = handed(made) if handed else made
+    to_caller = library.to_caller(arrays[0])
+    blocks = to_caller(made) if to_caller else made
     remember(blocks, (problem.B, problem.H, problem.Sq, problem.Sk))
     return blocks
 

@@ -209,7 +209,7 @@ def _planned(
     if scale is not None and type(scale) is not float:
         options = (options[0], number(scale), *options[2:])
     library, cache = library_of(arrays[0]), _plans
-    arrays = library.held(*arrays)
+    arrays = library.materialise(*arrays)
     try:
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)

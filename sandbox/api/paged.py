@@ -66,7 +66,7 @@ def attention_paged(
         if len(x.shape) != 4:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (pages, page_size, Hk, D)")
     heads_first = q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays
-    if library_of(q).records(*heads_first, scale):
+    if library_of(q).needs_autograd(*heads_first, scale):
         from . import torch_float8, torch_paged
 
         if what.descale:

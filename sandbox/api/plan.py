@@ -137,7 +137,7 @@ def _plan(
     device = _device(home, options.backend)
     kernel = _kernel(computes, problem, pipeline.arch_of(device), options)
     tile = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(options.tile), tuned=True)
-    handed = library.handed(like)
+    to_caller = library.to_caller(like)
     scratch = {
         name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem, tile).items()
     }
@@ -150,7 +150,7 @@ def _plan(
     given = [_TENSORS.get(name, name) for name in views]
     if device != home:
         staged = _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
-        return _handing_plan(staged, handed) if handed else staged
+        return _handing_plan(staged, to_caller) if to_caller else staged
     tensors = dict(zip(given, views.values(), strict=True))
     tensors |= {name: library.view(makers[name]()) for name in results}
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device, [*given, *makers])
@@ -171,7 +171,7 @@ def _plan(
         launch(addresses, stream())
         return made
 
-    return _handing_plan(plan, handed) if handed else plan
+    return _handing_plan(plan, to_caller) if to_caller else plan
 
 
 def _together(scratch: Sequence[_Lying]) -> tuple[int, list[int]]:
@@ -199,9 +199,9 @@ def _nan_filled(library: Library, make: Callable[[], Any]) -> Callable[[], Any]:
     return made
 
 
-def _handing_plan(plan: Plan, handed: Callable[[Any], Any]) -> Plan:
+def _handing_plan(plan: Plan, to_caller: Callable[[Any], Any]) -> Plan:
     """`plan`, its results turned into what the caller knows once they are written."""
-    return lambda arrays, addresses: tuple(map(handed, plan(arrays, addresses)))
+    return lambda arrays, addresses: tuple(map(to_caller, plan(arrays, addresses)))
 
 
 def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:

@@ -52,7 +52,7 @@ class Entry:
     programmatic_launch: bool = False
     """True: it may begin while the entry before it ends, if there is any, and itself waits for that before it ends, by
     `griddepcontrol_wait`."""
-    first: bool = False
+    launch_first: bool = False
     """True, of an entry in `then`: it is launched before the kernel, and before what that needs of other kernels."""
     cluster: Callable[[Tile], int] = lambda tile: 1
     """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/cluster.cuh)."""
@@ -120,7 +120,7 @@ class Kernel(Entry):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry point, in the order of the launches but for those to be launched `first`."""
+        """Every entry point, in the order of the launches but for those to be launched `launch_first`."""
         return (self, *self.then)
 
     def entry(self, name: str) -> Entry:

@@ -31,7 +31,7 @@ class EntryLaunch(NamedTuple):
         return self[2:]
 
 
-def in_order(
+def make_launch(
     launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device
 ) -> Launch:
     """One launch of all that have blocks, on tensors whose addresses come in `order`, after so many bytes of those that
@@ -54,7 +54,7 @@ def _on_gpu(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: S
         for name, slot in zip(one.arguments.tensor_names, one.arguments.slots, strict=True):
             slots[name].append(slot)
         calls.append(one.function.call(*one.how))
-    return driver.in_order(calls, [*slots.values()], driver.device(device[1]))
+    return driver.launch_calls(calls, [*slots.values()], driver.device(device[1]))
 
 
 def _on_host(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str]) -> Launch:

@@ -27,7 +27,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import cache, nvrtc, snippets, sources
 from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile, why_grid_unsupported
-from .launches import EntryLaunch, in_order
+from .launches import EntryLaunch, make_launch
 
 DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
 
@@ -82,11 +82,11 @@ def prepare(
     launches: list[EntryLaunch] = []
     for (each, its_tile), its_load in zip(kernels, loads, strict=True):
         launches += _launches(each, its_tile, problem, tensors, device, its_load)
-    launches.sort(key=lambda one: not one.entry.first)
+    launches.sort(key=lambda one: not one.entry.launch_first)
     loaded = loads[-1]
     names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
     order = tuple(order) or names
-    launch = in_order(launches, zeroed_of(kernel, problem, tile), order, device)
+    launch = make_launch(launches, zeroed_of(kernel, problem, tile), order, device)
     return Prepared(
         kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names, order
     )  # fmt: skip
@@ -151,7 +151,7 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
 
 def _hold_blocks(kernel: Kernel, tile: Tile, max_threads: Sequence[int]) -> None:
     for entry, most in zip(kernel.entries, max_threads, strict=True):
-        parameters.hold_block(entry.name, entry.block(tile), most)
+        parameters.check_block_size(entry.name, entry.block(tile), most)
 
 
 def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
@@ -196,12 +196,12 @@ def _compile_and_load(
             built = build.library(kernel.source, names, dict(defines), folders)
             functions = tuple(CpuFunction(built.path, name) for name in names)
         for entry, function in zip(kernel.entries, functions, strict=True):
-            parameters.hold(entry, function.parameters, kernel.source, score_bytes)
+            parameters.check_arguments(entry, function.parameters, kernel.source, score_bytes)
         return Loaded(functions, (), built.seconds, built.cached, tuple(f.max_threads for f in functions))
     gpu = driver.device(device[1])
     compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
     for entry, made in zip(kernel.entries, compiled, strict=True):
-        parameters.hold(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes)
+        parameters.check_arguments(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes)
     on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
     return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached, _max_threads(compiled))
 

@@ -21,7 +21,7 @@ class Call(NamedTuple):
     about: str  # in words
 
 
-def in_order(
+def launch_sequence(
     calls: Sequence[Call], slots: Sequence[Sequence[Any]], tried: bool, again: Callable[[Call, int | None], None]
 ) -> Launch:
     """One launch of several calls, which share one lock and one refill: address i goes to each of `slots[i]`.

@@ -158,11 +158,11 @@ class _PyTorch(Library):
         # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
         return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
-    def recording(self) -> bool:
+    def grad_enabled(self) -> bool:
         return sys.modules["torch"].is_grad_enabled()
 
-    def follows(self, *arrays: Any) -> bool:
-        return self.recording() and any(getattr(array, "requires_grad", False) for array in arrays)
+    def requires_grad(self, *arrays: Any) -> bool:
+        return self.grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
 
     def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
         """By what PyTorch's compiler guards its code with: type, dtype, device, sizes, strides, requires_grad, and the
@@ -223,7 +223,7 @@ class _Capsule(Library):
 
     name = "DLPack"
 
-    def held(self, *arrays: Any) -> tuple[Any, ...]:
+    def materialise(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.view(array) if library_of(array) is self else array for array in arrays)
 
     def signature(self, array: ArrayView) -> Hashable:
@@ -257,7 +257,7 @@ class _Capsule(Library):
         new = numpy.allocator(like, shape, strides, dtype)
         return lambda: numpy.view(new())
 
-    def handed(self, like: ArrayView) -> Callable[[ArrayView], Any]:
+    def to_caller(self, like: ArrayView) -> Callable[[ArrayView], Any]:
         array = like.owner[0]
         namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
         if like.device != HOST or namespace is None:

@@ -227,7 +227,7 @@ class CudaFunction:
         Raises DriverError naming kernel and geometry, as `call` does, and when launching.
         """
         made = self.call(grid, block, smem, arguments, **how)
-        return in_order([made], [[s] for s in arguments.slots], self.device)
+        return launch_calls([made], [[s] for s in arguments.slots], self.device)
 
     def call(
         self,
@@ -263,7 +263,7 @@ def zeroing(pointer: Any, nbytes: int) -> Call:
     return Call(_libcuda().cuMemsetD8Async, arguments, stream, f"cuMemsetD8Async({nbytes} bytes)")
 
 
-def in_order(made: Sequence[Call], slots: Sequence[Sequence[Any]], device: Device) -> Launch:
+def launch_calls(made: Sequence[Call], slots: Sequence[Sequence[Any]], device: Device) -> Launch:
     """One launch of several calls, on tensors whose addresses go to each of `slots`. Raises DriverError naming the one
     that fails."""
 
@@ -273,7 +273,7 @@ def in_order(made: Sequence[Call], slots: Sequence[Sequence[Any]], device: Devic
         if status:
             raise _error(status, call.about)
 
-    return calls.in_order(made, slots, device_count() == 1, again)  # alone, no other GPU's context can be bound
+    return calls.launch_sequence(made, slots, device_count() == 1, again)  # alone, no other GPU's context can be bound
 
 
 class Event:

@@ -18,11 +18,11 @@ class Library:
 
     name: str
 
-    def held(self, *arrays: Any) -> tuple[Any, ...]:
+    def materialise(self, *arrays: Any) -> tuple[Any, ...]:
         """The arrays as the other methods take them; their memory stays where it is as long as somebody has these."""
         return arrays
 
-    def handed(self, like: Any) -> Callable[[Any], Any] | None:
+    def to_caller(self, like: Any) -> Callable[[Any], Any] | None:
         """What turns an array of `allocator(like, …)` into the caller's kind, once it is written; None: it is."""
         return None
 
@@ -76,15 +76,15 @@ class Library:
         """An int64 array of one element on `like`'s device: `seed`, or drawn from the library's own generator."""
         raise NotImplementedError
 
-    def records(self, *arrays: Any) -> bool:
+    def needs_autograd(self, *arrays: Any) -> bool:
         """Whether the library has to see the operation, or wants a gradient of it."""
-        return self.follows(*arrays) or self.intercepts(*arrays)
+        return self.requires_grad(*arrays) or self.intercepts(*arrays)
 
-    def recording(self) -> bool:
+    def grad_enabled(self) -> bool:
         """Whether the library records just now what is computed of arrays that ask for a gradient."""
         return False
 
-    def follows(self, *arrays: Any) -> bool:
+    def requires_grad(self, *arrays: Any) -> bool:
         """Whether the library wants a gradient of what is computed of these."""
         return False
 

@@ -18,7 +18,7 @@ from .arguments import ARGUMENTS, Row
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
-def hold(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16) -> None:
+def check_arguments(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16) -> None:
     """Raises SpecError naming the first of `args` that is not what the parameter in its place is: another kind, another
     size, or, where the `.cu` calls its parameter by another argument's name, that one. A score's size is
     the problem's."""
@@ -45,7 +45,7 @@ def hold(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: in
             )
 
 
-def hold_block(entry: str, block: Dim3, most: int) -> None:
+def check_block_size(entry: str, block: Dim3, most: int) -> None:
     """Raises SpecError for a block of more threads than the entry's __launch_bounds__ allow; `most` 0: it has none."""
     threads = math.prod(block)
     if most and threads > most:

@@ -100,7 +100,7 @@ class _Shared:
     def clear(self) -> None:
         """Set to zero."""
         if self._gpu:
-            driver.in_order([driver.zeroing(ctypes.c_uint64(self.address), self.nbytes)], [], self._gpu)(())
+            driver.launch_calls([driver.zeroing(ctypes.c_uint64(self.address), self.nbytes)], [], self._gpu)(())
         else:
             self._host[:] = 0
 

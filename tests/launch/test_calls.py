@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sandbox.launch.calls import Call, in_order, refill
+from sandbox.launch.calls import Call, launch_sequence, refill
 
 
 def test_addresses_go_where_they_belong() -> None:
@@ -43,7 +43,7 @@ class Driver:
 
 def test_calls_go_in_order_to_one_stream() -> None:
     driver = Driver()
-    launch = in_order(driver.calls(), [[driver.slot]], True, lambda call, status: pytest.fail(call.about))
+    launch = launch_sequence(driver.calls(), [[driver.slot]], True, lambda call, status: pytest.fail(call.about))
     launch((16,))
     launch((32,), 9)
     launch((32,))
@@ -61,7 +61,7 @@ def test_nobody_refills_what_another_thread_launches_with() -> None:
         return 0
 
     made = Call(call, (), SimpleNamespace(value=0), "a call")
-    launch = in_order([made], [[slot]], True, lambda call, status: pytest.fail(call.about))
+    launch = launch_sequence([made], [[slot]], True, lambda call, status: pytest.fail(call.about))
     threads = [threading.Thread(target=lambda at=16 * n: [launch((at,)) for _ in range(200)]) for n in range(1, 5)]
     for thread in threads:
         thread.start()
@@ -79,7 +79,7 @@ def test_what_fails_is_asked_again_and_what_raises_ends_the_launch() -> None:
         if status == 700:
             raise RuntimeError(call.about)
 
-    launch = in_order(driver.calls(), [[driver.slot]], True, again)
+    launch = launch_sequence(driver.calls(), [[driver.slot]], True, again)
     driver.status["first"] = 201
     launch((16,))
     driver.status["first"] = 700
@@ -88,5 +88,5 @@ def test_what_fails_is_asked_again_and_what_raises_ends_the_launch() -> None:
     assert asked == [("first", 201), ("first", 700)]
     assert [name for name, *_ in driver.called] == ["first", "second", "first"]
     asked.clear()
-    in_order(driver.calls(), [[driver.slot]], False, again)((16,))
+    launch_sequence(driver.calls(), [[driver.slot]], False, again)((16,))
     assert asked == [("first", None), ("second", None)]

@@ -48,7 +48,7 @@ def test_shipped_kernels_agree_with_their_specs(name: str, find) -> None:
     kernel = registry.get(name)
     for entry, found in zip(kernel.entries, find(kernel), strict=True):
         assert len(found) == len(entry.args)
-        parameters.hold(entry, found, kernel.source, macros(problem_of(kernel)).get("SCORE_BYTES", 16))
+        parameters.check_arguments(entry, found, kernel.source, macros(problem_of(kernel)).get("SCORE_BYTES", 16))
 
 
 def swapped(one: str, other: str) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def test_the_first_that_differs_is_named(args: tuple[str, ...], message: str, fi
     entry = dataclasses.replace(MINIMAL.entries[0], args=tuple(ARGS))  # a spec checks its own names
     object.__setattr__(entry, "args", args)
     with pytest.raises(SpecError, match=f"^fwd_minimal: {message}|^fwd_minimal: its spec's {message}"):
-        parameters.hold(entry, found, MINIMAL.source)
+        parameters.check_arguments(entry, found, MINIMAL.source)
 
 
 def test_parameters_without_names_of_ours(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_parameters_without_names_of_ours(tmp_path: Path) -> None:
     text = MINIMAL.source.read_text().replace("Q.row", "queries.row").replace("(Q, O)", "(queries, O)")
     source.write_text(text.replace("dtype> Q,", "dtype> /* Q, */ queries,"))
     (found,) = found_on_the_cpu(dataclasses.replace(MINIMAL, source=source))
-    parameters.hold(MINIMAL, found, source)
+    parameters.check_arguments(MINIMAL, found, source)
 
 
 def test_kinds_in_ptx() -> None:
