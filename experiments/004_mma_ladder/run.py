@@ -54,7 +54,7 @@ def contender(step: Step) -> Contender:
         tile = tiles(problem.D).get(step.name)
         if tile is None:
             raise UnsupportedProblem(f"{step.name}: changes nothing at D={problem.D}")
-        [entry] = benchmark.ours([KERNEL], [tile])
+        [entry] = benchmark.kernel_contenders([KERNEL], [tile])
         return entry.prepare(problem, *inputs)
 
     return Contender(step.name, prepare, KERNEL.name)

@@ -32,10 +32,10 @@ def measure() -> list[dict[str, Any]]:
     where, rows, kernel = environment.describe(), [], registry.get("fwd_mma")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SANDBOX_CACHE_DIR"] = folder
-        with executors.lab(kernel, None, [0]) as lab:
+        with executors.make_executor(kernel, None, [0]) as executor:
             for D in WIDTHS:
                 problem = Problem(4, 16, 4096, 4096, D, dtype="float16")
-                search = Search(kernel, problem, lab, {"WARPS": 4})
+                search = Search(kernel, problem, executor, {"WARPS": 4})
                 for _ in search:
                     pass
                 rows += [_row(search, c) | where for c in search.candidates.values()]

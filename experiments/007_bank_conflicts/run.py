@@ -68,7 +68,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _contender(name: str, kernel: Kernel) -> Contender:
-    (contender,) = benchmark.ours([kernel])
+    (contender,) = benchmark.kernel_contenders([kernel])
     return dataclasses.replace(contender, name=name)
 
 

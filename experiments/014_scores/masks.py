@@ -25,7 +25,7 @@ from sandbox.engine import pipeline
 from sandbox.launch.dlpack import view
 
 OUT = Path(__file__).resolve().parent / "masks.jsonl"
-LIMITS = Limits(rounds=20, enough=20)
+LIMITS = Limits(rounds=20, noise_samples=20)
 D = 128
 
 

@@ -23,7 +23,7 @@ from ..launch.dlpack import library_of, view
 from ..verify.sampled import Expected, Verdict, expect
 from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
-from ..verify.scores import seen_pairs
+from ..verify.scores import visible_pairs
 from . import decode, environment, reading
 from .grids import GRIDS as GRIDS  # for those who name a problem
 from .inputs import BenchInputs, forward_of, make_bench_inputs, torch_dtype
@@ -36,16 +36,24 @@ MODES = {"events": Events, "graph": Graphs}
 _READING = -1  # among the numbers of contenders
 
 
-def ours(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
+def kernel_contenders(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
     """Kernels as contenders: one for each tile, or one with the spec's best tile for each problem."""
     return [_contender(kernel, tile) for kernel in kernels for tile in tiles or (None,)]
 
 
 def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any = None, given: BenchInputs | None = None) -> Ready:
+    def prepare(
+        problem: Problem, q: Any, k: Any, v: Any, dout: Any = None, option_tensors: BenchInputs | None = None
+    ) -> Ready:
         import torch
 
-        tensors = {"Q": q, "K": k, "V": v, **(given or {}), **_outputs(kernel, q, k, v, dout, problem, given or {})}
+        tensors = {
+            "Q": q,
+            "K": k,
+            "V": v,
+            **(option_tensors or {}),
+            **_outputs(kernel, q, k, v, dout, problem, option_tensors or {}),
+        }
         views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
         chosen = pipeline.tile_on(device, kernel, problem, tile)
@@ -65,19 +73,21 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
                 x.fill_(math.nan)
 
         arch = prepared.compiled[0].arch if prepared.compiled else ""
-        return Ready(launch, poison, str(chosen), arch, held=tuple(tensors.values()))
+        return Ready(launch, poison, str(chosen), arch, keep_alive=tuple(tensors.values()))
 
     return Contender(f"{kernel.name} {tile}" if tile else kernel.name, prepare, kernel.name)
 
 
-def _outputs(kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem, given: BenchInputs) -> dict[str, Any]:
-    """What a kernel writes, and what a backward is given besides q, k and v: dO, and O and LSE of our own forward."""
+def _outputs(
+    kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem, option_tensors: BenchInputs
+) -> dict[str, Any]:
+    """Outputs of a kernel; for a backward also its inputs dO, O and LSE, from our own forward."""
     import torch
 
     if kernel.computes == "forward":
         out = q.new_empty((*q.shape[:3], problem.Dv), dtype=torch_dtype(problem.dtype_of("O")))
         return {"O": out, "LSE": q.new_empty(q.shape[:3], dtype=torch.float32)}
-    out, lse = forward_of(problem, q, k, v, given)
+    out, lse = forward_of(problem, q, k, v, option_tensors)
     gradients = (x.new_empty(x.shape) for x in (q, k, v))
     return {"dO": dout, "O": out, "LSE": lse, **dict(zip(("dQ", "dK", "dV"), gradients, strict=True))}
 
@@ -111,11 +121,11 @@ def run(
     if odd := [kernel for kernel in kernels if kernel.computes != computes]:
         raise UnsupportedProblem(f"{odd[0].name} computes the {odd[0].computes}: it cannot be timed as a {computes}")
     others = map(backward, peers) if computes == "backward" else peers
-    contenders = {contender.name: contender for contender in (*ours(kernels, tiles), *others)}
+    contenders = {contender.name: contender for contender in (*kernel_contenders(kernels, tiles), *others)}
     return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
 
 
-def stored(
+def matching_rows(
     rows: Iterable[Mapping[str, Any]],
     problems: Collection[Problem],
     mode: str,
@@ -152,7 +162,7 @@ def _measured(
         setting |= ceilings[problem.dtype]
         try:
             inputs = make_inputs(problem, seed, computes=computes)
-            rows = compete(problem, contenders, inputs, stopwatch, limits, setting, computes)
+            rows = time_contenders(problem, contenders, inputs, stopwatch, limits, setting, computes)
         except RuntimeError as error:  # PyTorch's, of a fault that showed up only now
             raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
         yield from rows
@@ -172,18 +182,20 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s, dtype in made)
 
 
-def expectation(problem: Problem, inputs: tuple[Any, ...], computes: str, given: BenchInputs | None = None) -> Right:
-    """What the results on these inputs must be like, where they are looked at; `given`: what the score reads."""
+def expectation(
+    problem: Problem, inputs: tuple[Any, ...], computes: str, option_tensors: BenchInputs | None = None
+) -> Right:
+    """The expected results on these inputs, on the sampled rows. `option_tensors`: tensors of the score options."""
     if problem.ragged:
-        return expect_sequences(problem, inputs, computes, given or {})
+        return expect_sequences(problem, inputs, computes, option_tensors or {})
     if computes == "backward":
         q, k, v, dout = inputs
-        return expect_gradients(problem, q, k, v, dout, given=given)
+        return expect_gradients(problem, q, k, v, dout, option_tensors=option_tensors)
     q, k, v = inputs
-    return expect(problem, q, k, v, given=given)
+    return expect(problem, q, k, v, option_tensors=option_tensors)
 
 
-def compete(
+def time_contenders(
     problem: Problem,
     contenders: Sequence[Contender],
     inputs: tuple[Any, ...],
@@ -203,15 +215,17 @@ def compete(
                 setting=dict(setting))
             for c in contenders
         ]  # fmt: skip
-    given = make_bench_inputs(problem, inputs[0])
+    option_tensors = make_bench_inputs(problem, inputs[0])
     if problem.page_size:
-        given |= decode.in_pages(problem, *inputs[1:3])
-    pairs = seen_pairs(problem, given)
-    expected, of_peers = _expectations(problem, contenders, inputs, computes, given)
-    entries = [_enter(c, problem, inputs, given, expected if c.kernel else of_peers, stopwatch) for c in contenders]
+        option_tensors |= decode.in_pages(problem, *inputs[1:3])
+    pairs = visible_pairs(problem, option_tensors)
+    expected, of_peers = _expectations(problem, contenders, inputs, computes, option_tensors)
+    entries = [
+        _enter(c, problem, inputs, option_tensors, expected if c.kernel else of_peers, stopwatch) for c in contenders
+    ]
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
     calls = {i: entry.timed for i, entry in right.items() if entry.timed}
-    nbytes = decode.bytes_of_keys(problem, pairs) if decode.is_reading(problem, computes) else 0
+    nbytes = decode.kv_bytes(problem, pairs) if decode.is_memory_bound(problem, computes) else 0
     if calls and nbytes:
         data = reading.bytes_to_read(nbytes)
         calls[_READING] = stopwatch.ready(reading.reader(data))
@@ -249,18 +263,22 @@ class _Entry:
     timed: Timed | None = None
 
 
-def _prepared(contender: Contender, problem: Problem, inputs: tuple[Any, ...], given: BenchInputs) -> Ready:
-    return contender.prepare(problem, *inputs, **({} if problem.plain else {"given": given}))
+def _prepared(contender: Contender, problem: Problem, inputs: tuple[Any, ...], option_tensors: BenchInputs) -> Ready:
+    return contender.prepare(problem, *inputs, **({} if problem.plain else {"option_tensors": option_tensors}))
 
 
 def _expectations(
-    problem: Problem, contenders: Sequence[Contender], inputs: tuple[Any, ...], computes: str, given: BenchInputs
+    problem: Problem,
+    contenders: Sequence[Contender],
+    inputs: tuple[Any, ...],
+    computes: str,
+    option_tensors: BenchInputs,
 ) -> tuple[Right, Right]:
     """Of our kernels, and of peers: these drop other elements than ours, and are checked where they drop none."""
-    expected = expectation(problem, inputs, computes, given)
+    expected = expectation(problem, inputs, computes, option_tensors)
     if not problem.dropout or all(contender.kernel for contender in contenders):
         return expected, expected
-    return expected, expectation(replace(problem, dropout=0.0), inputs, computes, given)
+    return expected, expectation(replace(problem, dropout=0.0), inputs, computes, option_tensors)
 
 
 def _check(expected: Right, ready: Ready) -> Verdict:
@@ -271,7 +289,7 @@ def _enter(
     contender: Contender,
     problem: Problem,
     inputs: tuple[Any, ...],
-    given: BenchInputs,
+    option_tensors: BenchInputs,
     expected: Right,
     stopwatch: Stopwatch,
 ) -> _Entry:
@@ -280,9 +298,9 @@ def _enter(
             raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
         if problem.page_size and not contender.kernel:
             raise UnsupportedProblem(f"{contender.name}: it is not asked for keys in pages")
-        ready = _prepared(contender, problem, inputs, given)
+        ready = _prepared(contender, problem, inputs, option_tensors)
         if problem.dropout and not contender.kernel:
-            without = _prepared(contender, replace(problem, dropout=0.0), inputs, given)
+            without = _prepared(contender, replace(problem, dropout=0.0), inputs, option_tensors)
             ready = replace(ready, checked=without.launch)
         verdict = _check(expected, ready)
         if verdict.message:

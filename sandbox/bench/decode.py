@@ -27,12 +27,12 @@ def problems(dtype: str) -> list[Problem]:
     return [*found, *(replace(shortened, page_size=size) for size in PAGE_SIZES)]
 
 
-def is_reading(problem: Problem, computes: str) -> bool:
+def is_memory_bound(problem: Problem, computes: str) -> bool:
     """Whether it is a matter of reading keys: a forward in which so few rows share them, of so many."""
     return computes == "forward" and not problem.ragged and 0 < 32 * problem.Sq * problem.group <= problem.Sk
 
 
-def bytes_of_keys(problem: Problem, pairs: int | None) -> int:
+def kv_bytes(problem: Problem, pairs: int | None) -> int:
     """Of keys and values that count; `pairs` as a row has them."""
     p = problem
     keys = p.B * p.Sk if pairs is None else pairs // (p.H * p.Sq)

@@ -16,7 +16,7 @@ def score(problem: Problem) -> Score:
     return Score(mask="doc(i) == doc(j)", tensors={"doc": doc})
 
 
-def flex(problem: Problem, given: Any) -> tuple[Any, Any]:
+def flex(problem: Problem, option_tensors: Any) -> tuple[Any, Any]:
     """As flex_attention has them: (score_mod, mask_mod)."""
-    doc = given["score.doc"]
+    doc = option_tensors["score.doc"]
     return None, lambda b, h, i, j: doc[i] == doc[j]

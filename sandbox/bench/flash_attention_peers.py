@@ -19,7 +19,7 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
     """`flash_attn_func` of `module`: (B, S, H, D) tensors, groups, causal bottom-right; some return LSE too. Of ragged
     batches `flash_attn_varlen_func`: (rows, H, D) tensors, and where sequences begin."""
 
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
         try:
             of_module = importlib.import_module(module)
             function = of_module.flash_attn_varlen_func if problem.ragged else of_module.flash_attn_func
@@ -32,9 +32,9 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
         tensors = [x[0].transpose(0, 1) if problem.ragged else x.transpose(1, 2) for x in (q, k, v)]
         options = {"causal": bool(problem.causal), "softmax_scale": problem.scale}
         if problem.ragged:
-            options |= {f"cu_seqlens_{x}": given[f"cu_seqlens_{x}"] for x in "qk"}
+            options |= {f"cu_seqlens_{x}": option_tensors[f"cu_seqlens_{x}"] for x in "qk"}
             options |= {"max_seqlen_q": problem.Sq, "max_seqlen_k": problem.Sk}
-        options |= _options(name, problem, given or {}, inspect.signature(function))
+        options |= _options(name, problem, option_tensors or {}, inspect.signature(function))
 
         def launch() -> tuple[Any, Any]:
             result = function(*tensors, **options)
@@ -46,7 +46,7 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
     return Contender(name, prepare, ragged=True)
 
 
-def _options(name: str, p: Problem, given: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
     """What a score is beyond scale and causal, and dropout, in the function's own words, where it knows them; its
     default says how it writes that a window has no bound. Raises UnsupportedProblem naming what it does not know."""
     known = signature.parameters
@@ -56,7 +56,7 @@ def _options(name: str, p: Problem, given: Mapping[str, Any], signature: inspect
     asked = {  # its word: whether it is wanted, and what for
         "softcap": (p.softcap, p.softcap),
         "dropout_p": (p.dropout, p.dropout),
-        "alibi_slopes": (p.alibi, given.get("slopes")),
+        "alibi_slopes": (p.alibi, option_tensors.get("slopes")),
         "window_size": (windowed, window),
         **{word: (getattr(p, word), None) for word in ("bias", "mask", "key_lengths", "score")},
         "sinks of float32": (p.sink, None),

@@ -12,10 +12,11 @@ from ..core.problem import Problem
 Mod = Callable[..., Any]
 
 
-def flex_modifications(problem: Problem, given: Mapping[str, Any]) -> tuple[Mod | None, Mod | None]:
+def flex_modifications(problem: Problem, option_tensors: Mapping[str, Any]) -> tuple[Mod | None, Mod | None]:
     """(score_mod, mask_mod), None where there is nothing to do. Raises UnsupportedProblem for what it has no word for.
 
-    A user's own expressions are CUDA: the file that they come from says the same in Python as `flex(problem, given)`.
+    A user's own expressions are CUDA: their file defines the same in Python, as
+    `flex(problem, option_tensors)`.
     """
     p = problem
     for option, there in (("sink", p.sink), ("dropout", p.dropout)):
@@ -23,34 +24,36 @@ def flex_modifications(problem: Problem, given: Mapping[str, Any]) -> tuple[Mod 
             raise UnsupportedProblem(f"flex: it knows no {option}")
     if p.key_lengths and p.causal == "bottom-right" and p.Sq != p.Sk:
         raise UnsupportedProblem("flex: a diagonal that moves with key_lengths is not written for it")
-    scores, masks = _of_file(p, given) if p.score else ([], [])
-    return _in_turn([*_scores(p, given), *scores]), _all_of([*_masks(p, given), *masks])
+    scores, masks = _of_file(p, option_tensors) if p.score else ([], [])
+    return _in_turn([*_scores(p, option_tensors), *scores]), _all_of([*_masks(p, option_tensors), *masks])
 
 
-def _of_file(p: Problem, given: Mapping[str, Any]) -> tuple[list[Mod], list[Mod]]:
+def _of_file(p: Problem, option_tensors: Mapping[str, Any]) -> tuple[list[Mod], list[Mod]]:
     assert p.score is not None
     said = names_of(p.score.file).get("flex") if p.score.file else None
     if said is None:
-        raise UnsupportedProblem("flex: the file of --score defines no flex(problem, given), its expressions in Python")
-    score, mask = said(p, given)
+        raise UnsupportedProblem(
+            "flex: the file of --score defines no flex(problem, option_tensors), its expressions in Python"
+        )
+    score, mask = said(p, option_tensors)
     return [score] if score else [], [mask] if mask else []
 
 
-def _scores(p: Problem, given: Mapping[str, Any]) -> list[Mod]:
+def _scores(p: Problem, option_tensors: Mapping[str, Any]) -> list[Mod]:
     found: list[Mod] = []
     if p.softcap:
         cap = p.softcap
         found.append(lambda x, b, h, i, j: cap * (x / cap).tanh())
     if p.alibi:
-        slopes, shift = given["slopes"].expand(p.B, p.H), p.diagonal
+        slopes, shift = option_tensors["slopes"].expand(p.B, p.H), p.diagonal
         found.append(lambda x, b, h, i, j: x - slopes[b, h] * (i + shift - j).abs())
     if p.bias:
-        bias = given["bias"].expand(p.B, p.H, p.Sq, p.Sk)
+        bias = option_tensors["bias"].expand(p.B, p.H, p.Sq, p.Sk)
         found.append(lambda x, b, h, i, j: x + bias[b, h, i, j])
     return found
 
 
-def _masks(p: Problem, given: Mapping[str, Any]) -> list[Mod]:
+def _masks(p: Problem, option_tensors: Mapping[str, Any]) -> list[Mod]:
     found: list[Mod] = []
     (left, right), shift = p.bounds, p.diagonal
     if left is not None:
@@ -58,10 +61,10 @@ def _masks(p: Problem, given: Mapping[str, Any]) -> list[Mod]:
     if right is not None:
         found.append(lambda b, h, i, j: j <= i + shift + right)
     if p.mask:
-        mask = given["mask"].expand(p.B, p.H, p.Sq, p.Sk)
+        mask = option_tensors["mask"].expand(p.B, p.H, p.Sq, p.Sk)
         found.append(lambda b, h, i, j: mask[b, h, i, j])
     if p.key_lengths:
-        lengths = given["key_lengths"]
+        lengths = option_tensors["key_lengths"]
         found.append(lambda b, h, i, j: j < lengths[b])
     return found
 

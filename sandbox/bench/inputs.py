@@ -36,32 +36,32 @@ def torch_dtype(name: str) -> Any:
     return getattr(torch, "float8_e4m3fn" if name == "float8_e4m3" else name)
 
 
-def forward_of(problem: Problem, q: Any, k: Any, v: Any, given: BenchInputs) -> tuple[Any, Any]:
+def forward_of(problem: Problem, q: Any, k: Any, v: Any, option_tensors: BenchInputs) -> tuple[Any, Any]:
     """O and LSE of our own forward."""
-    options = asked_of(problem, given)
+    options = asked_of(problem, option_tensors)
     if not problem.ragged:
         return attention_forward(q, k, v, **options)
     options |= {"max_seqlen_q": problem.Sq, "max_seqlen_k": problem.Sk, "return_lse": True}
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    out, lse = attention_varlen(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], **options)
+    out, lse = attention_varlen(q, k, v, option_tensors["cu_seqlens_q"], option_tensors["cu_seqlens_k"], **options)
     return out.transpose(0, 1)[None], lse[None]
 
 
-def asked_of(problem: Problem, given: BenchInputs) -> dict[str, Any]:
+def asked_of(problem: Problem, option_tensors: BenchInputs) -> dict[str, Any]:
     """The options of `sandbox.attention` that pose the problem."""
     p = problem
     options: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
-    options |= {option: given[name] for option, name in names.items() if name in given}
+    options |= {option: option_tensors[name] for option, name in names.items() if name in option_tensors}
     if p.dropout:
-        options |= {"dropout": p.dropout, "seed": given["seed"]}
+        options |= {"dropout": p.dropout, "seed": option_tensors["seed"]}
     if p.float8:
         numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
-        options |= {"descale": tuple(given.get(f"descale_{x}", n) for x, n in numbers)}
+        options |= {"descale": tuple(option_tensors.get(f"descale_{x}", n) for x, n in numbers)}
         options |= {"out_dtype": p.dtype_of("O")}
     if p.window == (None, None):
         del options["window"]
     if p.score is not None:
-        tensors = {name: given[f"score.{name}"] for name in p.score.tensors}
+        tensors = {name: option_tensors[f"score.{name}"] for name in p.score.tensors}
         options["score"] = type(p.score)(p.score.score, p.score.mask, tensors, p.score.file)
     return options

@@ -33,7 +33,7 @@ class Ready:
     poison: Callable[[], None]
     tile: str = ""
     arch: str = ""
-    held: tuple[Any, ...] = ()  # tensors that the launch uses by their addresses alone
+    keep_alive: tuple[Any, ...] = ()  # tensors that the launch uses by their addresses alone
     checked: Callable[[], tuple[Any, ...]] | None = None  # of a peer that drops elements of its own choice: without
 
 
@@ -41,7 +41,7 @@ class Ready:
 class Contender:
     """Who takes part. `prepare(problem, q, k, v)`, or (problem, q, k, v, dout) for a backward, PyTorch tensors
     (B, H or Hk, S, D), either gives a Ready or raises UnsupportedProblem with the sentence that says why not. Of a
-    problem that is not plain it is also told, by the keyword `given`, the tensors that the score reads.
+    problem that is not plain it is also told, by the keyword `option_tensors`, the tensors that the score reads.
     `kernel` is the name of a kernel of ours, "" for a peer."""
 
     name: str
@@ -69,12 +69,12 @@ def get(name: str) -> list[Contender]:
 def backward(peer: Contender) -> Contender:
     """The peer's backward: autograd through its forward, which is not timed."""
 
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any, **given: Any) -> Ready:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any, **option_tensors: Any) -> Ready:
         import torch
 
         inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
-            out, _ = peer.prepare(problem, *inputs, **given).launch()
+            out, _ = peer.prepare(problem, *inputs, **option_tensors).launch()
         if not out.requires_grad:
             raise UnsupportedProblem(f"{peer.name}: it has no backward")
 
@@ -123,7 +123,7 @@ def _check_memory(name: str, problem: Problem, bytes_a_score: int, q: Any) -> No
 
 
 def _sdpa(name: str, backend: str) -> Contender:
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -132,7 +132,7 @@ def _sdpa(name: str, backend: str) -> Contender:
             _check_memory(name, problem, 16, q)  # S, S with its mask, P, each fp32, and one to spare
         options: dict[str, Any] = {"is_causal": bool(problem.causal), "scale": problem.scale}
         if not problem.plain:
-            options |= {"dropout_p": problem.dropout, **_attn_mask(name, problem, given)}
+            options |= {"dropout_p": problem.dropout, **_attn_mask(name, problem, option_tensors)}
         if problem.Hk != problem.H and backend == "EFFICIENT_ATTENTION":  # it knows no groups: not timed, but read
             k, v = (x.repeat_interleave(problem.H // problem.Hk, dim=1) for x in (k, v))
         elif problem.Hk != problem.H:
@@ -149,7 +149,7 @@ def _sdpa(name: str, backend: str) -> Contender:
     return Contender(name, prepare)
 
 
-def _attn_mask(name: str, problem: Problem, given: Any) -> dict[str, Any]:
+def _attn_mask(name: str, problem: Problem, option_tensors: Any) -> dict[str, Any]:
     """A bias or a mask as SDPA takes it, beside which it takes no causality of its own. Raises UnsupportedProblem."""
     p = problem
     others = {"window": p.window != (None, None), "softcap": p.softcap, "alibi": p.alibi, "sink": p.sink,
@@ -158,7 +158,7 @@ def _attn_mask(name: str, problem: Problem, given: Any) -> dict[str, Any]:
         raise UnsupportedProblem(f"{name}: it knows no {', '.join(asked)}")
     if (p.bias and p.mask) or p.bias_dtype:
         raise UnsupportedProblem(f"{name}: it takes a bias of q's dtype, or a mask, and not both")
-    found = given.get("bias", given.get("mask"))
+    found = option_tensors.get("bias", option_tensors.get("mask"))
     if found is None:
         return {}
     if p.causal:
@@ -182,7 +182,7 @@ def _try(name: str, launch: Callable[[], object]) -> None:
 # ---- others
 
 
-def _eager(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+def _eager(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
     """Plain PyTorch, every score in memory, in the input dtype."""
     import torch
 
@@ -207,7 +207,7 @@ def _eager(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready
     return Ready(launch, _poison(q))
 
 
-def _flex(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+def _flex(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
     """PyTorch's flex_attention, compiled by Inductor to Triton. Compiling takes seconds for each problem."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -217,7 +217,7 @@ def _flex(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
     torch._dynamo.reset()  # else the ninth problem would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.Hk != problem.H}
-    score_mod, seen = flex_modifications(problem, given or {})
+    score_mod, seen = flex_modifications(problem, option_tensors or {})
     if score_mod:
         options["score_mod"] = score_mod
     if seen:
@@ -231,16 +231,16 @@ def _flex(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
     return Ready(launch, _poison(q))
 
 
-def _triton(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+def _triton(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
     raise UnsupportedProblem(
         "triton: its package holds no attention (the fused-attention tutorial is a file of its repository): take flex, "
         "which Triton compiles, or name a Python file that defines `peers`"
     )
 
 
-def _varlen(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> Ready:
+def _varlen(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
     """PyTorch's FlashAttention-2 on a ragged batch."""
-    launch = ask_varlen_attn(problem, q, k, v, given)
+    launch = ask_varlen_attn(problem, q, k, v, option_tensors)
     _try("varlen", launch)
     return Ready(launch, _poison(q))
 

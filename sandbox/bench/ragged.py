@@ -34,7 +34,7 @@ def of_lengths(lengths: tuple[int, ...], H: int, D: int, **fields: Any) -> Probl
     return Problem(0, H, 0, 0, D, lengths=tuple((n, n) for n in lengths), **fields)
 
 
-def ask_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, given: Any) -> Any:
+def ask_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any) -> Any:
     """A launch of PyTorch's varlen_attn, FlashAttention-2 inside, on (1, heads, rows, D). Raises UnsupportedProblem."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -46,7 +46,7 @@ def ask_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, given: Any) -> Any
         raise UnsupportedProblem("varlen_attn: its causal mask is bottom-right")
     left, right = (-1 if bound is None else bound for bound in p.bounds)
     rows_first = tuple(x[0].transpose(0, 1) for x in (q, k, v))
-    offsets = given["cu_seqlens_q"], given["cu_seqlens_k"], p.Sq, p.Sk
+    offsets = option_tensors["cu_seqlens_q"], option_tensors["cu_seqlens_k"], p.Sq, p.Sk
     options = {"scale": p.scale, "window_size": (left, right)}
     if p.Hk != p.H and "enable_gqa" in inspect.signature(varlen_attn).parameters:  # PyTorch 2.11 takes groups unasked
         options["enable_gqa"] = True

@@ -13,7 +13,7 @@ from typing import Any
 from ..core import jsonl
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
-from .decode import bytes_of_keys, is_reading
+from .decode import is_memory_bound, kv_bytes
 from .timing import Timing
 
 _FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
@@ -52,9 +52,9 @@ class Row:
     @property
     def gbps(self) -> float | None:
         """GB/s of keys and values, of a forward that is a matter of reading them."""
-        if not self.timing or not is_reading(self.problem, self.computes):
+        if not self.timing or not is_memory_bound(self.problem, self.computes):
             return None
-        return bytes_of_keys(self.problem, self.pairs) / self.timing.median * 1e-9
+        return kv_bytes(self.problem, self.pairs) / self.timing.median * 1e-9
 
     def as_json(self) -> dict[str, Any]:
         """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""

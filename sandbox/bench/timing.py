@@ -30,8 +30,8 @@ class Limits:
     noise: float = 0.01  # see Timing.noise
     rounds: int = 100
     seconds: float = 0.5  # of GPU time for each contender
-    enough: int = 10  # samples before the noise is believed
-    least: int = 3  # samples, however long they take
+    noise_samples: int = 10  # samples before the noise is believed
+    min_samples: int = 3  # samples, however long they take
     slow: float = 0.5  # seconds: one launch this long is the only sample
     warmup: int = 5
 
@@ -98,13 +98,13 @@ def measure(contenders: Mapping[Name, Timed], stopwatch: Stopwatch, limits: Limi
 def _may_go_on(samples: list[float], launches: int, limits: Limits) -> bool:
     if samples and samples[0] >= limits.slow:
         return False
-    return len(samples) < limits.least or (
+    return len(samples) < limits.min_samples or (
         len(samples) < limits.rounds and sum(samples) * launches < limits.seconds
     )  # fmt: skip
 
 
 def _settled(samples: list[float], limits: Limits) -> bool:
-    return len(samples) >= limits.enough and Timing.of(samples).noise <= limits.noise
+    return len(samples) >= limits.noise_samples and Timing.of(samples).noise <= limits.noise
 
 
 class Events:

@@ -95,8 +95,8 @@ def bench_(
         if against and against not in (peer.name for peer in others):
             raise click.BadParameter(f"{against} is not among the peers", param_hint="--against")
         if resume and out:
-            rows = benchmark.stored(read_rows(out), problems, mode, computes=computes)
-            problems = benchmark.unmeasured(rows, problems, [*benchmark.ours(chosen, parsed), *others])
+            rows = benchmark.matching_rows(read_rows(out), problems, mode, computes=computes)
+            problems = benchmark.unmeasured(rows, problems, [*benchmark.kernel_contenders(chosen, parsed), *others])
         limits = Limits(seconds=seconds)
         found = benchmark.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
         total = len(problems) * (len(chosen) * max(1, len(parsed)) + len(others))

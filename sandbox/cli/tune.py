@@ -70,9 +70,9 @@ def tune_(
     problems += benchmark.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
     searches = []
-    with executors.lab(spec, backend, ordinals, cluster) as lab:
+    with executors.make_executor(spec, backend, ordinals, cluster) as executor:
         for number, problem in enumerate(problems):
-            search = Search(spec, problem, lab, fixed, fresh)
+            search = Search(spec, problem, executor, fixed, fresh)
             for _ in followed(search, lambda c: f"{c.state} {c.tile}"):
                 pass
             searches.append(search)

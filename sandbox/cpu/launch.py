@@ -13,7 +13,7 @@ from pathlib import Path
 from ..core.errors import LaunchError, SpecError
 from ..core.kernel import Dim3
 from ..launch.arguments import Arguments, Launch
-from ..launch.parameters import hold_block
+from ..launch.parameters import check_block_size
 from ..toolchain.nvrtc import Parameter
 
 MAX_DYNAMIC_SMEM = 227 * 1024  # as in runtime.h
@@ -77,7 +77,7 @@ class CpuFunction:
             raise SpecError(f"{self.entry}: {smem} bytes of shared memory exceed {MAX_DYNAMIC_SMEM}")
         if not 1 <= math.prod(block) <= MAX_THREADS:
             raise SpecError(f"{self.entry}: a block {block} is not supported: it must have 1 to {MAX_THREADS} threads")
-        hold_block(self.entry, block, self.max_threads)
+        check_block_size(self.entry, block, self.max_threads)
         if grid[0] % cluster:
             raise SpecError(f"{self.entry}: a grid {grid} is not of whole clusters of {cluster} blocks along x")
         lock = _ForkedLock()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
-from .worker import At, Worker, WorkerDied
+from .worker import ReportStage, Worker, WorkerDied
 
 Job = TypeVar("Job")
 
@@ -52,7 +52,7 @@ class WorkerPool:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def perform(job: tuple[Callable[..., Any], Iterable[Any], float], at: At) -> tuple[Any, bool]:
+def perform(job: tuple[Callable[..., Any], Iterable[Any], float], at: ReportStage) -> tuple[Any, bool]:
     """What a worker of a fleet does: a function, its arguments, and the seconds that they may take."""
     function, arguments, seconds = job
     at("working", seconds)

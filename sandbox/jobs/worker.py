@@ -35,9 +35,13 @@ _REASONS = {
 _LIBC = ctypes.CDLL(None)
 _LAST_WORDS = 4096  # bytes that are kept of what a process printed before this job
 
-At = Callable[[str, float | None], None]  # what is about to be done, and how many seconds it may take (None: any)
+ReportStage = Callable[
+    [str, float | None], None
+]  # what is about to be done, and how many seconds it may take (None: any)
 Prepare = Callable[[], object]
-Work = Callable[[Any, At], tuple[Any, bool]]  # a job -> its result, and whether this process is fit for another
+Work = Callable[
+    [Any, ReportStage], tuple[Any, bool]
+]  # a job -> its result, and whether this process is fit for another
 
 
 _spawner: ThreadPoolExecutor

@@ -49,7 +49,7 @@ def _tensors(subject: Subject) -> dict[str, Staged]:
     out = out.astype(dlpack.numpy_dtype(p.dtype_of("O")))
     given = {"Q": q, "K": k, "V": v, "dO": out, **score_inputs(p)}
     made = {"O": out, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
-    for name, (shape, dtype) in trial.made_for(kernel, p, subject.tile).items():
+    for name, (shape, dtype) in trial.outputs_and_scratch(kernel, p, subject.tile).items():
         made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
     staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in (given | made).items()}
     for name in given:

@@ -166,7 +166,9 @@ class DistributedExecutor(GpuExecutor):
         return nullcontext(self._fleet)
 
 
-def lab(kernel: Kernel, backend: str | None, ordinals: Sequence[int], cluster: str | None = None) -> GpuExecutor:
+def make_executor(
+    kernel: Kernel, backend: str | None, ordinals: Sequence[int], cluster: str | None = None
+) -> GpuExecutor:
     """Where to tune: on the Dask `cluster` of that address, or here. Raises GpuUnavailable without a GPU, unless
     backend is "cpu", and ToolchainMissing."""
     if cluster:
@@ -220,18 +222,18 @@ def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resour
 @lru_cache(maxsize=1)
 def _inputs_on_gpu(problem: Problem, computes: str) -> tuple[Any, Any, Events]:
     inputs = benchmark.make_inputs(problem, computes=computes)
-    given = {} if problem.plain else {"given": make_bench_inputs(problem, inputs[0])}
-    return (inputs, given), benchmark.expectation(problem, inputs, computes, **given), Events()
+    option_tensors = {} if problem.plain else {"option_tensors": make_bench_inputs(problem, inputs[0])}
+    return (inputs, option_tensors), benchmark.expectation(problem, inputs, computes, **option_tensors), Events()
 
 
 def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
     """Each tile checked, and those that are right timed in turns after an L2 flush, on the one GPU that is visible."""
-    (inputs, given), expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
-    contenders = dict(zip(tiles, benchmark.ours([registry.get(kernel)], tiles), strict=True))
+    (inputs, option_tensors), expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
+    contenders = dict(zip(tiles, benchmark.kernel_contenders([registry.get(kernel)], tiles), strict=True))
     timed, wrong = {}, {}
     for tile, contender in contenders.items():
         try:
-            ready = contender.prepare(problem, *inputs, **given)
+            ready = contender.prepare(problem, *inputs, **option_tensors)
             verdict = expected.check(ready.poison, ready.launch)
         except UnsupportedProblem as refusal:
             wrong[tile] = str(refusal)
@@ -240,7 +242,7 @@ def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], sampl
                 wrong[tile] = verdict.message
             else:
                 timed[tile] = stopwatch.ready(ready.launch)
-    limits = Limits(noise=0.0, rounds=samples, enough=samples, warmup=2)
+    limits = Limits(noise=0.0, rounds=samples, noise_samples=samples, warmup=2)
     times = measure(timed, stopwatch, limits) if timed else {}
     return [Measured(True, "", Timing.of(times[t])) if t in times else Measured(False, wrong[t]) for t in tiles]
 

@@ -73,7 +73,7 @@ def verdict(search: Search) -> list[Text]:
     states = Counter(c.state for c in search.candidates.values())
     others = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
     lines = [Text(f"{search.combinations} tiles, {len(search.candidates)} legal: {others}")]
-    if search.lab.gpu == executors.EMULATION:
+    if search.executor.gpu == executors.EMULATION:
         lines.append(Text("emulated: these times say nothing of a GPU, and attention does not heed them", "yellow"))
     w, own = search.winner, search.own
     if w and w.timing:
@@ -85,7 +85,7 @@ def verdict(search: Search) -> list[Text]:
             gain = w.timing.median / ahead[0].timing.median if ahead[0].timing else 1.0
             against += f": {len(ahead)} more had a median up to {gain - 1:.1%} below its own, which is within the noise"
         head = Text.assemble((search.kernel.name, "bold"), f" on {search.problem}: ", (str(w.tile), "bold"), against)
-        kept = f"kept for {problem_class(search.problem)} on {search.lab.gpu}"
+        kept = f"kept for {problem_class(search.problem)} on {search.executor.gpu}"
         lines += [head, Text(kept, "dim")]
     return lines
 
@@ -96,7 +96,7 @@ def as_json(search: Search) -> dict[str, Any]:
     return {
         "kernel": search.kernel.name,
         "problem": search.problem,
-        "gpu": search.lab.gpu,
+        "gpu": search.executor.gpu,
         "class": problem_class(search.problem),
         "combinations": search.combinations,
         "tile": search.winner.tile if search.winner else None,
@@ -125,7 +125,7 @@ def draw(search: Search, prefix: Path | str) -> list[Path]:
             strips.append(figure.add_subplot(grid[1, n], sharey=strips[0] if strips else None))
             _strip(strips[n], search, name, values[name])
         strips[0].set_ylabel("TFLOP/s")
-        title = f"{search.kernel.name} on {search.problem}  ·  {search.lab.gpu}"
+        title = f"{search.kernel.name} on {search.problem}  ·  {search.executor.gpu}"
         figure.suptitle(title, x=0.01, ha="left", color="#444444")
         return picture.save(figure, prefix)
 

@@ -47,8 +47,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a lab says of one tile: right or not, and if it is, how fast. `lost`: its worker was, which counts for this
-    search and is not kept: a machine short of memory, say, condemns no tile for ever."""
+    """An executor's result for one tile: whether it is correct, and its time. `lost`: its worker died. Such a result
+    counts for this search only and is not stored, because the cause may be the machine, such as a lack of memory."""
 
     ok: bool
     message: str = ""
@@ -87,18 +87,18 @@ class Search:
         self,
         kernel: Kernel,
         problem: Problem,
-        lab: Executor,
+        executor: Executor,
         fixed: Mapping[str, int] | None = None,
         fresh: bool = False,
     ):
-        self.kernel, self.problem, self.lab = kernel, problem, lab
+        self.kernel, self.problem, self.executor = kernel, problem, executor
         self.fixed, self.fresh = fixed or {}, fresh
         self.candidates: dict[Tile, Candidate] = {}
         self.combinations = 0  # how many tiles the space has, legal or not
         self.winner: Candidate | None = None
         self.own: Candidate | None = None
-        self._setting = lab.describe()
-        self._key = {"digest": tuned.digest(kernel), "gpu": lab.gpu, "problem": problem.as_json()}
+        self._setting = executor.describe()
+        self._key = {"digest": tuned.digest(kernel), "gpu": executor.gpu, "problem": problem.as_json()}
         self._known: dict[tuple[str, int, bool], dict[str, Any]] = {}  # (tile, samples asked for, final) -> row
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -133,7 +133,7 @@ class Search:
 
     def legal(self) -> list[Tile]:
         """Tiles of the space, and the spec's own, that the kernel takes for this problem."""
-        arch = architectures.parse(self.lab.arch)
+        arch = architectures.parse(self.executor.arch)
         if reason := self.kernel.why_unsupported(self.problem, arch):
             raise UnsupportedProblem(reason)
         names = list(self.kernel.tiles[0])
@@ -155,8 +155,8 @@ class Search:
         return legal
 
     def _compiled(self) -> Iterator[Candidate]:
-        arch = architectures.parse(self.lab.arch)
-        for tile, found in self.lab.compile(self.kernel, self.problem, self.legal()):
+        arch = architectures.parse(self.executor.arch)
+        for tile, found in self.executor.compile(self.kernel, self.problem, self.legal()):
             smem = max(entry.smem_bytes(self.problem, tile) for entry in self.kernel.entries)
             if isinstance(found, str):
                 yield Candidate(tile, "does not compile", found, smem=smem)
@@ -180,7 +180,7 @@ class Search:
             if group not in missing:
                 for tile in group:
                     yield self._learn(tile, self._known[str(tile), samples, final], final)
-        for group, results in self.lab.measure(self.kernel, self.problem, missing, samples):
+        for group, results in self.executor.measure(self.kernel, self.problem, missing, samples):
             rows = [self._row(tile, result, samples, final) for tile, result in zip(group, results, strict=True)]
             for result, row in zip(results, rows, strict=True):
                 if not result.lost:

@@ -16,7 +16,7 @@ from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..launch.dlpack import numpy_dtype
 from .pages import in_pages, paged_problems
-from .scores import hide_nan, option_cases, score_inputs
+from .scores import fill_hidden_with_nan, option_cases, score_inputs
 from .sequences import by_sequence, forward, offsets_of, ragged_problems
 
 Array = NDArray[Any]
@@ -72,7 +72,7 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
             for D in (next(widths), next(narrow))[: 1 + long]:
                 problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
                 yield Case(f"{problem} {layout}", problem, layout=layout)
-        yield from pointed_cases(kernel, dtype)
+        yield from isolating_cases(kernel, dtype)
     places = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
     sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
 
@@ -93,7 +93,7 @@ def ragged_cases(kernel: Kernel) -> Iterator[Case]:
         yield Case(name, problem, layout=layout)
 
 
-def pointed_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
+def isolating_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
     """Every kind of inputs, and lengths at which a mask that is off by one matters."""
     M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
     grouped: dict[str, Any] = {"H": 4, "Hk": 2}
@@ -288,28 +288,28 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def inputs_of(computes: str, case: Case) -> dict[str, Array]:
-    """What kernels of a kind are given on a case, by the names that they know it by: q, k, v, what the score reads, and
-    what only backwards need.
+    """Inputs of a case for kernels that compute `computes`, by the names in a spec's `args`: Q, K, V, the tensors of
+    the score options, and what only a backward needs.
 
     That is a standard normal dO, with NaN or inf in one row in cases of such inputs, and the reference's O and LSE,
     rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
     """
     p, lay_out = case.problem, LAYOUTS[case.layout]
-    given = dict(zip(("Q", "K", "V"), make_inputs(case), strict=True)) | score_inputs(p)
-    given |= offsets_of(p) if p.ragged else {}
+    inputs = dict(zip(("Q", "K", "V"), make_inputs(case), strict=True)) | score_inputs(p)
+    inputs |= offsets_of(p) if p.ragged else {}
     if case.inputs == "hidden":
-        hide_nan(p, given)
-    given |= {name: lay_out(given[name]) for name in ("K", "V", "bias", "mask") if name in given and not p.plain}
-    given |= in_pages(p, given) if p.page_size else {}
+        fill_hidden_with_nan(p, inputs)
+    inputs |= {name: lay_out(inputs[name]) for name in ("K", "V", "bias", "mask") if name in inputs and not p.plain}
+    inputs |= in_pages(p, inputs) if p.page_size else {}
     if computes in ("forward", "block_map"):
-        return given
+        return inputs
     dout = np.random.default_rng(1).standard_normal((p.batches, p.H, p.rows[0], p.Dv), np.float32)
     if case.inputs in _NOT_FINITE:
         dout[:, :, 7] = np.inf if case.inputs == "inf" else np.nan
     with np.errstate(over="ignore"):
-        right = by_sequence(p, given, forward)
+        right = by_sequence(p, inputs, forward)
         dO, O = (x.astype(numpy_dtype(p.dtype)) for x in (dout, right["O"]))
-        found = {**given, "dO": lay_out(dO), "O": lay_out(O), "LSE": right["LSE"].astype(np.float32)}
+        found = {**inputs, "dO": lay_out(dO), "O": lay_out(O), "LSE": right["LSE"].astype(np.float32)}
     if found["O"].tobytes() != O.tobytes():  # broadcast, of batch entries that options tell apart
         found["O"] = O
     if case.inputs == "dlse":

@@ -26,7 +26,7 @@ from . import trial
 from .cases import Case, sweep_cases
 from .error_map import ErrorMap, locate
 from .references import Reference, ReferenceOutput, reference_of
-from .scores import seen_pairs
+from .scores import visible_pairs
 from .trial import Array
 
 
@@ -81,21 +81,21 @@ class Verifier(Protocol):
 
 
 def run_cases(
-    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, judge: Verifier
+    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, verifier: Verifier
 ) -> Iterator[Result]:
     """`run`: every kernel on every case, timed, with what NVRTC reports."""
     for case in cases:
         for kernel in kernels:
-            yield judge(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+            yield verifier(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
 
 
 def sweep(
-    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, judge: Verifier | None = None
+    kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, verifier: Verifier | None = None
 ) -> Iterator[Result]:
     """`check`: every kernel over its sweep."""
     for kernel in kernels:
         for case in sweep_cases(kernel):
-            yield (judge or verify)(kernel, case, device, tile)
+            yield (verifier or verify)(kernel, case, device, tile)
 
 
 def verify(
@@ -106,15 +106,15 @@ def verify(
         expected = reference_of(kernel.computes, case)
     except SandboxError as failure:  # expressions of a score that are none
         return Result(kernel.name, case.name, case.problem, device[0], ok=False, message=str(failure))
-    tensors = (view(expected.given[name]) for name in ("Q", "K", "V", "dO", "O") if name in expected.given)
+    tensors = (view(expected.inputs[name]) for name in ("Q", "K", "V", "dO", "O") if name in expected.inputs)
     lies = layout(tensors)
     if case.problem.bias:
-        lies["bias_boxes"] = boxes(view(expected.given["bias"]))
+        lies["bias_boxes"] = boxes(view(expected.inputs["bias"]))
     problem = dataclasses.replace(case.problem, **lies)
     head = (kernel.name, case.name, problem, device[0])
     try:
         chosen = pipeline.tile_on(device, kernel, problem, tile)
-        done = trial.launch(kernel, chosen, problem, expected.given, device, repeats=repeats)
+        done = trial.launch(kernel, chosen, problem, expected.inputs, device, repeats=repeats)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
     except SandboxError as failure:
@@ -125,13 +125,13 @@ def verify(
             compiled, note = _static_report(kernel, chosen, case)
         except SandboxError as failure:  # the host's compiler takes it, NVRTC does not
             return Result(*head, ok=False, message=str(failure))
-    verdict = _verdict(expected.answers, done.outputs)
+    verdict = _verdict(expected.outputs, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
-    trespass = f"memory beside {', '.join(done.trespassed)} was written" if done.trespassed else ""
-    flops = problem.flops_of(kernel.computes, seen_pairs(problem, expected.given)) if device != HOST else 0
+    trespass = f"memory beside {', '.join(done.stray_writes)} was written" if done.stray_writes else ""
+    flops = problem.flops_of(kernel.computes, visible_pairs(problem, expected.inputs)) if device != HOST else 0
     return Result(
         *head,
-        ok=right and not done.trespassed,
+        ok=right and not done.stray_writes,
         tile=chosen,
         arch=compiled[0].arch if compiled else "",
         compile_seconds=compiled[0].seconds if compiled else done.prepared.seconds,
@@ -143,7 +143,7 @@ def verify(
         tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
         message="; ".join(filter(None, (trespass, note))),
         where=None if right else _where(verdict.tensor, expected, done),
-        sanitize=not right or bool(done.trespassed),
+        sanitize=not right or bool(done.stray_writes),
     )
 
 
@@ -175,7 +175,10 @@ def _verdict(answers: Mapping[str, ReferenceOutput], outputs: Mapping[str, Array
 
 def _where(worst: str, expected: Reference, done: trial.Trial) -> ErrorMap | None:
     """Of the output that fares worst; of another where that is right."""
-    about, answers = (done.prepared.kernel, done.prepared.problem, done.prepared.tile, expected.given), expected.answers
+    about, answers = (
+        (done.prepared.kernel, done.prepared.problem, done.prepared.tile, expected.inputs),
+        expected.outputs,
+    )
     maps = (locate(name, done.outputs[name], answers[name].values, answers[name].bound, *about) for name in
             dict.fromkeys((worst, *answers)) if name in done.outputs)  # fmt: skip
     return next(filter(None, maps), None)

@@ -10,7 +10,7 @@ from ..core import process
 from ..core.errors import ToolchainMissing
 from ..core.score import Score
 from ..toolchain import tools
-from .findings import Finding, of_compute_sanitizer, of_expressions
+from .findings import Finding, parse_compute_sanitizer, resolve_expressions
 
 TOOLS = {
     "memcheck": "accesses out of bounds or misaligned",
@@ -36,11 +36,11 @@ def run(
     except subprocess.TimeoutExpired:
         return [Finding(f"did not finish within {timeout:g} s under {tool}: does the kernel end?")], ""
     except process.TooMuchOutput as error:
-        found = of_compute_sanitizer(error.head, folders)
+        found = parse_compute_sanitizer(error.head, folders)
         return [*found, Finding(f"the kernel under {tool} {process.too_much(process.MOST_OUTPUT)}")], error.head
     if done.returncode == 0:
         return [], done.stdout
-    found = of_compute_sanitizer(of_expressions(done.stdout, score)[0], folders)
+    found = parse_compute_sanitizer(resolve_expressions(done.stdout, score)[0], folders)
     if done.returncode == _FOUND or any(finding.places for finding in found):
         return found, done.stdout
     last = "\n".join(done.stdout.strip().splitlines()[-8:])

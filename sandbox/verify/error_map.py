@@ -32,7 +32,7 @@ _STEPS = (2, 4, 8, 16, 32)  # columns of what threads and MMA fragments share ou
 class ErrorMap:
     """Where one output is wrong. `first` and `worst` are indices (b, h, row, column), or those of them that it has.
 
-    `follows`: what the bad elements have in common, each a phrase such as "the tail". `text` says it all in a
+    `patterns`: what the bad elements have in common, each a phrase such as "the tail". `text` says it all in a
     paragraph. `heat`: |error| / bound of the worst head, (rows, columns).
     """
 
@@ -41,7 +41,7 @@ class ErrorMap:
     of: int
     first: tuple[int, ...]
     worst: tuple[int, ...]
-    follows: tuple[str, ...]
+    patterns: tuple[str, ...]
     text: str
     tile_rows: int
     heat: Array = field(repr=False)
@@ -49,11 +49,11 @@ class ErrorMap:
 
 def locate(
     name: str, got: ArrayLike, ref: ArrayLike, bound: Array | float, kernel: Kernel, problem: Problem, tile: Tile,
-    given: Mapping[str, Array] | None = None,
+    inputs: Mapping[str, Array] | None = None,
 ) -> ErrorMap | None:  # fmt: skip
     """Of an output called `name`, of any shape, (B, H, S, D) or without the last of these, or (H,), against the truth
     and its bound (a number, or of the same shape): where |got − ref| exceeds the bound; None where it nowhere does.
-    `given`: what the kernel was given, by which a wrong mask is told from other faults."""
+    `inputs`: what the kernel was inputs, by which a wrong mask is told from other faults."""
     got, ref = np.asarray(got).astype(np.float64), np.asarray(ref).astype(np.float64)
     error = errors(got, ref)
     bad = ~(error <= bound)
@@ -65,7 +65,7 @@ def locate(
     worst = _at(np.unravel_index(int(np.where(bad, ratio, 0).argmax()), bad.shape))
     cube, expected, off = (_cube(x) for x in (bad, ref, error))
     M, named = _tile_rows(name, tile)
-    by_mask = mask_fault.explain(name, got, bad, worst[:2], bound, problem, given) if given else ""
+    by_mask = mask_fault.explain(name, got, bad, worst[:2], bound, problem, inputs) if inputs else ""
     shapes = (
         (f"the diagonal: {by_mask}",) if by_mask else (),
         _extent(cube),
@@ -76,10 +76,10 @@ def locate(
         else (),
         _column_shapes(np.nonzero(cube.any((0, 1, 2)))[0], cube.shape[3]),
     )
-    follows = tuple(itertools.chain.from_iterable(shapes))
-    text = _describe(name, got, ref, bad, first, worst, follows)
+    patterns = tuple(itertools.chain.from_iterable(shapes))
+    text = _describe(name, got, ref, bad, first, worst, patterns)
     heat = _cube(ratio)[((0, *worst) if ratio.ndim == 1 else (*worst, 0, 0))[:2]]
-    return ErrorMap(name, int(bad.sum()), bad.size, first, worst, follows, text, M, heat)
+    return ErrorMap(name, int(bad.sum()), bad.size, first, worst, patterns, text, M, heat)
 
 
 def _at(index: Iterable[Any]) -> tuple[int, ...]:
@@ -94,13 +94,13 @@ def _cube(x: Array) -> Array:
 
 def _describe(
     name: str, got: Array, ref: Array, bad: Array, first: tuple[int, ...], worst: tuple[int, ...],
-    follows: tuple[str, ...],
+    patterns: tuple[str, ...],
 ) -> str:  # fmt: skip
     unwritten = int(np.isnan(got[bad]).sum())
     nan = f", {unwritten} of them NaN (or never written)" if unwritten and not np.isnan(ref[bad]).all() else ""
     rows = np.unique(np.nonzero(bad)[2]) if bad.ndim > 2 else np.empty(0, int)
     said = [f"Row{'s' if rows.size > 1 else ''} {_ranges(rows)}"] if rows.size else []
-    said += ["; ".join(follows)] if follows else []
+    said += ["; ".join(patterns)] if patterns else []
     return (
         f"{name} is wrong in {bad.sum()} of {bad.size} elements{nan}, first at {_index(first)}: "
         f"{got[first]:.4g} instead of {ref[first]:.4g}; worst at {_index(worst)}: "

@@ -35,7 +35,7 @@ def places(text: str) -> tuple[SourceLine, ...]:
     return tuple(dict.fromkeys(place for place in found if not place.file.startswith(_TWINS)))
 
 
-def of_expressions(text: str, score: Score | None) -> tuple[str, str]:
+def resolve_expressions(text: str, score: Score | None) -> tuple[str, str]:
     """A report in which the lines of a Score's expressions are those of the file that defines it, where they are found
     there; and the first expression that it names, for the finding's sentence: "" if it names none."""
     lines = {"score": score.score.splitlines(), "mask": score.mask.splitlines()} if score else {}
@@ -55,12 +55,12 @@ def of_expressions(text: str, score: Score | None) -> tuple[str, str]:
     return text, said[0] if said else ""
 
 
-def of_buffers(text: str, names: Sequence[str]) -> str:
+def name_buffers(text: str, names: Sequence[str]) -> str:
     """A report in which buffers, which the program of cpu/main.cpp knows by their numbers, have these names."""
     return re.sub(r"\bbuffer (\d+)(?= in block)", lambda m: names[int(m[1])], text)
 
 
-def of_host_sanitizer(text: str) -> list[Finding]:
+def parse_host_sanitizer(text: str) -> list[Finding]:
     """The findings in what AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer or the runtime wrote."""
     if "ThreadSanitizer: data race" in text:
         return _distinct(_race(report) for report in text.split("WARNING: ThreadSanitizer: ")[1:])
@@ -106,7 +106,7 @@ def _line(stack: Sequence[SourceLine]) -> SourceLine:
     return next((place for place in stack if place.file.endswith(".cu")), stack[0])
 
 
-def of_compute_sanitizer(text: str, folders: Sequence[Path] = ()) -> list[Finding]:
+def parse_compute_sanitizer(text: str, folders: Sequence[Path] = ()) -> list[Finding]:
     """The findings in what one tool of compute-sanitizer wrote: paragraphs whose first line says what is wrong.
 
     Some of its releases name a file without its folder: it is then looked for in `folders`.

@@ -11,7 +11,7 @@ from ..core import registry
 from ..core.errors import DriverError, SandboxError
 from ..core.kernel import Kernel
 from ..core.tile import Tile
-from ..jobs.worker import At, Worker, WorkerDied
+from ..jobs.worker import ReportStage, Worker, WorkerDied
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from .cases import Case
@@ -35,11 +35,11 @@ class IsolatedRunner:
     """Use it in a `with` statement; its `verify` takes a registry's kernel and answers as `check.verify` does, but that
     a kernel which ends the process has a result that says so, and is not tried for ever.
 
-    `hear` is told what kernels print.
+    `on_output` is told what kernels print.
     """
 
-    def __init__(self, hear: Callable[[str], object]):
-        self._hear = hear
+    def __init__(self, on_output: Callable[[str], object]):
+        self._on_output = on_output
         self._crashes: Counter[str] = Counter()
 
     def __enter__(self) -> IsolatedRunner:
@@ -65,11 +65,11 @@ class IsolatedRunner:
             self._crashes[kernel.name] += 1
             result = Result(*where, ok=False, message=message, sanitize=True)
         if printed:
-            self._hear(printed)
+            self._on_output(printed)
         return result
 
 
-def _answer(asked: _Question, at: At) -> tuple[Result, bool]:
+def _answer(asked: _Question, at: ReportStage) -> tuple[Result, bool]:
     """In the worker."""
     kernel = registry.get(asked.kernel)
     at("computing the reference", None)
@@ -77,10 +77,10 @@ def _answer(asked: _Question, at: At) -> tuple[Result, bool]:
         reference_of(kernel.computes, asked.case)
     at("running it", None)
     result = verify(kernel, asked.case, asked.device, asked.tile, repeats=asked.repeats, report=asked.report)
-    return result, fit(asked.device)
+    return result, device_usable(asked.device)
 
 
-def fit(device: Device) -> bool:
+def device_usable(device: Device) -> bool:
     """Whether this process can run another kernel: an illegal address or a trap stays with a CUDA context for ever."""
     try:
         if device != HOST:

@@ -1,4 +1,4 @@
-"""Which wrong causal mask explains an error: the reference is asked what such a mask would have given."""
+"""Which wrong causal mask explains an error: the reference is asked what such a mask would have inputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _ENOUGH = 0.75  # of them: another fault, such as 0 / 0 in a row that sees no ke
 
 def explain(
     name: str, got: Array, bad: Array, head: tuple[int, ...], bound: Array | float, problem: Problem,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
 ) -> str:  # fmt: skip
     """Of `got`, O (B, H, Sq, Dv) or LSE (B, H, Sq), wrong where `bad`: what is wrong with the mask of head (b, h), ""
-    if no mask that is tried explains it. `given`: Q, K, V and what the score reads, by the names of a spec's `args`."""
+    if no mask that is tried explains it. `inputs`: Q, K, V and the tensors of the score options, by their
+    names in a spec's `args`."""
     aligned = problem.causal == "bottom-right" or not (problem.alibi or problem.window != (None, None))
     if name not in ("O", "LSE") or not problem.causal or problem.ragged or problem.page_size or not aligned:
         return ""
@@ -30,7 +31,7 @@ def explain(
     wrong = np.nonzero(bad[b, h].reshape(problem.Sq, -1).any(1))[0]
     rows = wrong[np.unique(np.linspace(0, len(wrong) - 1, _ROWS).astype(int))]
     for shift, said in _masks(problem).items():
-        fits = [_fits(name, got, b, h, int(row), shift, bound, problem, given) for row in rows]
+        fits = [_fits(name, got, b, h, int(row), shift, bound, problem, inputs) for row in rows]
         if np.mean(fits) >= _ENOUGH:
             return said
     return ""
@@ -50,13 +51,13 @@ def _masks(problem: Problem) -> dict[int | None, str]:
 @np.errstate(all="ignore")
 def _fits(
     name: str, got: Array, b: int, h: int, row: int, shift: int | None, bound: Array | float, problem: Problem,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
 ) -> bool:  # fmt: skip
     """Whether a row of `got` is what attention gives whose causal mask is shifted by so many keys."""
     hk = h // problem.group
-    q, k, v = given["Q"][b : b + 1, h : h + 1, row : row + 1], *(given[x][b : b + 1, hk : hk + 1] for x in "KV")
-    options = part_options(problem, given, b, h, row, row + 1)
-    keys = problem.Sk if "key_lengths" not in given else int(given["key_lengths"][b])
+    q, k, v = inputs["Q"][b : b + 1, h : h + 1, row : row + 1], *(inputs[x][b : b + 1, hk : hk + 1] for x in "KV")
+    options = part_options(problem, inputs, b, h, row, row + 1)
+    keys = problem.Sk if "key_lengths" not in inputs else int(inputs["key_lengths"][b])
     last = row + (0 if problem.causal == "top-left" else keys - problem.Sq)
     seen = np.ones(problem.Sk, bool) if shift is None else np.arange(problem.Sk) <= last + shift
     if options.get("mask") is not None:

@@ -18,7 +18,7 @@ from .scores import option_cases
 Array = NDArray[Any]
 
 
-def in_pages(p: Problem, given: Mapping[str, Array]) -> dict[str, Array]:
+def in_pages(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """K and V, (pages, Hk, page_size, D), and the block_table, of K and V that are not in pages. Pages are shuffled.
     NaN is in every row that does not count, and what the table says of them is no page."""
     most = p.Sk // p.page_size
@@ -28,23 +28,23 @@ def in_pages(p: Problem, given: Mapping[str, Array]) -> dict[str, Array]:
     table = numbers.reshape(p.B, most).astype(np.int32)
     found: dict[str, Array] = {}
     for name in ("K", "V"):
-        x = given[name]
+        x = inputs[name]
         pages = np.full((p.pages, p.page_size, p.Hk, x.shape[3]), np.nan, x.dtype)
         for b, n in np.ndindex(p.B, most):
-            rows = slice(n * p.page_size, min((n + 1) * p.page_size, int(given["key_lengths"][b])))
+            rows = slice(n * p.page_size, min((n + 1) * p.page_size, int(inputs["key_lengths"][b])))
             part = x[b, :, rows].swapaxes(0, 1)
             pages[table[b, n], : len(part)] = part
         found[name] = pages.swapaxes(1, 2)
-    for b, length in enumerate(given["key_lengths"]):
+    for b, length in enumerate(inputs["key_lengths"]):
         table[b, -(-int(length) // p.page_size) :] = (-1, 2**31 - 1)[b % 2]
     return {**found, "block_table": table}
 
 
-def gathered(p: Problem, given: Mapping[str, Array]) -> dict[str, Array]:
+def gathered(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """The same with K and V that are not in pages, for who knows of none."""
-    table, lengths = given["block_table"], given["key_lengths"]
-    keys = {name: gather_pages(given[name].swapaxes(1, 2), table, lengths) for name in ("K", "V")}
-    return {**{name: x for name, x in given.items() if name != "block_table"}, **keys}
+    table, lengths = inputs["block_table"], inputs["key_lengths"]
+    keys = {name: gather_pages(inputs[name].swapaxes(1, 2), table, lengths) for name in ("K", "V")}
+    return {**{name: x for name, x in inputs.items() if name != "block_table"}, **keys}
 
 
 def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[tuple[str, Problem]]:

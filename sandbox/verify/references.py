@@ -1,4 +1,4 @@
-"""What a kernel is given on a case, what it ought to compute of it, and how far off it may be."""
+"""What a kernel is inputs on a case, what it ought to compute of it, and how far off it may be."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ReferenceOutput:
 class Reference:
     """Inputs and right answers, by the names in a spec's `args`."""
 
-    given: Mapping[str, Array]
-    answers: Mapping[str, ReferenceOutput]
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, ReferenceOutput]
 
 
 @lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
@@ -50,52 +50,52 @@ def reference_of(computes: str, case: Case) -> Reference:
     Nobody may write to its arrays.
     """
     with np.errstate(all="ignore"):  # NaN and inf are among the inputs
-        given = inputs_of(computes, case)
-        return Reference(given, _ANSWERS[computes](case.problem, given))
+        inputs = inputs_of(computes, case)
+        return Reference(inputs, _ANSWERS[computes](case.problem, inputs))
 
 
-def _forward(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+def _forward(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
     def plainly(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
         how: dict[str, Any] = {"dtype": p.dtype, "v_dtype": p.dtype_of("V"), "out_dtype": p.dtype_of("O")}
         return {"O": naive(own["Q"], own["K"], own["V"], **options, **how)}
 
-    exact, plain = (by_sequence(p, given, compute) for compute in (forward, plainly))
+    exact, plain = (by_sequence(p, inputs, compute) for compute in (forward, plainly))
     out, lse = exact["O"], exact["LSE"]
     bound = output_bound(out, plain["O"], p.dtype_of("O"))
     return {"O": ReferenceOutput(out, bound), "LSE": ReferenceOutput(lse, lse_bound(lse, p.dtype))}
 
 
-def _block_map(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
-    return {"block_map": ReferenceOutput(block_map(p, given).astype(np.float64), 0.5)}
+def _block_map(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+    return {"block_map": ReferenceOutput(block_map(p, inputs).astype(np.float64), 0.5)}
 
 
-def _preprocess(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
-    exact, plain = (np.einsum("bhsd,bhsd->bhs", *(given[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
-    if "dLSE" in given:
-        exact, plain = exact - given["dLSE"], plain - given["dLSE"]
+def _preprocess(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+    exact, plain = (np.einsum("bhsd,bhsd->bhs", *(inputs[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
+    if "dLSE" in inputs:
+        exact, plain = exact - inputs["dLSE"], plain - inputs["dLSE"]
     return {"delta": ReferenceOutput(exact, output_bound(exact, plain, "float32", GRADIENT_FACTOR))}
 
 
-def _backward(p: Problem, given: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
+def _backward(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
     """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
 
-    def gradients_by(function: Callable[..., Gradients], *names: str, **how: Any) -> dict[str, Array]:
+    def gradients_by(function: Callable[..., Gradients], *args: str, **how: Any) -> dict[str, Array]:
         def compute(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
-            return function(*(own[name] for name in names), **options, dlse=own.get("dLSE"), **how).named()
+            return function(*(own[name] for name in args), **options, dlse=own.get("dLSE"), **how).named()
 
-        return by_sequence(p, given, compute)
+        return by_sequence(p, inputs, compute)
 
-    inputs = ("dO", "Q", "K", "V")
-    exact = gradients_by(attention_backward, *inputs)
-    plain = gradients_by(naive_backward, *inputs, dtype=p.dtype)
-    sizes = gradients_by(backward_magnitudes, *inputs, "O", "LSE")
+    names = ("dO", "Q", "K", "V")
+    exact = gradients_by(attention_backward, *names)
+    plain = gradients_by(naive_backward, *names, dtype=p.dtype)
+    sizes = gradients_by(backward_magnitudes, *names, "O", "LSE")
     dtypes = {"dbias": p.bias_dtype or p.dtype}
     answers = {
         name: ReferenceOutput(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))
         for name, x in exact.items()
     }
     if p.sink:
-        as_given = gradients_by(attention_backward, *inputs, "O", "LSE")
+        as_given = gradients_by(attention_backward, *names, "O", "LSE")
         bound = gradient_bound(exact["dsink"], as_given["dsink"], sizes["dsink"], "float32", 1.0)
         answers["dsink"] = ReferenceOutput(exact["dsink"], bound)
     return answers

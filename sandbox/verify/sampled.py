@@ -58,11 +58,17 @@ class Verdict:
 
 
 def expect(
-    problem: Problem, q: Any, k: Any, v: Any, seed: int = 0, given: Mapping[str, Any] | None = None, number: int = 0
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    seed: int = 0,
+    option_tensors: Mapping[str, Any] | None = None,
+    number: int = 0,
 ) -> Expected:
     """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv), on any
-    device. `given`: the tensors that the problem's score reads, by the names that kernels know them by. `number`: of
-    the first batch entry.
+    device. `option_tensors`: tensors of the score options, by their names in a spec's `args`. `number`: index of the
+    first batch entry.
 
     The first and the last head, the first and the last rows are always among the sampled.
     """
@@ -80,7 +86,7 @@ def expect(
         found = []
         for b, h in heads:
             inputs = host(q[b : b + 1, h : h + 1, start:stop]), keys[b, h], values[b, h]
-            options = part_options(problem, given or {}, b, h, start, stop, number)
+            options = part_options(problem, option_tensors or {}, b, h, start, stop, number)
             found.append((*attention(*inputs, **options), naive(*inputs, **{**options, **how})))
         out, lse, plain = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         strips.append(Strip(start, stop, out, lse, output_bound(out, plain, problem.dtype_of("O"))))

@@ -83,11 +83,11 @@ class ExpectedGradients:
 
 
 def expect_gradients(
-    problem: Problem, q: Any, k: Any, v: Any, dout: Any, seed: int = 0, given: Mapping[str, Any] | None = None,
+    problem: Problem, q: Any, k: Any, v: Any, dout: Any, seed: int = 0, option_tensors: Mapping[str, Any] | None = None,
     number: int = 0,
 ) -> ExpectedGradients:  # fmt: skip
     """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and dout
-    (B, H, Sq, Dv), on any device; `given` and `number` as in `sampled.expect`."""
+    (B, H, Sq, Dv), on any device; `option_tensors` and `number` as in `sampled.expect`."""
     rng = np.random.default_rng(seed)
     p, group = problem, problem.H // problem.Hk
     heads = [(n // p.H, n % p.H) for n in spread(rng, p.B * p.H, HEADS)]
@@ -100,7 +100,7 @@ def expect_gradients(
         rows, keys = slice(start, stop), slice(0, p.Sk)
         dO, Q = (host(x[b : b + 1, h : h + 1, rows]) for x in (dout, q))
         K, V = (host(x[b : b + 1, h // group : h // group + 1]) for x in (k, v))
-        options = part_options(p, given or {}, b, h, start, stop, number)
+        options = part_options(p, option_tensors or {}, b, h, start, stop, number)
         found = (
             attention_backward(dO, Q, K, V, **options),
             naive_backward(dO, Q, K, V, **options, dtype=p.dtype),

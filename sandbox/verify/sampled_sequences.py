@@ -30,26 +30,26 @@ class ExpectedSequences:
 
         def of(sequence: Sequence) -> tuple[Any, ...]:
             results = zip(self.names, launch(), strict=True)
-            return tuple(x if x is None else x[sequence.place(name, x)] for name, x in results)
+            return tuple(x if x is None else x[sequence.slices(name, x)] for name, x in results)
 
         verdicts = [expected.check(poison, partial(of, sequence)) for sequence, expected in self.sequences]
         return max(verdicts, key=lambda v: (bool(v.message), v.error / v.bound if v.bound else math.inf))
 
 
 def expect_sequences(
-    problem: Problem, inputs: tuple[Any, ...], computes: str, given: Mapping[str, Any]
+    problem: Problem, inputs: tuple[Any, ...], computes: str, option_tensors: Mapping[str, Any]
 ) -> ExpectedSequences:
     """The truth and the bounds for PyTorch tensors q, k, v and, of a backward, dout, as kernels have them."""
     there = [s for s in sequences_of(problem) if s.problem.Sq and s.problem.Sk]
     found: list[tuple[Sequence, Expected | ExpectedGradients]] = []
     for i in spread(np.random.default_rng(0), len(there), SEQUENCES):
         sequence = there[i]
-        own = {name: x[sequence.place(name, x)] for name, x in given.items() if "seqlens" not in name}
-        q, k, v, *dout = (x[sequence.place(n, x)] for n, x in zip(("Q", "K", "V", "dO"), inputs, strict=False))
+        own = {name: x[sequence.slices(name, x)] for name, x in option_tensors.items() if "seqlens" not in name}
+        q, k, v, *dout = (x[sequence.slices(n, x)] for n, x in zip(("Q", "K", "V", "dO"), inputs, strict=False))
         expected: Expected | ExpectedGradients
         if computes == "forward":
-            expected = expect(sequence.problem, q, k, v, given=own, number=sequence.b)
+            expected = expect(sequence.problem, q, k, v, option_tensors=own, number=sequence.b)
         else:
-            expected = expect_gradients(sequence.problem, q, k, v, dout[0], given=own, number=sequence.b)
+            expected = expect_gradients(sequence.problem, q, k, v, dout[0], option_tensors=own, number=sequence.b)
         found.append((sequence, expected))
     return ExpectedSequences(("O", "LSE") if computes == "forward" else ("dQ", "dK", "dV"), tuple(found))

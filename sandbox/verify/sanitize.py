@@ -38,7 +38,7 @@ from ..launch.dlpack import HOST, Device
 from ..toolchain import snippets, tools
 from . import compute_sanitizer, trial
 from .cases import Array, Case, inputs_of
-from .findings import Finding, of_buffers, of_expressions, of_host_sanitizer
+from .findings import Finding, name_buffers, parse_host_sanitizer, resolve_expressions
 
 HOST_TOOLS = {
     "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
@@ -50,7 +50,7 @@ HOST_TOOLS = {
 _SEEDS = (1, 2)  # of the shuffled orders
 _WIDTHS = (16, 32, 64, 128, 256)
 _SHIPPED_WIDTHS = (64, 128, 256)
-_MISLED = ("thread", "orders")
+_AFFECTED_BY_STRAY_STORES = ("thread", "orders")
 _STRAY = "a store out of bounds, to be mended first, looks like a race"
 
 
@@ -134,17 +134,17 @@ def inspect(
         pipeline.load(kernel, chosen, p, device)  # raises SpecError before a wrong argument is a wrong address
         looked: list[Inspection] = []
         for tool in HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS:
-            if misled(tool, looked):
+            if explained_by_stray_store(tool, looked):
                 looked.append(Inspection(kernel.name, p, chosen, tool, None, message=_STRAY))
             else:
                 looked.append((on_host if device == HOST else on_gpu)(tool, kernel, p, chosen, timeout))
             yield looked[-1]
 
 
-def misled(tool: str, looked: Iterable[Inspection]) -> bool:
+def explained_by_stray_store(tool: str, looked: Iterable[Inspection]) -> bool:
     """Whether a store out of bounds, which others found on that problem, may be all that `tool` sees."""
     strays = (f for i in looked if i.tool == "address" for f in i.findings if ", write of " in f.what)
-    return tool in _MISLED and any(strays)
+    return tool in _AFFECTED_BY_STRAY_STORES and any(strays)
 
 
 def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
@@ -178,9 +178,9 @@ def launch_on_host(
     """Every entry once, in the order of its launches and in buffers of exact size -> the report of the first that is
     not clean, else of the last; and every tensor, by its name, as it was left."""
     chosen = choose_tile(kernel, problem, None, tile)
-    given = inputs_of(kernel.computes, Case("sanitize", problem))
-    arrays = {name: np.ascontiguousarray(array) for name, array in given.items()}
-    made = trial.made_for(kernel, problem, chosen).items()
+    inputs = inputs_of(kernel.computes, Case("sanitize", problem))
+    arrays = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+    made = trial.outputs_and_scratch(kernel, problem, chosen).items()
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
         absent = any(name in entry.args and name not in arrays for name in NOT_ALWAYS)
@@ -197,7 +197,7 @@ def launch_on_host(
         )  # fmt: skip
         if not report.clean:
             named = [f"{name} {arrays[name].shape} of {arrays[name].itemsize} bytes each" for name in follows.values()]
-            report = replace(report, text=of_buffers(report.text, named))
+            report = replace(report, text=name_buffers(report.text, named))
             break
         # Of a tensor that two arguments follow, each has a copy of its own: the first is what the kernel works on.
         left = dict(reversed([*zip(follows.values(), report.contents, strict=True)]))
@@ -220,8 +220,8 @@ def _pointers(entry: Entry, problem: Problem, arrays: Container[str]) -> Iterato
 def _findings(report: Report, problem: Problem) -> tuple[Finding, ...]:
     if report.clean:
         return ()
-    text, expression = of_expressions(report.text, problem.score)
-    return tuple(replace(finding, what=finding.what + expression) for finding in of_host_sanitizer(text))
+    text, expression = resolve_expressions(report.text, problem.score)
+    return tuple(replace(finding, what=finding.what + expression) for finding in parse_host_sanitizer(text))
 
 
 def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> tuple[Finding, ...]:
@@ -265,7 +265,7 @@ def _difference(cause: str, between: str, some: Mapping[str, Array], others: Map
 
 # ---- on a GPU: the launch in a process of its own, under compute-sanitizer
 
-_CHILD = (  # whose kernels look at the lengths they are given
+_CHILD = (  # whose kernels look at the lengths they are inputs
     "import os, sys; os.environ['SANDBOX_CHECKED'] = '1'; "
     "from sandbox.verify.sanitize import launch; launch(sys.argv[1])"
 )

@@ -140,64 +140,66 @@ def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
     return (rng.standard_normal(like.shape) * 0.5).astype(numpy_dtype(like.dtype))
 
 
-def reference_options(p: Problem, given: Mapping[str, Array]) -> dict[str, Any]:
-    """What `sandbox.reference` is told of a problem whose score reads `given`."""
+def reference_options(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Any]:
+    """What `sandbox.reference` is told of a problem whose score reads `inputs`."""
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
-    tensors: dict[str, Any] = {option: given[name] for option, name in names.items() if name in given}
-    score = p.score and dataclasses.replace(p.score, tensors={name: given[f"score.{name}"] for name in p.score.tensors})
-    if "seed" in given:
-        tensors |= {"dropout": p.dropout, "seed": int(given["seed"][0])}
+    tensors: dict[str, Any] = {option: inputs[name] for option, name in names.items() if name in inputs}
+    score = p.score and dataclasses.replace(
+        p.score, tensors={name: inputs[f"score.{name}"] for name in p.score.tensors}
+    )
+    if "seed" in inputs:
+        tensors |= {"dropout": p.dropout, "seed": int(inputs["seed"][0])}
     if p.descale:
-        numbers = (given.get(f"descale_{x}", one) for x, one in zip("qkv", p.descale, strict=True))
+        numbers = (inputs.get(f"descale_{x}", one) for x, one in zip("qkv", p.descale, strict=True))
         tensors["descale"] = tuple(numbers)
     return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
 
 
 def part_options(
-    p: Problem, given: Mapping[str, Any], b: int, h: int, start: int, stop: int, number: int = 0
+    p: Problem, inputs: Mapping[str, Any], b: int, h: int, start: int, stop: int, number: int = 0
 ) -> dict[str, Any]:
     """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads. The
-    problem's first batch entry is that of the given number, as a sequence of a ragged batch is."""
+    problem's first batch entry is that of the inputs number, as a sequence of a ragged batch is."""
 
     def cut(name: str, *at: int | slice) -> Array:
-        x = given[name]
+        x = inputs[name]
         own = x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))]
         return host_array(np.asarray(own) if isinstance(own, np.generic) else own)  # one number of a NumPy array
 
     part: dict[str, Array] = {}
     for name in ("bias", "mask"):
-        if name in given:
-            rows = slice(start, stop) if given[name].shape[2] > 1 else slice(0, 1)
+        if name in inputs:
+            rows = slice(start, stop) if inputs[name].shape[2] > 1 else slice(0, 1)
             part[name] = cut(name, b, h, rows, slice(None))[None, None]
-    if "slopes" in given:
-        part["slopes"] = cut("slopes", *(b, h)[-given["slopes"].ndim :]).reshape(1)
+    if "slopes" in inputs:
+        part["slopes"] = cut("slopes", *(b, h)[-inputs["slopes"].ndim :]).reshape(1)
     for name, n in (("descale_q", h), ("descale_k", h // (p.H // p.Hk)), ("descale_v", h // (p.H // p.Hk))):
-        if name in given:
+        if name in inputs:
             part[name] = cut(name, b, n).reshape(1, 1)
     for name, i in (("sink", h), ("key_lengths", b)):
-        if name in given:
-            part[name] = host_array(given[name])[i : i + 1]
-    part |= {name: host_array(x) for name, x in given.items() if name.startswith("score.") or name == "seed"}
+        if name in inputs:
+            part[name] = host_array(inputs[name])[i : i + 1]
+    part |= {name: host_array(x) for name, x in inputs.items() if name.startswith("score.") or name == "seed"}
     return {**reference_options(p, part), "part": Part(number + b, h, start, p.Sq)}
 
 
-def seen(p: Problem, given: Mapping[str, Array]) -> Array:
+def seen(p: Problem, inputs: Mapping[str, Array]) -> Array:
     """Which keys each row sees, (B, H, Sq, Sk)."""
-    meaning = Meaning(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, given))
+    meaning = Meaning(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, inputs))
     Q, K, found = np.zeros((p.Sq, 1)), np.zeros((p.Sk, 1)), np.empty((p.B, p.H, p.Sq, p.Sk), np.bool_)
     for b, h in np.ndindex(p.B, p.H):
         found[b, h] = meaning.head(b, h).scores(Q, K).seen
     return found
 
 
-def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
+def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
     """What the "block_map" kernels compute, as include/block_map.cuh describes it: 128 keys that no row of 64
     reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own. Pairs that
     are not written are ones."""
     (B, H, rows, _), words = p.block_map, block_maps.words_for(p)
     hides = bool(p.score and p.score.hides)
-    lengths = given["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
-    alone = {name: x for name, x in given.items() if hides or name != "key_lengths"}
+    lengths = inputs["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
+    alone = {name: x for name, x in inputs.items() if hides or name != "key_lengths"}
     left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), alone)
     bits = np.zeros((B, H, rows, 2, 32 * words), np.bool_)
     bits[..., 1, :] = True
@@ -225,12 +227,12 @@ def block_map(p: Problem, given: Mapping[str, Array]) -> Array:
     return np.packbits(both, axis=-1, bitorder="little").view("<i4").reshape(p.block_map)
 
 
-def seen_pairs(p: Problem, given: Mapping[str, Any]) -> int | None:
+def visible_pairs(p: Problem, inputs: Mapping[str, Any]) -> int | None:
     """How many (query, key) pairs all heads see together, where a mask or key_lengths of any library hide some; None
     where the problem itself says it, and of a ragged batch. A condition of the user's own is not asked."""
     if p.ragged or not (p.mask or p.key_lengths):
         return None
-    tensors: dict[str, Any] = {name: host_array(given[name]) for name in ("mask", "key_lengths") if name in given}
+    tensors: dict[str, Any] = {name: host_array(inputs[name]) for name in ("mask", "key_lengths") if name in inputs}
     shape = Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv)
     meaning = Meaning(shape, p.causal, p.scale, window=p.window, **tensors)
     # Of entries and heads that are alike, one is asked.
@@ -244,13 +246,13 @@ def seen_pairs(p: Problem, given: Mapping[str, Any]) -> int | None:
 _STRIP = 256  # rows at a time
 
 
-def hide_nan(p: Problem, given: dict[str, Array]) -> None:
+def fill_hidden_with_nan(p: Problem, inputs: dict[str, Array]) -> None:
     """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
-    visible = seen(p, given)
+    visible = seen(p, inputs)
     by_key_head = np.asarray(visible.reshape(p.B, p.Hk, -1, p.Sk).any(2))  # (B, Hk, Sk)
     for name in ("K", "V"):
-        given[name] = np.where(by_key_head[..., None], given[name], np.array(np.nan, given[name].dtype))
+        inputs[name] = np.where(by_key_head[..., None], inputs[name], np.array(np.nan, inputs[name].dtype))
     if p.bias:
         along = tuple(axis for axis, n in enumerate(p.bias) if n == 1)
         read = np.asarray(visible.any(axis=along, keepdims=True))
-        given["bias"] = np.where(read, given["bias"], np.array(np.nan, given["bias"].dtype))
+        inputs["bias"] = np.where(read, inputs["bias"], np.array(np.nan, inputs["bias"].dtype))

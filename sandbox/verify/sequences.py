@@ -32,7 +32,7 @@ class Sequence(NamedTuple):
     queries: slice
     keys: slice
 
-    def place(self, name: str, x: Array) -> tuple[Any, ...]:
+    def slices(self, name: str, x: Array) -> tuple[Any, ...]:
         """Which part of the whole batch's tensor of that name is this sequence's."""
         if name in _OF_QUERIES or name in _OF_KEYS:
             return slice(None), slice(None), self.keys if name in _OF_KEYS else self.queries
@@ -65,23 +65,23 @@ def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, A
     return dict(zip(("O", "LSE"), attention(own["Q"], own["K"], own["V"], **options), strict=True))
 
 
-def by_sequence(p: Problem, given: Mapping[str, Array], compute: Compute) -> dict[str, Array]:
-    """What `compute` makes of `given` and of what the reference is told of it. Of a ragged batch: of each sequence
+def by_sequence(p: Problem, inputs: Mapping[str, Array], compute: Compute) -> dict[str, Array]:
+    """What `compute` makes of `inputs` and of what the reference is told of it. Of a ragged batch: of each sequence
     alone, put together as kernels do, the gradients of bias and sink summed up."""
     if p.page_size:
-        given = gathered(p, given)
+        inputs = gathered(p, inputs)
     if not p.ragged:
-        return dict(compute(given, reference_options(p, given)))
+        return dict(compute(inputs, reference_options(p, inputs)))
     shapes = {"dbias": p.bias, "dsink": (p.H,)}
     found: dict[str, Array] = {}
     for sequence in sequences_of(p):
-        own = {name: x[sequence.place(name, x)] for name, x in given.items() if not name.startswith("cu_seqlens")}
+        own = {name: x[sequence.slices(name, x)] for name, x in inputs.items() if not name.startswith("cu_seqlens")}
         options = reference_options(sequence.problem, own)
         options["part"] = Part(sequence.b, 0, 0, sequence.problem.Sq)
         for name, x in compute(own, options).items():
             shape = shapes.get(name) or (1, x.shape[1], p.rows[name in _OF_KEYS], *x.shape[3:])
             whole = found.setdefault(name, np.zeros(shape, x.dtype))
-            whole[sequence.place(name, whole)] += x
+            whole[sequence.slices(name, whole)] += x
     return found
 
 

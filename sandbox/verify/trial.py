@@ -1,4 +1,4 @@
-"""One kernel on given inputs, on either backend: outputs poisoned, launched, timed, fetched."""
+"""One kernel on inputs inputs, on either backend: outputs poisoned, launched, timed, fetched."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trial:
 
     prepared: pipeline.Prepared
     outputs: dict[str, Array]
-    trespassed: tuple[str, ...]
+    stray_writes: tuple[str, ...]
     seconds: float
 
 
@@ -74,8 +74,8 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats, before)
         for name in outputs:
             staged[name].fetch()
-    trespassed = tuple(name for name, (memory, within) in made.items() if _written_beside(memory, within))
-    return Trial(prepared, outputs, trespassed, seconds)
+    stray_writes = tuple(name for name, (memory, within) in made.items() if _written_beside(memory, within))
+    return Trial(prepared, outputs, stray_writes, seconds)
 
 
 def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -92,7 +92,7 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
     return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}
 
 
-def made_for(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[tuple[int, ...], str]]:
+def outputs_and_scratch(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[tuple[int, ...], str]]:
     """`outputs_of`, and the scratch that a launch needs beside them."""
     scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     return {**outputs_of(kernel, problem), **scratch}

@@ -27,7 +27,7 @@ from ..core.tile import Tile
 from ..cpu.instrumented import UNFINISHED
 from ..engine import pipeline
 from ..engine.choose import why_tile_unsupported
-from ..jobs.worker import At
+from ..jobs.worker import ReportStage
 from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..toolchain import arch as architectures
@@ -37,10 +37,10 @@ from ..verify import check, sanitize
 from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
-from ..verify.isolated import fit
+from ..verify.isolated import device_usable
 from ..verify.references import reference_of
 from ..verify.sanitize import Inspection
-from .figures import Cost, Examination
+from .figures import Cost, VersionResult
 from .job import Job, quick_cases, tile_case
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ _disassembler = ThreadPoolExecutor(1)
 _counts: Future[Opcodes] | None = None  # of the version examined last
 
 
-def examine(job: Job | None, at: At) -> tuple[Examination | Opcodes, bool]:
+def examine(job: Job | None, at: ReportStage) -> tuple[VersionResult | Opcodes, bool]:
     """(the examination, whether this process is fit for another job: after some errors a CUDA context is not). Of None,
     the instructions of the version before, once they are counted."""
     if job is None:
@@ -84,19 +84,19 @@ def examine(job: Job | None, at: At) -> tuple[Examination | Opcodes, bool]:
     try:
         found = _examine(job, at)
     except CompileError as error:
-        found = Examination("compile", without_options(str(error)))
+        found = VersionResult("compile", without_options(str(error)))
     except SpecError as error:
-        found = Examination("spec", str(error))
+        found = VersionResult("spec", str(error))
     except (UnsupportedProblem, ToolchainMissing) as error:
-        found = Examination("refused", str(error))
+        found = VersionResult("refused", str(error))
     except SandboxError as error:
-        found = Examination("run", str(error))
+        found = VersionResult("run", str(error))
     except Exception as error:  # a spec may do anything
-        found = Examination("spec", f"{type(error).__name__}: {error}")
-    return replace(found, seconds=time.perf_counter() - started), fit(job.device)
+        found = VersionResult("spec", f"{type(error).__name__}: {error}")
+    return replace(found, seconds=time.perf_counter() - started), device_usable(job.device)
 
 
-def _examine(job: Job, at: At) -> Examination:
+def _examine(job: Job, at: ReportStage) -> VersionResult:
     at("reading the spec", job.seconds)
     registry.forget()
     pipeline.forget()
@@ -129,7 +129,7 @@ def _examine(job: Job, at: At) -> Examination:
         counting = _counts is not None and not _counts.done()
         if cost and not counting:
             cost = replace(cost, opcodes=_counted())
-        return Examination(
+        return VersionResult(
             stage, message, results, findings, cost, setting, tuple(notes), compiling=compiling, counting=counting
         )
 
@@ -251,7 +251,7 @@ def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
     looked: list[Inspection] = []
     for futures in looking:
         of_problem = _all(futures)
-        looked += [i for i in of_problem if not sanitize.misled(i.tool, of_problem)]
+        looked += [i for i in of_problem if not sanitize.explained_by_stray_store(i.tool, of_problem)]
     found: dict[object, Finding] = {}  # by their lines: the same fault is met on several problems
     for i in looked:
         for finding in i.findings:
@@ -259,7 +259,9 @@ def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
     return tuple(found.values()), [i.message for i in looked if i.clean is None][:1]
 
 
-def _verify(kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, at: At) -> tuple[Result, ...]:
+def _verify(
+    kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, at: ReportStage
+) -> tuple[Result, ...]:
     """Every case; after one that failed to run there is nothing to learn from the next."""
     results = []
     for i, (case, tile) in enumerate(trials):

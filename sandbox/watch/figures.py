@@ -30,7 +30,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Examination:
+class VersionResult:
     """What came of a version. `stage` is where it ended: "spec", "compile", "refused", "sanitize", "run", "hang",
     "crash", "wrong" (a result exceeds its bound), "ok". `setting`: the device and the problem that figures are about;
     `notes` say what could not be looked at."""
@@ -52,7 +52,7 @@ class Examination:
         return self.stage == "ok"
 
 
-def figures(found: Examination) -> dict[str, float]:
+def figures(found: VersionResult) -> dict[str, float]:
     """The numbers of a version that are compared with other versions'. Seconds, bytes, counts."""
     numbers: dict[str, float | None] = {}
     if found.cost:

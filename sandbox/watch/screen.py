@@ -11,7 +11,7 @@ from rich.text import Text
 from ..core import registry
 from ..verify.check import Result
 from ..verify.report import errors_shown, si_time, verdict
-from .figures import Examination
+from .figures import VersionResult
 from .history import Version
 from .session import Iteration
 
@@ -80,7 +80,7 @@ def _headline(now: Iteration) -> Text:
                          f"  {si_time(now.latency)}{compiling}", (about, "dim"))  # fmt: skip
 
 
-def _faults(found: Examination) -> Iterator[RenderableType]:
+def _faults(found: VersionResult) -> Iterator[RenderableType]:
     if found.findings:
         for finding in found.findings:
             yield Text(finding.what, "red")
@@ -139,7 +139,7 @@ def _figures_table(now: Iteration) -> Table:
     return table
 
 
-def _limited(title: str, found: Examination) -> str:
+def _limited(title: str, found: VersionResult) -> str:
     return f"{title}, by {found.cost.occupancy.limiter}" if title == "occupancy" and found.cost else title
 
 

@@ -14,7 +14,7 @@ from ..core.errors import ToolchainMissing
 from ..core.kernel import Kernel
 from ..jobs.worker import Worker, WorkerDied
 from . import examine
-from .figures import Examination, figures
+from .figures import VersionResult, figures
 from .history import History, Texts, Version, read_texts, unreadable
 from .job import Job
 
@@ -31,7 +31,7 @@ class Iteration:
 
     number: int
     kernel: str
-    found: Examination
+    found: VersionResult
     figures: Mapping[str, float]
     latency: float
     previous: Version | None = None
@@ -52,7 +52,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
             texts = read_texts(kernel)
             if texts is None and (reason := unreadable(kernel)) and reason != seen:
                 seen = reason
-                yield Iteration(0, kernel.name, Examination("spec", reason), {}, 0.0)
+                yield Iteration(0, kernel.name, VersionResult("spec", reason), {}, 0.0)
             if texts is not None and texts != seen:
                 saved = _saved_at(texts) if seen is not None else time.time()
                 seen = texts
@@ -84,7 +84,7 @@ def saves(folder: Path) -> Iterator[None]:
     return (None for changed in events if changed)
 
 
-def _examined(worker: Worker, job: Job) -> Examination:
+def _examined(worker: Worker, job: Job) -> VersionResult:
     started = time.perf_counter()
     try:
         found, printed = worker.do(job)
@@ -92,10 +92,10 @@ def _examined(worker: Worker, job: Job) -> Examination:
     except WorkerDied as death:
         stage = "hang" if death.hung else "crash"
         message = f"{death} while {death.stage}" + ("; --timeout allows more" if death.hung else "")
-        return Examination(stage, message, seconds=time.perf_counter() - started)
+        return VersionResult(stage, message, seconds=time.perf_counter() - started)
 
 
-def _with_counts(worker: Worker, found: Examination) -> Examination:
+def _with_counts(worker: Worker, found: VersionResult) -> VersionResult:
     """The same with the instructions, unless the worker has died of something meanwhile."""
     try:
         opcodes, _ = worker.do(None)
@@ -105,14 +105,14 @@ def _with_counts(worker: Worker, found: Examination) -> Examination:
     return replace(found, cost=cost, counting=False)
 
 
-def _recorded(history: History, texts: Texts, found: Examination, latency: float) -> Iteration:
+def _recorded(history: History, texts: Texts, found: VersionResult, latency: float) -> Iteration:
     version = history.append(
         texts, ok=found.ok, stage=found.stage, message=found.message, setting=found.setting, figures=figures(found)
     )
     return _compared(history, version.number, found, latency)
 
 
-def _compared(history: History, number: int, found: Examination, latency: float) -> Iteration:
+def _compared(history: History, number: int, found: VersionResult, latency: float) -> Iteration:
     """What was found of a version beside those before it: all of them if it has no number yet."""
     comparable = [v for v in history.versions() if v.ok and v.setting == found.setting]
     earlier = [v for v in comparable if not number or v.number < number]

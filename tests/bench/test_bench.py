@@ -83,7 +83,7 @@ def run_measure(limits: Limits | None = None, **seconds: Iterator[float]) -> tup
 
 def test_contenders_take_turns_and_the_first_changes() -> None:
     quiet = {name: alternating(1e-3, 0.001) for name in "abc"}
-    samples, order = run_measure(Limits(warmup=4, enough=6), **quiet)
+    samples, order = run_measure(Limits(warmup=4, noise_samples=6), **quiet)
     assert order[:4] == [["a", "b", "c"]] * 4  # warm-up, which does not count
     assert order[4:8] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
     assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 6)
@@ -100,7 +100,7 @@ def test_sampling_stops_when_everybody_is_quiet_or_the_rounds_are_over() -> None
 
 
 def test_slow_contenders_get_fewer_samples() -> None:
-    limits = Limits(seconds=0.5, slow=0.5, least=3)
+    limits = Limits(seconds=0.5, slow=0.5, min_samples=3)
     samples, _ = run_measure(
         limits, fast=alternating(1e-3, 0.1), slow=alternating(0.1, 0.05), slower=alternating(0.3, 0.1),
         slowest=alternating(2.0, 0.1),
@@ -300,11 +300,11 @@ def test_work_that_a_mask_hides_does_not_count() -> None:
     """In the speed of kernels and of peers alike."""
     problem = dataclasses.replace(SMALL, key_lengths=True)
 
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any) -> peers.Ready:
-        out = attention_forward(q, k, v, **asked_of(problem, given))
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any) -> peers.Ready:
+        out = attention_forward(q, k, v, **asked_of(problem, option_tensors))
         return peers.Ready(lambda: out, lambda: None)
 
-    found, _ = compete(*(peers.Contender(name, prepare, name) for name in ("", "k")), problem=problem)
+    found, _ = time_contenders(*(peers.Contender(name, prepare, name) for name in ("", "k")), problem=problem)
     pairs = problem.H * problem.Sq * int(score_inputs(problem)["key_lengths"].sum())
     assert 0 < pairs < problem.B * problem.H * problem.Sq * problem.Sk
     for row in found:
@@ -330,14 +330,14 @@ class Counting(Stopwatch):
         return [1e-3] * len(timed)
 
 
-def compete(*contenders: peers.Contender, problem: Problem = SMALL) -> tuple[list[Row], Counting]:
+def time_contenders(*contenders: peers.Contender, problem: Problem = SMALL) -> tuple[list[Row], Counting]:
     stopwatch = Counting()
     setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
-    return benchmark.compete(problem, contenders, tensors(problem), stopwatch, Limits(), setting), stopwatch
+    return benchmark.time_contenders(problem, contenders, tensors(problem), stopwatch, Limits(), setting), stopwatch
 
 
 def test_a_wrong_contender_gets_no_time() -> None:
-    found, stopwatch = compete(contender("right", kernel="right"), contender("wrong", 1.05))
+    found, stopwatch = time_contenders(contender("right", kernel="right"), contender("wrong", 1.05))
     right, wrong = (row.as_json() for row in found)
     assert right["ok"] is True
     assert right["ms"] == pytest.approx(1)
@@ -348,7 +348,7 @@ def test_a_wrong_contender_gets_no_time() -> None:
     assert wrong["ms"] is wrong["tflops"] is wrong["samples"] is None
     assert wrong["error"] > wrong["bound"]
     assert "bound" in wrong["message"]
-    assert stopwatch.calls == Limits().warmup + Limits().enough  # of the right one alone
+    assert stopwatch.calls == Limits().warmup + Limits().noise_samples  # of the right one alone
 
 
 def test_reading_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,18 +356,20 @@ def test_reading_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(benchmark.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))
     monkeypatch.setattr(benchmark.reading, "reader", lambda data: lambda: "read")
-    (row,), stopwatch = compete(contender("k", kernel="k"), problem=Problem(1, 4, 1, 64, 16, Hk=2, dtype="float16"))
+    (row,), stopwatch = time_contenders(
+        contender("k", kernel="k"), problem=Problem(1, 4, 1, 64, 16, Hk=2, dtype="float16")
+    )
     assert asked == [2 * 64 * 2 * 16 * 2]
     assert row.setting["ceiling_keys_gbps"] == pytest.approx(asked[0] / 1e-3 * 1e-9)
     assert row.as_json()["percent_of_ceiling"] == pytest.approx(100)
-    assert stopwatch.calls == 2 * (Limits().warmup + Limits().enough)
-    (row,), _ = compete(contender("k", kernel="k"))
+    assert stopwatch.calls == 2 * (Limits().warmup + Limits().noise_samples)
+    (row,), _ = time_contenders(contender("k", kernel="k"))
     assert asked[1:] == []
     assert "ceiling_keys_gbps" not in row.setting
 
 
 def test_a_contender_that_breaks_while_it_is_timed_loses_its_time() -> None:
-    (row,), _ = compete(contender("breaks", break_after=5))
+    (row,), _ = time_contenders(contender("breaks", break_after=5))
     assert row.ok is False
     assert row.timing is None
     assert row.message.startswith("right at first, after timing: ")
@@ -375,21 +377,21 @@ def test_a_contender_that_breaks_while_it_is_timed_loses_its_time() -> None:
 
 
 def test_refusals_and_failures_are_rows() -> None:
-    (refused, right), _ = compete(refusing(UnsupportedProblem("no")), contender("right"))
+    (refused, right), _ = time_contenders(refusing(UnsupportedProblem("no")), contender("right"))
     assert (refused.ok, refused.message, right.ok) == (None, "no", True)
-    (peer,), _ = compete(refusing(MemoryError("too much")))
+    (peer,), _ = time_contenders(refusing(MemoryError("too much")))
     assert (peer.ok, peer.message) == (None, "refusing: too much")
-    (ours,), _ = compete(refusing(RuntimeError("broken"), kernel="k"))
+    (ours,), _ = time_contenders(refusing(RuntimeError("broken"), kernel="k"))
     assert (ours.ok, ours.message) == (False, "refusing: broken")
     with pytest.raises(KeyError):  # a mistake of this package is no result
-        compete(refusing(KeyError("oops"), kernel="k"))
+        time_contenders(refusing(KeyError("oops"), kernel="k"))
 
 
 def dropping(name: str, **changed: Any) -> peers.Contender:
     """Our own attention on the CPU backend, as a kernel of ours; `changed`: of the options it is asked for."""
 
-    def prepare(problem: Problem, q: Any, k: Any, v: Any, given: Any = None) -> peers.Ready:
-        options = {**asked_of(problem, given), **changed}
+    def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> peers.Ready:
+        options = {**asked_of(problem, option_tensors), **changed}
         return peers.Ready(lambda: attention_forward(q, k, v, **options), lambda: None)
 
     return peers.Contender(name, prepare, name)
@@ -398,19 +400,19 @@ def dropping(name: str, **changed: Any) -> peers.Contender:
 def test_our_dropout_is_compared_and_a_peers_call_without_it() -> None:
     problem = dataclasses.replace(SMALL, dropout=0.4)
     kernels = dropping("right"), dropping("forgetful", dropout=0.0), dropping("other", seed=1)
-    found, _ = compete(*kernels, peers.PEERS["sdpa-math"], peers.PEERS["eager"], problem=problem)
+    found, _ = time_contenders(*kernels, peers.PEERS["sdpa-math"], peers.PEERS["eager"], problem=problem)
     assert [row.ok for row in found] == [True, False, False, True, None]
 
 
 def test_a_peer_drops_while_it_is_timed() -> None:
     problem = dataclasses.replace(SMALL, dropout=0.4)
     inputs = tensors(problem)
-    ready = peers.PEERS["sdpa-math"].prepare(problem, *inputs, given={})
+    ready = peers.PEERS["sdpa-math"].prepare(problem, *inputs, option_tensors={})
     assert (ready.launch()[0] != ready.launch()[0]).any()
 
 
 def test_an_empty_problem_is_refused() -> None:
-    (row,), _ = compete(contender("c"), problem=Problem(1, 1, 0, 5, 16))
+    (row,), _ = time_contenders(contender("c"), problem=Problem(1, 1, 0, 5, 16))
     assert row.ok is None
 
 
@@ -426,7 +428,7 @@ MASKED = [
 @pytest.mark.parametrize("problem", MASKED, ids=str)
 @pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash", "eager"])
 def test_peers_are_right_or_refuse(name: str, problem: Problem) -> None:
-    (row,), _ = compete(peers.PEERS[name], problem=problem)
+    (row,), _ = time_contenders(peers.PEERS[name], problem=problem)
     if name.startswith("sdpa") and problem.causal == "bottom-right" and problem.Sq != problem.Sk:
         assert row.ok is None
         assert "Sq=20" in row.message
@@ -468,10 +470,10 @@ def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=fake))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     problem = Problem(2, 4, 40, 40, 16, Hk=2, dtype="bfloat16", causal="bottom-right")
-    found, _ = compete(fa2, fa3, fa4, problem=problem)
+    found, _ = time_contenders(fa2, fa3, fa4, problem=problem)
     assert [r.ok for r in found] == [True, True, None]
     assert "install" in found[2].message
-    (refused,), _ = compete(fa3, problem=dataclasses.replace(problem, softcap=5.0, bias=(1, 1, 40, 40)))
+    (refused,), _ = time_contenders(fa3, problem=dataclasses.replace(problem, softcap=5.0, bias=(1, 1, 40, 40)))
     assert "it knows no softcap, bias" in refused.message
 
     def windowed(q: Any, k: Any, v: Any, causal: bool, softmax_scale: float, window_size: Any = (-1, -1)) -> Any:
@@ -483,7 +485,7 @@ def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch
         return out.transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=windowed))
-    (right,), _ = compete(fa2, problem=dataclasses.replace(problem, causal=False, window=(7, None)))
+    (right,), _ = time_contenders(fa2, problem=dataclasses.replace(problem, causal=False, window=(7, None)))
     assert right.ok
 
 

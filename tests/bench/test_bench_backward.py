@@ -54,16 +54,20 @@ def test_strips_are_the_whole_reference(problem: Problem) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
-    given = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, *given)
-    right = expected.check(lambda: None, lambda: plain_gradients(problem, *given))
+    option_tensors = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, *option_tensors)
+    right = expected.check(lambda: None, lambda: plain_gradients(problem, *option_tensors))
     assert right.message == ""
     assert right.error <= right.bound
     for wrong in range(3):
 
         def launch(wrong: int = wrong) -> tuple[Any, ...]:
-            gradients = plain_gradients(problem, *given)
-            ref = [*attention_backward(*(x.float().numpy() for x in (given[3], *given[:3])), causal=problem.causal)]
+            gradients = plain_gradients(problem, *option_tensors)
+            ref = [
+                *attention_backward(
+                    *(x.float().numpy() for x in (option_tensors[3], *option_tensors[:3])), causal=problem.causal
+                )
+            ]
             bound = gradient_bound(ref[wrong], gradients[wrong], np.abs(ref[wrong]), problem.dtype)
             gradients[wrong][-1, -1, -1, -1] += 50 * bound + 1e-3
             return gradients
@@ -73,12 +77,12 @@ def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
 
 def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
     problem = Problem(2, 8, 300, 300, 16, dtype="float16")
-    given = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, *given)
+    option_tensors = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, *option_tensors)
     unsampled = next(h for h in range(8) if (1, 0, h) not in expected.sums)
 
     def launch() -> tuple[Any, ...]:
-        gradients = plain_gradients(problem, *given)
+        gradients = plain_gradients(problem, *option_tensors)
         gradients[1][0, unsampled, 7, 3] = math.nan
         return gradients
 
@@ -88,17 +92,17 @@ def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
 # ---- contenders
 
 
-def compete(*contenders: peers.Contender, problem: Problem = SMALL) -> list[Row]:
+def time_contenders(*contenders: peers.Contender, problem: Problem = SMALL) -> list[Row]:
     setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
-    given = inputs_of(problem)
-    return benchmark.compete(problem, contenders, given, Counting(), Limits(), setting, "backward")
+    option_tensors = inputs_of(problem)
+    return benchmark.time_contenders(problem, contenders, option_tensors, Counting(), Limits(), setting, "backward")
 
 
 @pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash", "eager"])
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 def test_peers_through_autograd(name: str, causal: Any) -> None:
     problem = dataclasses.replace(SMALL, causal=causal)
-    (row,) = compete(peers.backward(peers.PEERS[name]), problem=problem)
+    (row,) = time_contenders(peers.backward(peers.PEERS[name]), problem=problem)
     assert row.ok is True or (name == "sdpa-flash" and row.ok is None), row
     if row.ok:
         line = row.as_json()
@@ -126,9 +130,9 @@ def test_flash_attention_packages_on_a_ragged_batch(computes: str, monkeypatch: 
     *_, fa4 = peers.get(str(ROOT / "sandbox" / "bench" / "flash_attention_peers.py"))
     lengths = ((33, 33), (70, 70), (1, 1))
     problem = Problem(0, 4, 0, 0, 16, Hk=2, dtype="bfloat16", causal="bottom-right", lengths=lengths)
-    given = benchmark.make_inputs(problem, device="cpu", computes=computes)
+    option_tensors = benchmark.make_inputs(problem, device="cpu", computes=computes)
     peer, setting = peers.backward(fa4) if computes == "backward" else fa4, {"mode": "events", "commit": "abc"}
-    (row,) = benchmark.compete(problem, [peer], given, Counting(), Limits(), setting, computes)
+    (row,) = benchmark.time_contenders(problem, [peer], option_tensors, Counting(), Limits(), setting, computes)
     assert row.ok, row.message
     assert row.timing
 
@@ -137,7 +141,7 @@ def test_a_peer_without_a_backward_is_refused() -> None:
     def prepare(problem: Problem, q: Any, k: Any, v: Any) -> peers.Ready:
         return peers.Ready(lambda: (q.detach(), None), lambda: None)
 
-    (row,) = compete(peers.backward(peers.Contender("opaque", prepare)))
+    (row,) = time_contenders(peers.backward(peers.Contender("opaque", prepare)))
     assert row.ok is None
     assert "no backward" in row.message
 
@@ -149,7 +153,7 @@ def test_a_wrong_backward_has_no_time() -> None:
         ready = right.prepare(*args)
         return peers.Ready(lambda: tuple(x * 1.05 for x in ready.launch()), ready.poison)
 
-    wrong, row = compete(peers.Contender("wrong", prepare, kernel="k"), right)
+    wrong, row = time_contenders(peers.Contender("wrong", prepare, kernel="k"), right)
     assert wrong.ok is False
     assert wrong.timing is None
     assert "bound" in wrong.message

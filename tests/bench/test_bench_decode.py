@@ -42,7 +42,7 @@ def test_bytes_a_second_of_what_counts() -> None:
 def test_the_grid_is_a_matter_of_reading() -> None:
     grid = benchmark.GRIDS["decode"]("bfloat16")
     kernel = registry.get("fwd_decode")
-    assert all(decode.is_reading(p, "forward") and kernel.why_unsupported(p, (9, 0)) is None for p in grid)
+    assert all(decode.is_memory_bound(p, "forward") and kernel.why_unsupported(p, (9, 0)) is None for p in grid)
     assert {p.page_size for p in grid} == {*decode.PAGE_SIZES}
 
 

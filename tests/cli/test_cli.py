@@ -591,7 +591,7 @@ def test_a_wrong_check(monkeypatch: pytest.MonkeyPatch, short_sweep: int) -> Non
     def strict(computes: str, case: Case) -> Reference:
         expected = reference_of(computes, case)
         return Reference(
-            expected.given, {**expected.answers, "O": ReferenceOutput(expected.answers["O"].values, 1e-30)}
+            expected.inputs, {**expected.outputs, "O": ReferenceOutput(expected.outputs["O"].values, 1e-30)}
         )
 
     monkeypatch.setattr(check, "reference_of", strict)

@@ -17,7 +17,7 @@ from sandbox.engine import choose
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Kernel, Problem
 from sandbox.verify import check, trial
-from sandbox.verify.cases import Array, Case, inputs_of, pointed_cases
+from sandbox.verify.cases import Array, Case, inputs_of, isolating_cases
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes != "block_map"]
 by_name = lambda kernel: kernel.name  # noqa: E731
@@ -30,7 +30,7 @@ def right(kernel: Kernel, case: Case, device: Device) -> None:
 
 def pointed() -> Iterator[object]:
     for kernel in KERNELS:
-        for case in pointed_cases(kernel, dtype_of(kernel)):
+        for case in isolating_cases(kernel, dtype_of(kernel)):
             p = case.problem
             yield pytest.param(kernel, case, id=f"{kernel.name}-{case.inputs}-{p.Sq}x{p.Sk}-{p.causal or 'all'}")
 

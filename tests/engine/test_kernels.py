@@ -20,7 +20,7 @@ from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import COMPUTATIONS, ITEMSIZE, Causal, Entry, Kernel, Problem, Tile
 from sandbox.toolchain import arch, nvrtc
 from sandbox.verify import check, trial
-from sandbox.verify.cases import Case, inputs_of, make_inputs, pointed_cases, sweep_cases
+from sandbox.verify.cases import Case, inputs_of, isolating_cases, make_inputs, sweep_cases
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
@@ -123,7 +123,7 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     if kernel.name in SELDOM or kernel.computes == "block_map":
         return sample.sample(cases, min(len(cases), 3))
     own, several = kernel.dtypes.index(dtype), len(kernel.dtypes)
-    pointed = [*pointed_cases(kernel, dtype)]
+    pointed = [*isolating_cases(kernel, dtype)]
     rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
     usual = [case for case in cases if case not in rare and case not in pointed]
     long = [case for case in usual if max(case.problem.Sq, case.problem.Sk) >= 1024]

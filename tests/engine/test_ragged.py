@@ -47,7 +47,7 @@ def drawn(kernel: Kernel, seed: int) -> Problem:
 
 def launch(kernel: Kernel, problem: Problem, given: dict[str, Any], device: Device, tile: Any) -> dict[str, Any]:
     done = trial.launch(kernel, tile, problem, given, device)
-    assert not done.trespassed
+    assert not done.stray_writes
     return done.outputs
 
 
@@ -73,10 +73,12 @@ def test_each_sequence_is_as_if_alone(kernel: Kernel, seed: int, device: Device)
     whole = launch(kernel, problem, given, device, tile)
     for sequence in sequences_of(problem):
         own = {
-            name: np.ascontiguousarray(x[sequence.place(name, x)]) for name, x in given.items() if "seqlens" not in name
+            name: np.ascontiguousarray(x[sequence.slices(name, x)])
+            for name, x in given.items()
+            if "seqlens" not in name
         }
         for name, alone in launch(kernel, sequence.problem, own, device, tile).items():
-            part = whole[name][sequence.place(name, whole[name])]
+            part = whole[name][sequence.slices(name, whole[name])]
             assert same(kernel, name, alone, part), f"seed {seed}: {problem}, sequence {sequence.b}, {name}"
 
 
@@ -104,11 +106,11 @@ def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Dev
             for sequence in sequences_of(problem):
                 for name in {"Q", "K", "V", "dO", "O"} & {*bad}:
                     if sequence.b == non_finite:
-                        bad[name][sequence.place(name, bad[name])] = value
+                        bad[name][sequence.slices(name, bad[name])] = value
             found = launch(kernel, problem, bad, device, tile)
             for sequence in sequences_of(problem):
                 for name, x in found.items():
-                    at = sequence.place(name, x)
+                    at = sequence.slices(name, x)
                     if sequence.b != non_finite:
                         assert same(kernel, name, x[at], clean[name][at]), (
                             f"{value} in {non_finite}: {sequence.b}, {name}"
@@ -178,7 +180,7 @@ def test_pieces_are_counted_anew_at_each_launch() -> None:
     )
     tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2)
     given = inputs_of("forward", Case("twice", problem))
-    made = trial.made_for(kernel, problem, tile).items()
+    made = trial.outputs_and_scratch(kernel, problem, tile).items()
     arrays = {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     views = {name: dlpack.view(x) for name, x in {**given, **arrays}.items()}
     prepared = pipeline.prepare(kernel, tile, problem, views, HOST)
@@ -211,7 +213,7 @@ def test_who_is_launched_when(
     problem = Problem(B, 2, S, S, 96, dtype="float16", lengths=lengths)
     given = inputs_of(kernel.computes, Case("when", problem))
     tile = choose.choose_tile(kernel, problem, None)
-    made = trial.made_for(kernel, problem, tile).items()
+    made = trial.outputs_and_scratch(kernel, problem, tile).items()
     arrays = {of: np.zeros(shape, dlpack.numpy_dtype(dtype)) for of, (shape, dtype) in made}
     said: list[Any] = []
     monkeypatch.setattr(launches, "_on_host", lambda *what: said.append(what[:2]))

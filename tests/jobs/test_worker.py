@@ -19,10 +19,10 @@ import pytest
 from project import ROOT
 
 from sandbox.core.process import HEAD
-from sandbox.jobs.worker import At, Worker, WorkerDied
+from sandbox.jobs.worker import ReportStage, Worker, WorkerDied
 
 
-def work(job: str, at: At) -> tuple[Any, bool]:
+def work(job: str, at: ReportStage) -> tuple[Any, bool]:
     """One of the things that can happen to a process."""
     at("working", 0.5 if job == "endless" else 60.0)
     if job.startswith("endless "):  # says so to whoever reads that pipe

@@ -78,17 +78,17 @@ def test_tune_on_a_cluster(address: str, own_cache: Path) -> None:
     ],
 )
 def test_workers_that_do_not_fit(others: list[dict[str, Any]], error: type[Exception], message: str) -> None:
-    lab = executors.DistributedExecutor(KERNEL, "tcp://127.0.0.1:8786", None)
+    executor = executors.DistributedExecutor(KERNEL, "tcp://127.0.0.1:8786", None)
     stations = [STATION, *(executors.WorkerInfo(**{**vars(STATION), **other}) for other in others)]
     with pytest.raises(error, match=message):
-        lab._examined({f"tcp://{n}": worker_info for n, worker_info in enumerate(stations)})
+        executor._examined({f"tcp://{n}": worker_info for n, worker_info in enumerate(stations)})
     lost = {"tcp://0": WorkerDied("GpuUnavailable: no driver")}
     with pytest.raises(
         DistributedUnavailable, match="the worker tcp://0 cannot tune fwd_minimal: GpuUnavailable: no dri"
     ):
-        lab._examined(lost)
-    assert lab._examined({"tcp://0": STATION}) == {"device": "a GPU"}
-    assert (lab.gpu, lab.arch) == ("a GPU", "sm_90a")
+        executor._examined(lost)
+    assert executor._examined({"tcp://0": STATION}) == {"device": "a GPU"}
+    assert (executor.gpu, executor.arch) == ("a GPU", "sm_90a")
 
 
 @pytest.mark.parametrize("address", ["nonsense", "what://127.0.0.1:1", "tcp://no-such-host.invalid:8786"])

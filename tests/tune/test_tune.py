@@ -142,45 +142,45 @@ class FakeLab:
         return Measured(True, "", Timing(1e-3 * (1 + self.gain * away), 1e-3, 2e-3, 10, self.noise))
 
 
-def finished(lab: FakeLab, **options: object) -> Search:
-    search = Search(MINIMAL, PROBLEM, lab, **options)  # type: ignore[arg-type]
+def finished(executor: FakeLab, **options: object) -> Search:
+    search = Search(MINIMAL, PROBLEM, executor, **options)  # type: ignore[arg-type]
     list(search)
     return search
 
 
 def test_the_search_finds_the_best(own_cache: Path) -> None:
-    lab = FakeLab()
-    search = finished(lab)
+    executor = FakeLab()
+    search = finished(executor)
     assert search.winner
     assert search.winner.tile == BEST
     assert search.own
     assert search.own.tile == MINIMAL.tiles[0]
     states = Counter(c.state for c in search.candidates.values())
     assert states == {"timed": 13, "spills": 1, "fails": 1, "does not compile": 1}
-    assert search.candidates[lab.wrong].message == "error 1 against a bound of 0"
-    rounds = Counter(samples for _, samples in lab.asked)
+    assert search.candidates[executor.wrong].message == "error 1 against a bound of 0"
+    rounds = Counter(samples for _, samples in executor.asked)
     assert rounds == {
         4: 14,
         8: 7,
         100: 1,
     }  # 14 that compile without spilling, 13 right, the better 7, then 4 and the spec's
-    finalists, _ = lab.asked[-1]
+    finalists, _ = executor.asked[-1]
     assert BEST in finalists
     assert MINIMAL.tiles[0] in finalists
-    assert lab.spilling not in {tile for group, _ in lab.asked for tile in group}
+    assert executor.spilling not in {tile for group, _ in executor.asked for tile in group}
     assert tuned.winner(MINIMAL, PROBLEM, GPU) == BEST
 
 
 def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
-    lab = FakeLab()
-    lab.dies_after = 17
+    executor = FakeLab()
+    executor.dies_after = 17
     with pytest.raises(KeyboardInterrupt):
-        finished(lab)
+        finished(executor)
     assert tuned.winner(MINIMAL, PROBLEM, GPU) is None
     again = FakeLab()
     assert finished(again).winner.tile == BEST  # type: ignore[union-attr]
-    assert not set(again.asked) & set(lab.asked)
-    assert len(again.asked) + len(lab.asked) == 22
+    assert not set(again.asked) & set(executor.asked)
+    assert len(again.asked) + len(executor.asked) == 22
     fresh = FakeLab()
     finished(fresh, fresh=True)
     assert len(fresh.asked) == 22
@@ -190,7 +190,9 @@ def test_what_was_lost_is_tried_again(own_cache: Path, monkeypatch: pytest.Monke
     """A worker's death is no measurement: the next search asks for that tile once more."""
     whole = FakeLab._time
     monkeypatch.setattr(
-        FakeLab, "_time", lambda lab, tile: Measured(False, "died", lost=True) if tile == BEST else whole(lab, tile)
+        FakeLab,
+        "_time",
+        lambda executor, tile: Measured(False, "died", lost=True) if tile == BEST else whole(executor, tile),
     )
     search = finished(FakeLab())
     assert search.candidates[BEST].state == "fails"
@@ -210,7 +212,7 @@ def test_what_was_measured_counts_for_its_problem_alone(own_cache: Path) -> None
         Search(MINIMAL, PROBLEM, type("", (FakeLab,), {"gpu": "another GPU"})()),
     ):
         list(search)
-        assert len(search.lab.asked) == 22  # type: ignore[attr-defined]
+        assert len(search.executor.asked) == 22  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
@@ -402,8 +404,8 @@ from sandbox.spec import Problem
 from sandbox.tune import executors
 from sandbox.tune.search import Search
 kernel = registry.get("fwd_minimal")
-with executors.CpuExecutor(kernel) as lab:
-    for candidate in Search(kernel, Problem(1, 1, 40, 40, 16, dtype="float16"), lab, {"BLOCK_N": 8}):
+with executors.CpuExecutor(kernel) as executor:
+    for candidate in Search(kernel, Problem(1, 1, 40, 40, 16, dtype="float16"), executor, {"BLOCK_N": 8}):
         print(candidate.tile, flush=True)
         input()
 """

@@ -45,7 +45,7 @@ def test_one_element() -> None:
     found = non_finite(1, 2, 70, 5)
     assert (found.wrong, found.first, found.worst) == (1, (1, 2, 70, 5), (1, 2, 70, 5))
     assert "first at b 1, h 2, row 70, column 5: 9 instead of" in found.text
-    assert "in 1 of 6 heads: (b 1, h 2)" in found.follows
+    assert "in 1 of 6 heads: (b 1, h 2)" in found.patterns
     assert found.heat.shape == (200, 32)
     assert (found.heat > 1).sum() == 1
 
@@ -66,7 +66,7 @@ def test_one_element() -> None:
 )
 def test_shapes(where: tuple, phrase: str) -> None:
     found = non_finite(*where)
-    assert any(said.startswith(phrase) for said in found.follows), found.text
+    assert any(said.startswith(phrase) for said in found.patterns), found.text
     assert phrase in found.text
 
 
@@ -75,11 +75,11 @@ def test_a_single_tile_has_no_tail() -> None:
     problem = Problem(1, 1, 16, 16, 32)
     for where in ((every, every, slice(3, 5)), (every, every, 15), (every, every, every, 1)):
         found = non_finite(*where, problem=problem)
-        assert not any("tail" in said or "warp" in said for said in found.follows), found.text
+        assert not any("tail" in said or "warp" in said for said in found.patterns), found.text
 
 
 def test_rows_of_keys_come_in_other_tiles() -> None:
-    assert any("BLOCK_N=32" in said for said in non_finite(every, every, slice(32, 200, 32), name="dK").follows)
+    assert any("BLOCK_N=32" in said for said in non_finite(every, every, slice(32, 200, 32), name="dK").patterns)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 200), (2, 3, 200, 32), (1, 3, 1, 32), (1, 1, 200, 1), ()])
@@ -148,22 +148,22 @@ def test_a_mask_follows_the_diagonal_and_nothing_else_does(fault: str, name: str
     bound = BOUND if name == "O" else np.full_like(true, BOUND)
     found = locate(name, got, true, bound, KERNEL, problem, TILE, given)
     assert found
-    said = [phrase for phrase in found.follows if "diagonal" in phrase]
+    said = [phrase for phrase in found.patterns if "diagonal" in phrase]
     assert [MASKS[fault] in phrase for phrase in said] == [True] * (fault in MASKS), found.text
 
 
 def test_rows_that_see_no_key() -> None:
     problem = Problem(1, 2, 200, 150, 32, causal="bottom-right")
     found = non_finite(every, every, slice(0, 50), problem=problem)
-    assert "only rows that see no key" in found.follows
+    assert "only rows that see no key" in found.patterns
 
 
 def test_a_whole_last_tile_is_no_tail() -> None:
     """Where the rows are a multiple of a tile there are S / BLOCK_M tiles, and none is partial."""
     problem = Problem(1, 1, 192, 192, 32)
-    assert "only tiles 2 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(128, 192), problem=problem).follows
-    assert "only tiles 0 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(0, 64), problem=problem).follows
-    assert not any("tile" in said for said in non_finite(0, 0, slice(0, 192, 5), problem=problem).follows)
+    assert "only tiles 2 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(128, 192), problem=problem).patterns
+    assert "only tiles 0 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(0, 64), problem=problem).patterns
+    assert not any("tile" in said for said in non_finite(0, 0, slice(0, 192, 5), problem=problem).patterns)
 
 
 @pytest.mark.parametrize(("Sq", "edges"), [(200, [63.5, 127.5, 191.5]), (192, [63.5, 127.5]), (40, [])])
@@ -209,4 +209,4 @@ def test_a_factor_is_seen() -> None:
     ref = rng.standard_normal((1, 1, 64, 32))
     found = locate("O", 0.5 * ref, ref, BOUND, KERNEL, PROBLEM, TILE)
     assert found
-    assert "0.5 times what they should be" in found.follows
+    assert "0.5 times what they should be" in found.patterns

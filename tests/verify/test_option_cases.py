@@ -49,7 +49,7 @@ def test_the_pairs_that_are_seen(names: tuple[str, ...], causal) -> None:
     """As many as there are, where they depend on what is in a tensor; by the problem alone elsewhere."""
     p = problem(names, dataclasses.replace(P, Sq=300, causal=causal))
     given = scores.score_inputs(p)
-    found, whole = scores.seen_pairs(p, tensors(given)), int(scores.seen(p, given).sum())
+    found, whole = scores.visible_pairs(p, tensors(given)), int(scores.seen(p, given).sum())
     hidden = {*names} & {"mask", "padding", "key_lengths"}
     assert found == (whole if hidden else None)
     if hidden:
@@ -67,7 +67,7 @@ def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
     out, lse = reference.attention(given["Q"], given["K"], given["V"], **options)
     t = tensors(given)
     read = {name: t[name] for name in scores.score_inputs(p)}
-    expected = sampled.expect(p, t["Q"], t["K"], t["V"], given=read)
+    expected = sampled.expect(p, t["Q"], t["K"], t["V"], option_tensors=read)
     assert len(expected.strips) > 1
     for strip in expected.strips:
         for n, (b, h) in enumerate(expected.heads):
@@ -77,7 +77,7 @@ def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
     wrong, _ = reference.attention(given["Q"], given["K"], given["V"], causal=p.causal, scale=p.scale)
     if names != ("Dv",):
         assert sampled.compare(expected, torch.from_numpy(wrong.astype(np.float32))).message
-    gradients = sampled_gradients.expect_gradients(p, t["Q"], t["K"], t["V"], t["dO"], given=read)
+    gradients = sampled_gradients.expect_gradients(p, t["Q"], t["K"], t["V"], t["dO"], option_tensors=read)
 
     def launch() -> tuple[Any, ...]:
         found = reference.attention_backward(*(t[n].numpy() for n in ("dO", "Q", "K", "V")), **options)
@@ -318,9 +318,9 @@ def test_a_sinks_gradient_that_lacks_a_row(dtype: str, Sq: int) -> None:
     allowed, and no row."""
     case = Case("sink", Problem(2, 1, Sq, 130, 64, dtype=dtype, causal="top-left", sink=True))
     expected = reference_of("backward", case)
-    dO, O, LSE = (expected.given[name].astype(np.float32) for name in ("dO", "O", "LSE"))
-    rows = -np.exp(expected.given["sink"][0] - LSE) * (dO * O).sum(axis=3)
-    right, bound = expected.answers["dsink"].values, expected.answers["dsink"].bound
+    dO, O, LSE = (expected.inputs[name].astype(np.float32) for name in ("dO", "O", "LSE"))
+    rows = -np.exp(expected.inputs["sink"][0] - LSE) * (dO * O).sum(axis=3)
+    right, bound = expected.outputs["dsink"].values, expected.outputs["dsink"].bound
     assert reference.max_error([rows.sum()], right) <= bound
     caught = [reference.max_error([rows.sum() - row], right) > bound for row in rows.flat]
     assert np.mean(caught) > 0.9

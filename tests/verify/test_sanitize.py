@@ -243,7 +243,7 @@ CLEAN = """========= COMPUTE-SANITIZER
 
 
 def test_memcheck_is_read() -> None:
-    (found,) = findings.of_compute_sanitizer(MEMCHECK)
+    (found,) = findings.parse_compute_sanitizer(MEMCHECK)
     assert found.what.startswith("Invalid __global__ read of size 2 bytes, by thread (3,0,0) in block (2,0,0), Address")
     assert found.places == (
         SourceLine("/w/kernels_cu/include/tensor.cuh", 41),
@@ -252,7 +252,7 @@ def test_memcheck_is_read() -> None:
 
 
 def test_racecheck_is_read() -> None:
-    (found,) = findings.of_compute_sanitizer(RACECHECK)
+    (found,) = findings.parse_compute_sanitizer(RACECHECK)
     assert found.what == (
         "Race reported between Write access at fwd_minimal+0x8a0 in fwd_minimal.cu:40, "
         "and Read access at fwd_minimal+0xb10 in fwd_minimal.cu:48 [4096 hazards]"
@@ -264,7 +264,7 @@ def test_files_without_folders_are_found() -> None:
     """As compute-sanitizer 2025 names them."""
     here = registry.FOLDER
     bare = RACECHECK.replace("/w/kernels_cu/", "").replace("fwd_minimal.cu:48", "tensor.cuh:41")
-    (found,) = findings.of_compute_sanitizer(bare, (here, here / "include"))
+    (found,) = findings.parse_compute_sanitizer(bare, (here, here / "include"))
     assert found.places == (
         SourceLine(str(here / "fwd_minimal.cu"), 40),
         SourceLine(str(here / "include" / "tensor.cuh"), 41),
@@ -273,13 +273,13 @@ def test_files_without_folders_are_found() -> None:
 
 
 def test_synccheck_is_read() -> None:
-    (found,) = findings.of_compute_sanitizer(SYNCCHECK)
+    (found,) = findings.parse_compute_sanitizer(SYNCCHECK)
     assert "Divergent thread(s)" in found.what
     assert [str(place) for place in found.places] == ["fwd_minimal.cu:39"]
 
 
 def test_nothing_is_read() -> None:
-    assert findings.of_compute_sanitizer(CLEAN) == []
+    assert findings.parse_compute_sanitizer(CLEAN) == []
 
 
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int) -> None:
@@ -311,7 +311,7 @@ def test_a_checker_whose_kernel_prints_without_end(tmp_path: Path, monkeypatch: 
     found = sanitize.on_gpu("memcheck", kernel, sanitize.small_problems(kernel, tile)[0], tile, 60)
     assert found.clean is False
     reported, printed = (finding.what for finding in found.findings)
-    assert reported == findings.of_compute_sanitizer(MEMCHECK)[0].what
+    assert reported == findings.parse_compute_sanitizer(MEMCHECK)[0].what
     assert printed == "the kernel under memcheck printed more than 16 MiB and was ended (a printf in a loop?)"
 
 
@@ -402,5 +402,5 @@ def test_the_line_of_a_score_that_compute_sanitizer_names(tmp_path: Path) -> Non
     file.write_text('import sandbox\nscore = sandbox.Score("x + slope(h)", tensors={"slope": [1.0]})\n')
     text = MEMCHECK.replace("/w/kernels_cu/include/tensor.cuh:41", "score:1")
     score = Score("x + slope(h)", tensors={"slope": TensorLike((1,), "float32")}, file=str(file))
-    (found,) = findings.of_compute_sanitizer(findings.of_expressions(text, score)[0])
+    (found,) = findings.parse_compute_sanitizer(findings.resolve_expressions(text, score)[0])
     assert found.places == (SourceLine(str(file), 2), SourceLine("/w/kernels_cu/fwd_minimal.cu", 40))

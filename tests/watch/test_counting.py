@@ -20,13 +20,13 @@ from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.verify.check import Result
 from sandbox.watch import examine, session
-from sandbox.watch.figures import Cost, Examination
+from sandbox.watch.figures import Cost, VersionResult
 from sandbox.watch.history import History
 from sandbox.watch.job import Job
 
 RESULT = Result("fwd_minimal", "plain", Problem(1, 1, 1, 1, 64), "cuda", True, error=1.0, bound=2.0)
 COST = Cost("sm_90a", Tile(BLOCK_M=64), Resources(168, 0, 64, 0, 0), 81920, Occupancy(2, 0.125, "registers"), {})
-FOUND = Examination("ok", results=(RESULT,), cost=COST, counting=True)
+FOUND = VersionResult("ok", results=(RESULT,), cost=COST, counting=True)
 
 
 def test_the_worker_answers_before_it_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:

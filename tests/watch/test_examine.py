@@ -19,18 +19,18 @@ from sandbox.toolchain import nvrtc
 from sandbox.verify.cases import Case
 from sandbox.verify.check import Result
 from sandbox.watch import examine
-from sandbox.watch.figures import Examination, figures
+from sandbox.watch.figures import VersionResult, figures
 from sandbox.watch.job import Job
 
 KERNEL = registry.get("fwd_minimal")
 
 
-def examined(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, known: tuple[Tile, ...] | None = None) -> Examination:
+def examined(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, known: tuple[Tile, ...] | None = None) -> VersionResult:
     """Of a kernel as its spec would have it, without sanitizers."""
     monkeypatch.setattr(registry, "get", lambda name: kernel)
     monkeypatch.setattr(examine, "_sanitizing", lambda *args: [])
     found, _ = examine.examine(Job(kernel.name, HOST, known=known), lambda stage, limit: None)
-    assert isinstance(found, Examination)
+    assert isinstance(found, VersionResult)
     return found
 
 
@@ -100,7 +100,7 @@ def test_local_memory_of_any_variant_is_named(tmp_path: Path) -> None:
         cost, notes = examine._compile(kernel, trials, Job("fwd_minimal", HOST), pool)
         _, silent = examine._compile(KERNEL, trials, Job("fwd_minimal", HOST), pool)
     assert cost is not None
-    shown = figures(Examination("ok", cost=cost))
+    shown = figures(VersionResult("ok", cost=cost))
     assert (shown["stack"], shown["spills"]) == (256, 0)
     (note,) = notes
     assert note.startswith(f"fwd_minimal on {trials[1][0].problem}, tile ")

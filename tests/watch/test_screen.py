@@ -19,7 +19,7 @@ from sandbox.verify.check import Result
 from sandbox.verify.error_map import ErrorMap
 from sandbox.verify.findings import Finding
 from sandbox.watch import screen as watch_report
-from sandbox.watch.figures import Cost, Examination, figures
+from sandbox.watch.figures import Cost, VersionResult, figures
 from sandbox.watch.history import Version
 from sandbox.watch.session import Iteration
 
@@ -27,7 +27,7 @@ RESULT = Result("fwd_mma", "ragged", "B2 H4/2 S77x97 D64 float16 causal", "cuda"
                 seconds=28.6e-6, tflops=119.27)  # fmt: skip
 COST = Cost("sm_90a", Tile(BLOCK_M=64), Resources(168, 0, 64, 0, 0), 81920, Occupancy(2, 0.125, "registers"),
             {"HMMA": 288, "LDG.128": 4, "FADD": 100})  # fmt: skip
-GOOD = Examination("ok", results=(RESULT,), cost=COST, setting="NVIDIA H100 80GB HBM3: B1 H12 S1024 D64 float16",
+GOOD = VersionResult("ok", results=(RESULT,), cost=COST, setting="NVIDIA H100 80GB HBM3: B1 H12 S1024 D64 float16",
                    compiling=0.9)  # fmt: skip
 OLD = {"seconds": 30e-6, "tflops": 110.0, "registers": 160.0, "spills": 0.0, "HMMA": 288.0, "LDG": 16.0, "error": 0.01}
 
@@ -36,7 +36,7 @@ def version(number: int, **figures: float) -> Version:
     return Version(number, "2026-01-02 03:04:05", True, "ok", "", GOOD.setting, {**OLD, **figures}, {})
 
 
-def screen(found: Examination, width: int = 80, previous: Version | None = None, best: Version | None = None) -> str:
+def screen(found: VersionResult, width: int = 80, previous: Version | None = None, best: Version | None = None) -> str:
     console = Console(width=width, highlight=False, force_terminal=True, color_system="standard")
     now = Iteration(14, "fwd_mma", found, figures(found), 1.21, previous, best)
     with console.capture() as capture:
@@ -85,16 +85,16 @@ WRONG = dataclasses.replace(RESULT, ok=False, error=1.0, where=WHERE)
 REFUSED = f"NVRTC 12.9 refused {registry.FOLDER}/mine.cu\n\n{registry.FOLDER}/mine.cu(3): error: no\n  x = ;\n      ^"
 RACE = Finding("data race: " + "x" * 60, (SourceLine(__file__, 2),) * 9, on="B1 H2/1 S131x69 D16, tile BLOCK_M=64")
 FAULTS = {
-    "WRONG": Examination("wrong", TEXT, (WRONG,), cost=COST, setting=GOOD.setting),
-    "DOES NOT COMPILE": Examination("compile", REFUSED),
-    "NOT SAFE": Examination("sanitize", findings=(RACE,), cost=COST, setting=GOOD.setting),
-    "HANGS": Examination(
+    "WRONG": VersionResult("wrong", TEXT, (WRONG,), cost=COST, setting=GOOD.setting),
+    "DOES NOT COMPILE": VersionResult("compile", REFUSED),
+    "NOT SAFE": VersionResult("sanitize", findings=(RACE,), cost=COST, setting=GOOD.setting),
+    "HANGS": VersionResult(
         "hang", "did not finish within 10 s while running B1 H12 S1024 D64 float16; --timeout is more"
     ),
-    "CRASHES": Examination("crash", "it accessed memory that is not there (SIGSEGV) while running B1"),
-    "SPEC": Examination("spec", f"{registry.FOLDER}/mine.py, line 5: TypeError: no"),
-    "FAILS": Examination("run", "cuCtxSynchronize(after mine): CUDA_ERROR_ILLEGAL_ADDRESS"),
-    "NOT TAKEN": Examination("refused", "mine: D=3 is not built", notes=("NVRTC is missing",), output="row 1\n"),
+    "CRASHES": VersionResult("crash", "it accessed memory that is not there (SIGSEGV) while running B1"),
+    "SPEC": VersionResult("spec", f"{registry.FOLDER}/mine.py, line 5: TypeError: no"),
+    "FAILS": VersionResult("run", "cuCtxSynchronize(after mine): CUDA_ERROR_ILLEGAL_ADDRESS"),
+    "NOT TAKEN": VersionResult("refused", "mine: D=3 is not built", notes=("NVRTC is missing",), output="row 1\n"),
 }
 
 
