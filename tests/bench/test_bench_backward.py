@@ -54,20 +54,16 @@ def test_strips_are_the_whole_reference(problem: Problem) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
-    option_tensors = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, *option_tensors)
-    right = expected.check(lambda: None, lambda: plain_gradients(problem, *option_tensors))
+    inputs = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, *inputs)
+    right = expected.check(lambda: None, lambda: plain_gradients(problem, *inputs))
     assert right.message == ""
     assert right.error <= right.bound
     for wrong in range(3):
 
         def launch(wrong: int = wrong) -> tuple[Any, ...]:
-            gradients = plain_gradients(problem, *option_tensors)
-            ref = [
-                *attention_backward(
-                    *(x.float().numpy() for x in (option_tensors[3], *option_tensors[:3])), causal=problem.causal
-                )
-            ]
+            gradients = plain_gradients(problem, *inputs)
+            ref = [*attention_backward(*(x.float().numpy() for x in (inputs[3], *inputs[:3])), causal=problem.causal)]
             bound = gradient_bound(ref[wrong], gradients[wrong], np.abs(ref[wrong]), problem.dtype)
             gradients[wrong][-1, -1, -1, -1] += 50 * bound + 1e-3
             return gradients
@@ -77,12 +73,12 @@ def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
 
 def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
     problem = Problem(2, 8, 300, 300, 16, dtype="float16")
-    option_tensors = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, *option_tensors)
+    inputs = inputs_of(problem)
+    expected = sampled_gradients.expect_gradients(problem, *inputs)
     unsampled = next(h for h in range(8) if (1, 0, h) not in expected.sums)
 
     def launch() -> tuple[Any, ...]:
-        gradients = plain_gradients(problem, *option_tensors)
+        gradients = plain_gradients(problem, *inputs)
         gradients[1][0, unsampled, 7, 3] = math.nan
         return gradients
 
@@ -94,8 +90,8 @@ def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
 
 def time_contenders(*contenders: peers.Contender, problem: Problem = SMALL) -> list[Row]:
     setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
-    option_tensors = inputs_of(problem)
-    return benchmark.time_contenders(problem, contenders, option_tensors, Counting(), Limits(), setting, "backward")
+    inputs = inputs_of(problem)
+    return benchmark.time_contenders(problem, contenders, inputs, Counting(), Limits(), setting, "backward")
 
 
 @pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash", "eager"])
@@ -130,9 +126,9 @@ def test_flash_attention_packages_on_a_ragged_batch(computes: str, monkeypatch: 
     *_, fa4 = peers.get(str(ROOT / "sandbox" / "bench" / "flash_attention_peers.py"))
     lengths = ((33, 33), (70, 70), (1, 1))
     problem = Problem(0, 4, 0, 0, 16, Hk=2, dtype="bfloat16", causal="bottom-right", lengths=lengths)
-    option_tensors = benchmark.make_inputs(problem, device="cpu", computes=computes)
+    inputs = benchmark.make_inputs(problem, device="cpu", computes=computes)
     peer, setting = peers.backward(fa4) if computes == "backward" else fa4, {"mode": "events", "commit": "abc"}
-    (row,) = benchmark.time_contenders(problem, [peer], option_tensors, Counting(), Limits(), setting, computes)
+    (row,) = benchmark.time_contenders(problem, [peer], inputs, Counting(), Limits(), setting, computes)
     assert row.ok, row.message
     assert row.timing
 
