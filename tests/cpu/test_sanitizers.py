@@ -215,7 +215,7 @@ def test_each_proxy_fence_is_needed(name: str, number: int, tmp_path: Path) -> N
     dtype = dtype_of(kernel)
     for D in (64, 256):
         problem = Problem(1, 2, 257, 131, D, Hk=1, dtype=dtype, causal="bottom-right")
-        if kernel.refuses(problem):
+        if kernel.why_unsupported(problem):
             continue
         report, _ = launch_on_host("uninitialised", unfenced, problem, choose_tile(kernel, problem, None))
         if not report.clean:

@@ -34,7 +34,7 @@ FP32_SUMS = 1e37  # the most that the terms of a sum in fp32 may come to here
 def taken(kernel: Kernel, dtype: str, Sq: int, Sk: int, **options: object) -> Problem:
     """A problem of the kernel's, with a D whose scale is a power of two, so that scores are rounded once."""
     problems = (Problem(1, 2, Sq, Sk, D, Hk=1, dtype=dtype, **options) for D in (64, 16))  # type: ignore[arg-type]
-    return next(p for p in problems if not kernel.refuses(p))
+    return next(p for p in problems if not kernel.why_unsupported(p))
 
 
 def tried(kernel: Kernel, device: Device) -> tuple[str, ...]:

@@ -206,7 +206,7 @@ def test_options_in_the_fallback_for_non_finite_inputs(kernel: Kernel, device: D
     that do not see it are right."""
     draw, dtype = random.Random(f"{SEED} {kernel.name}"), kernel.dtypes[-1]
     plain = Problem(2, 4, 77, 97, 64, Hk=2, dtype=dtype, causal="bottom-right")
-    taken = [p for p in (asked(names, plain) for names in FALLBACK) if not kernel.refuses(p)]
+    taken = [p for p in (asked(names, plain) for names in FALLBACK) if not kernel.why_unsupported(p)]
     every = device != HOST or kernel.name in OF_FALLBACK
     for problem in taken if every else draw.sample(taken, min(len(taken), 1)):
         inputs = "nan" if kernel.computes == "forward" else "nan_query"
