@@ -1,4 +1,4 @@
-"""Which kernel and which tile serve a problem, and why not the others."""
+"""Selection of kernel and tile for a problem, with the reason why each other one is not supported."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
     if need > have:
         where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
-        return f"{kernel.name}: tile {tile} needs {need} bytes of shared memory at D={problem.D}, {where} has {have}"
+        return (
+            f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at D={problem.D}, "
+            f"and {where} has {have} (choose a smaller tile)"
+        )
     always = (entry for entry in kernel.entries if not {*entry.args} & {*NOT_ALWAYS})
     return next((reason for entry in always if (reason := why_grid_unsupported(kernel, entry, problem, tile))), None)
 
 
 def why_grid_unsupported(kernel: Kernel, entry: Entry, problem: Problem, tile: Tile) -> str | None:
-    """Why a GPU (and the CPU backend alike) cannot launch the grid of `entry`, as a sentence; None if it can."""
+    """Why the grid of `entry` cannot be launched, on either backend, as a sentence; None if it can."""
     for axis, size, limit in zip("xyz", entry.grid(problem, tile), _GRID_LIMITS, strict=True):
         if size > limit:
-            return f"{kernel.name}: {problem} needs {size} blocks along {axis}, over {limit}: split the batch"
+            return (
+                f"{kernel.name}: {problem} is not supported: its grid has {size} blocks along {axis}, and the limit is "
+                f"{limit} (split the batch)"
+            )
     return None
 
 
@@ -42,17 +48,19 @@ def choose_tile(
     kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = "",
     multiprocessors: int = 0,
 ) -> Tile:  # fmt: skip
-    """`tile` if given, else what tuning found on a GPU of the name `gpu`, else the spec's best that `arch` can hold,
-    its BLOCKS, where it has them, as many as there are `multiprocessors` (0: nobody knows, the spec's own number).
+    """`tile` if it is not None; else the tuned tile for a GPU named `gpu`; else the spec's best tile that fits `arch`.
+    BLOCKS of the spec's tiles, if they have it, becomes `multiprocessors` (0: unknown, BLOCKS is unchanged).
 
-    Raises UnsupportedProblem with the kernel's or the tile's own reason.
+    Raises UnsupportedProblem with the reason of the kernel or of the tile.
     """
     if reason := kernel.why_unsupported(problem, arch):
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
     ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
-    own = dict.fromkeys((_fitted(candidate, multiprocessors) for candidate in ranked), "the spec's best that is legal")
-    candidates = {tile: "as given"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
+    own = dict.fromkeys((_fitted(candidate, multiprocessors) for candidate in ranked), "the spec's best legal tile")
+    candidates = (
+        {tile: "as requested"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
+    )
     reasons = []
     for candidate, why in candidates.items():
         reason = why_tile_unsupported(kernel, problem, candidate, arch)
@@ -67,14 +75,14 @@ def _fitted(tile: Tile, multiprocessors: int) -> Tile:
     return Tile(**{**tile, "BLOCKS": multiprocessors}) if multiprocessors and "BLOCKS" in tile else tile
 
 
-BY_NAME = "is chosen by name only (default=True in its spec makes it one to choose)"
+BY_NAME = "is selected by name only (default=True in its spec allows automatic selection)"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a kernel makes of a problem: the tile it would take it with, or the sentence that says why it does not.
+    """A kernel considered for a problem: its tile, or the reason why it does not support the problem.
 
-    One with a tile and a reason would take it, and is not chosen for that reason.
+    With both a tile and a reason, the kernel supports the problem, but is not selected for that reason.
     """
 
     kernel: Kernel
@@ -83,8 +91,8 @@ class Candidate:
 
 
 def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Candidate]:
-    """Every kernel that `computes`: those that are `first_for` the problem, then the highest rung first. The one to
-    choose is the first with a tile and no reason."""
+    """Every kernel that `computes`: first those with `first_for(problem)`, then by rung, highest first. The first
+    candidate with a tile and no reason is selected."""
     found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
     for kernel in sorted(found, key=lambda k: (not k.first_for(problem), -k.rung, -k.preference)):
         if deterministic and not kernel.deterministic:
@@ -98,8 +106,8 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
-    """The highest default rung that takes `problem` on `arch`, of those whose results never vary if `deterministic`, or
-    one that is faster than it.
+    """The first candidate that supports `problem` on `arch`: the highest default rung, unless another kernel is
+    `first_for` the problem. `deterministic`: only kernels with bit-equal results.
 
     Raises UnsupportedProblem with every kernel's reason.
     """
@@ -111,4 +119,4 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None, determinis
             return candidate.kernel
         reasons.append(candidate.reason)
     listed = "\n  ".join(reasons)
-    raise UnsupportedProblem(f"no {computes} kernel takes {problem}:\n  {listed}")
+    raise UnsupportedProblem(f"no {computes} kernel supports {problem}:\n  {listed}")

@@ -1,4 +1,4 @@
-"""The launches of a kernel's entries, made one."""
+"""Combines the launches of a kernel's entries into one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..launch.dlpack import HOST, Device
 
 
 class EntryLaunch(NamedTuple):
-    """One entry: what is launched, and with what."""
+    """The launch of one entry: function, geometry and arguments."""
 
     entry: Entry
     function: Any  # driver.CudaFunction or CpuFunction
@@ -27,15 +27,15 @@ class EntryLaunch(NamedTuple):
 
     @property
     def how(self) -> tuple[Any, ...]:
-        """As the function's `launcher` and `call` take it."""
+        """The arguments of the function's `launcher` and `call`."""
         return self[2:]
 
 
 def make_launch(
     launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device
 ) -> Launch:
-    """One launch of all that have blocks, on tensors whose addresses come in `order`, after so many bytes of those that
-    are `zeroed` have been made zeros."""
+    """One launch of all entries whose grid is not empty. It takes the addresses of tensors in `order`. First it zeroes
+    memory: `zeroed` has the number of bytes by tensor name."""
     launches = [one for one in launches if all(one.grid)]
     # The work before the first launch is unknown: the first launch waits until it ends.
     launches[:1] = [one._replace(programmatic_launch=False) for one in launches[:1]]
@@ -67,16 +67,16 @@ def _on_host(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: 
     def launch_all(pointers: tuple[int, ...], stream: int = 0) -> None:
         for i, nbytes in clear:
             ctypes.memset(pointers[i], 0, nbytes)
-        for launch, places in each:
-            launch(tuple([pointers[i] for i in places]), stream)
+        for launch, indices in each:
+            launch(tuple([pointers[i] for i in indices]), stream)
 
     return launch_all
 
 
 def _logged(launch: Launch, launches: Sequence[EntryLaunch]) -> Launch:
-    """`launch` for who wants to hear of each."""
+    """`launch`, with log records of every entry's geometry and arguments."""
 
-    def said(pointers: tuple[int, ...], stream: int = 0) -> None:
+    def logged(pointers: tuple[int, ...], stream: int = 0) -> None:
         for one in launches:
             shape = one.grid, one.block, one.smem
             log.logger.log(log.LAUNCHES, "%s: grid %s, block %s, %d bytes of shared memory", one.entry.name, *shape)
@@ -85,4 +85,4 @@ def _logged(launch: Launch, launches: Sequence[EntryLaunch]) -> Launch:
             for name, value in zip(one.entry.args, one.arguments.values, strict=True):
                 log.logger.log(log.ARGUMENTS, "  %s of %s = %s", name, one.entry.name, describe(value))
 
-    return said
+    return logged

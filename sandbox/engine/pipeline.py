@@ -1,4 +1,4 @@
-"""Kernel + tile + problem -> compiled, packed, launched, on either backend."""
+"""Kernel + tile + problem -> compiled, arguments packed, launched, on either backend."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile, why_grid_unsupported
 from .launches import EntryLaunch, make_launch
 
-DEFAULT_ARCH = "sm_90a"  # to report on where there is no GPU
+DEFAULT_ARCH = "sm_90a"  # the target for reports without a GPU
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A kernel ready to launch on one problem: loaded, its geometry fixed, its arguments packed.
 
-    `launch` does all that the kernel computes: for a backward, delta first, and what its scratch needs of zeroing.
-    `seconds`: what compiling took when it was compiled; `cached`: that was on an earlier occasion.
+    `launch` runs everything that the kernel needs: for a backward also preprocess, and the zeroing of scratch.
+    `seconds`: compile time; `cached`: the binary came from the cache, and `seconds` is the time of the earlier compile.
     """
 
     kernel: Kernel
@@ -46,17 +46,17 @@ class Prepared:
     device: Device
     seconds: float
     cached: bool
-    compiled: tuple[Compiled, ...]  # each of the kernel's entries; empty on the CPU backend
-    launch: Launch  # on tensors of the shapes and strides that it was prepared for
-    tensor_names: tuple[str, ...]  # of the tensors that the kernel takes: scratch too
-    order: tuple[str, ...]  # of those whose addresses `launch` takes
+    compiled: tuple[Compiled, ...]  # one per entry; empty on the CPU backend
+    launch: Launch  # for tensors of the shapes and strides passed to `prepare`
+    tensor_names: tuple[str, ...]  # tensors that the kernel uses, including scratch
+    order: tuple[str, ...]  # names of the tensors whose addresses `launch` takes
 
     def pointers(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """What `launch` takes, of `tensors` by the names in the spec's `args`."""
+        """The argument of `launch`; `tensors` by the names in the spec's `args`."""
         return tuple(tensors[name].pointer for name in self.order)
 
     def wait(self) -> None:
-        """Until the GPU has done all its work; an error of this kernel's launch is raised here, with its name."""
+        """Wait for all work of the GPU. An error of this kernel's launch is raised here, with its name."""
         if self.device != HOST:
             driver.device(self.device[1]).synchronize(after=f"{self.kernel.name} on {self.problem}, tile {self.tile}")
 
@@ -65,19 +65,20 @@ def prepare(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device,
     order: Sequence[str] = (),
 ) -> Prepared:  # fmt: skip
-    """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may lack.
-    `order`: that of the addresses that `launch` is to take, all that the kernel needs among them.
+    """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may be
+    absent. `order`: names of the tensors whose addresses `launch` takes, in this order; it must contain all that the
+    kernel uses.
 
-    A backward also computes the gradients of bias and sink, where `tensors` has "dbias" or "dsink"; with "dLSE" it is
-    that of LSE too.
+    A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". With "dLSE", it
+    includes the gradient of LSE.
 
-    An entry whose grid is empty, for want of rows, is not launched. Raises CompileError, ToolchainMissing,
-    GpuUnavailable, DriverError; UnsupportedProblem for a grid too large.
+    An entry whose grid is empty is not launched. Raises CompileError, ToolchainMissing, GpuUnavailable, DriverError;
+    UnsupportedProblem for a grid that is too large.
     """
     arch = arch_of(device)
-    firsts = [choose_kernel(problem, computes, arch) for computes in _before(kernel, problem, tensors)]
-    kernels = [*((first, tile_on(device, first, problem)) for first in firsts), (kernel, tile)]
-    with ThreadPoolExecutor() as pool:  # compilers run side by side
+    required = [choose_kernel(problem, computes, arch) for computes in _prerequisites(kernel, problem, tensors)]
+    kernels = [*((other, tile_on(device, other, problem)) for other in required), (kernel, tile)]
+    with ThreadPoolExecutor() as pool:  # compile in parallel
         loads = [*pool.map(lambda of: load(of[0], of[1], problem, device), kernels)]
     launches: list[EntryLaunch] = []
     for (each, its_tile), its_load in zip(kernels, loads, strict=True):
@@ -92,8 +93,8 @@ def prepare(
     )  # fmt: skip
 
 
-def _before(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """What has to be computed before `kernel`."""
+def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The computations that must run before `kernel`."""
     if problem.block_map[3] and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
         yield "block_map"
     if kernel.computes == "backward":
@@ -119,20 +120,19 @@ def _launches(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel's entries, ready on one device, and what compiling them took and gave; see Prepared."""
+    """A kernel's entries, loaded on one device, and the results of compiling them; fields as in Prepared."""
 
     functions: tuple[driver.CudaFunction | CpuFunction, ...]
     compiled: tuple[Compiled, ...]
     seconds: float
     cached: bool
-    max_threads: tuple[int, ...]  # of each entry's blocks, by its __launch_bounds__; 0: it has none
+    max_threads: tuple[int, ...]  # per entry: __launch_bounds__, 0 if it has none
 
 
 @snippets.explaining
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
-    """Compile what `problem` needs of `kernel`, or find it in the cache, and load it. Raises as `prepare` does, and
-    SpecError where the spec's `args` are not the parameters that the compiler found, or its `block` exceeds the
-    __launch_bounds__."""
+    """Compile `kernel` for `problem`, or find it in the cache, and load it. Raises as `prepare` does, and SpecError if
+    the spec's `args` do not match the compiled parameters, or its `block` exceeds the __launch_bounds__."""
     defines = kernel.defines(problem, tile)
     if (
         (problem.ragged or problem.page_size)
@@ -141,15 +141,15 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
     ):
         defines["CHECKED_KERNELS"] = 1
     what = kernel, tuple(defines.items()), snippets.folders(problem), device
-    refused, error = _refused.get(what, (None, None))
-    if error and refused and refused == _made_of(kernel, what[2]):
+    failed, error = _compile_errors.get(what, (None, None))
+    if error and failed and failed == _source_fingerprint(kernel, what[2]):
         raise error()
     loaded = _load(*what)
-    _hold_blocks(kernel, tile, loaded.max_threads)
+    _check_block_sizes(kernel, tile, loaded.max_threads)
     return loaded
 
 
-def _hold_blocks(kernel: Kernel, tile: Tile, max_threads: Sequence[int]) -> None:
+def _check_block_sizes(kernel: Kernel, tile: Tile, max_threads: Sequence[int]) -> None:
     for entry, most in zip(kernel.entries, max_threads, strict=True):
         parameters.check_block_size(entry.name, entry.block(tile), most)
 
@@ -158,32 +158,32 @@ def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
     return tuple(nvrtc.max_threads(made.ptx, made.entry) for made in compiled)
 
 
-def _made_of(kernel: Kernel, folders: tuple[Path, ...]) -> str | None:
-    """The fingerprint of a kernel's source and of every header that either compiler takes from the project or from a
-    folder that the environment names; None when it cannot be known."""
+def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None:
+    """The fingerprint of a kernel's source and of every header that either compiler includes from the project or from a
+    folder in the environment's include path; None if it is unknown."""
     try:
         return sources.fingerprint(kernel.source, build.searched(kernel.source, folders))
-    except FileNotFoundError:  # which the compiler says better
+    except FileNotFoundError:  # the compiler reports it better
         return None
 
 
-# What a compiler refused, with the fingerprint of the source before it was compiled: `check` asks for one variant many
-# times, and an edit, also one while it compiled, is compiled again. The error is made anew each time: a stored one
-# would keep its traceback, and with it the arrays of every caller on the stack.
+# Compile errors, with the fingerprint of the source before the compile. `check` requests one variant many times; only
+# an edited source is compiled again, including one that was edited during the compile. Each time a new exception is
+# raised: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
 _Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device]
-_refused: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
+_compile_errors: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
 
 
 @lru_cache(maxsize=512)
 def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
-    before = _made_of(kernel, folders)
+    before = _source_fingerprint(kernel, folders)
     try:
         loaded = _compile_and_load(kernel, defines, folders, device)
-    except CompileError as refusal:
-        made = partial(CompileError, source=refusal.source, options=refusal.options, log=refusal.log)
-        _refused[kernel, defines, folders, device] = before, partial(made, str(refusal))
+    except CompileError as error:
+        new_error = partial(CompileError, source=error.source, options=error.options, log=error.log)
+        _compile_errors[kernel, defines, folders, device] = before, partial(new_error, str(error))
         raise
-    _refused.pop((kernel, defines, folders, device), None)
+    _compile_errors.pop((kernel, defines, folders, device), None)
     return loaded
 
 
@@ -192,7 +192,7 @@ def _compile_and_load(
 ) -> Loaded:
     names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
     if device == HOST:
-        with cache.in_use():  # the loader is given a path
+        with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)
             functions = tuple(CpuFunction(built.path, name) for name in names)
         for entry, function in zip(kernel.entries, functions, strict=True):
@@ -214,19 +214,19 @@ def _compiled(
 
 @snippets.explaining
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
-    """Every entry of a kernel as it is compiled for `problem` and `tile`, in the order of its launches.
+    """Every entry of a kernel, compiled for `problem` and `tile`, in launch order.
 
-    Raises CompileError, ToolchainMissing; SpecError where the spec's `block` exceeds the __launch_bounds__.
+    Raises CompileError, ToolchainMissing; SpecError if the spec's `block` exceeds the __launch_bounds__.
     """
     compiled = _compiled(kernel, arch, kernel.defines(problem, tile), snippets.folders(problem))
-    _hold_blocks(kernel, tile, _max_threads(compiled))
+    _check_block_sizes(kernel, tile, _max_threads(compiled))
     return compiled
 
 
 def forget() -> None:
-    """Drop every loaded kernel, so that the next launch reads the sources anew."""
+    """Drop every loaded kernel, so that the next launch reads the sources again."""
     _load.cache_clear()
-    _refused.clear()
+    _compile_errors.clear()
 
 
 def arch_of(device: Device) -> Arch | None:
@@ -235,9 +235,9 @@ def arch_of(device: Device) -> Arch | None:
 
 
 def tile_on(device: Device, kernel: Kernel, problem: Problem, tile: Tile | None = None, *, tuned: bool = False) -> Tile:
-    """`tile` if given, else the best of the spec's own, or of what tuning found, for this device.
+    """`tile` if it is not None; else the tuned tile for this device (if `tuned`), or the spec's best.
 
-    Raises UnsupportedProblem with the kernel's or the tile's own reason.
+    Raises UnsupportedProblem with the reason of the kernel or of the tile.
     """
     if device == HOST:
         return choose_tile(kernel, problem, None, tile)
@@ -247,12 +247,12 @@ def tile_on(device: Device, kernel: Kernel, problem: Problem, tile: Tile | None 
 
 
 def arch_name(kernel: Kernel, arch: Arch) -> str:
-    """The target to compile `kernel` for on a GPU of that compute capability, as "sm_90a"."""
+    """The compile target of `kernel` on a GPU of that compute capability, such as "sm_90a"."""
     return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
 
 
 def arch_here(kernel: Kernel) -> str:
-    """The target to compile `kernel` for unless somebody names one: this machine's GPU's, or sm_90a without one."""
+    """The default compile target of `kernel`: that of this machine's GPU, or sm_90a without a GPU."""
     return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
 
 
@@ -264,10 +264,10 @@ def compile(
     arch: str | None = None,
     tile: Tile | str | None = None,
 ) -> Compiled:
-    """Compile one kernel for one architecture and report what it costs. Needs no GPU.
+    """Compile one kernel for one architecture and report its resource usage. Needs no GPU.
 
-    kernel: also the name of an entry that a kernel launches later, such as "bwd_minimal_dq". D: head width; dtype:
-    "float32", "float16" or "bfloat16"; arch: "sm_90a" and so on, by default the GPU's, or sm_90a without one.
+    kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension. dtype: "float32",
+    "float16" or "bfloat16". arch: such as "sm_90a"; default: that of the GPU, or sm_90a without a GPU.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
@@ -279,19 +279,19 @@ def compile(
 
 
 def compile_entry(kernel: Kernel, entry: str, problem: Problem, tile: Tile, arch: str) -> Compiled:
-    """`compile_problem` of one entry. Raises UnknownKernel when the kernel has none such."""
+    """`compile_problem` for one entry. Raises UnknownKernel if the kernel has no such entry."""
     name = kernel.entry(entry).name
     return next(c for c in compile_problem(kernel, problem, tile, arch) if c.entry == name)
 
 
 def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, arch: Arch) -> architectures.Occupancy:
-    """How many blocks of an entry an SM holds, and what limits them."""
+    """Resident blocks of an entry per SM, and the limiting resource."""
     smem = entry.smem_bytes(problem, tile) + resources.smem_static
     return architectures.occupancy(arch, math.prod(entry.block(tile)), resources.registers, smem)
 
 
 def as_tile(tile: Tile | str | Mapping[str, int] | None) -> Tile | None:
-    """A tile as people write it: a Tile, a mapping, or "BLOCK_M=64,BLOCK_N=32"."""
+    """A user's tile as a Tile: a Tile, a mapping, or "BLOCK_M=64,BLOCK_N=32"."""
     if tile is None or isinstance(tile, Tile):
         return tile
     if not isinstance(tile, str | Mapping):

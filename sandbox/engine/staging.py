@@ -1,4 +1,4 @@
-"""An array's twin on the other side, host or GPU, for a launch there."""
+"""A copy of an array on the other device, host or GPU, for a launch there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..launch.dlpack import HOST, ArrayView, Device
 
 
 class Staged:
-    """Memory on `device` for everything that a view reaches, with the same strides.
+    """Memory on `device` for the extent of a view, with the same strides.
 
-    `pointer` is where the view's first element lies there; `send` copies the array there, `fetch` back.
+    `pointer` is the address of the view's first element in the copy; `send` copies the array there, `fetch` back.
     """
 
     def __init__(self, view: ArrayView, device: Device):
@@ -28,15 +28,15 @@ class Staged:
         self.pointer = self._start - low * itemsize
 
     def send(self) -> None:
-        """Home -> device."""
+        """Copy to the device."""
         if self._memory:
             driver.write(self._start, self._home, self._nbytes, driver.device(self._device[1]))
         else:
-            driver.device(self._home_device[1]).synchronize()  # a copy does not wait for every stream
+            driver.device(self._home_device[1]).synchronize()  # a copy alone does not wait for every stream
             driver.read(self._start, self._home, self._nbytes, driver.device(self._home_device[1]))
 
     def fetch(self) -> None:
-        """Device -> home, once all earlier work there is done."""
+        """Copy back, after all earlier work of the device."""
         if self._memory:
             driver.read(self._home, self._start, self._nbytes, driver.device(self._device[1]))
         else:

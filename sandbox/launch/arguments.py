@@ -43,25 +43,28 @@ class Launch(Protocol):
 
 
 class Row(NamedTuple):
-    """One kind of argument: its C type, and a tensor's name to follow or a value from the problem."""
+    """One kind of argument: its C type, and either the name of a tensor or a value computed from the problem."""
 
     ctype: type
-    value: Callable[[Problem], object] | None = None  # None: of a tensor, filled in at launch
-    tensor: str = ""  # whose address it follows
-    rows: Callable[[Tile], int] | None = None  # of a tensor map's box
-    used: Callable[[Problem], bool] = lambda p: True  # else all zeros
-    optional: bool = False  # a null pointer where there is no such tensor
+    value: Callable[[Problem], object] | None = None  # None: the address of `tensor`, set at launch
+    tensor: str = ""  # name of the tensor that the argument points to
+    rows: Callable[[Tile], int] | None = None  # rows of a tensor map's box
+    used: Callable[[Problem], bool] = lambda p: True  # False: the argument is all zeros
+    optional: bool = False  # a null pointer if the tensor is absent
 
 
-def _view(name: str) -> Row:  # any strides, unit stride in D
+def _view(name: str) -> Row:
+    """A tensor view: any strides, unit stride in D."""
     return Row(View, tensor=name)
 
 
-def _pointer(name: str) -> Row:  # contiguous, its shape fixed by the problem: (B, H, Sq) fp32, but for SCRATCH's
+def _pointer(name: str) -> Row:
+    """A contiguous array whose shape the problem fixes: (B, H, Sq) fp32, or as SCRATCH defines."""
     return Row(ctypes.c_void_p, tensor=name)
 
 
-def _map(name: str, rows: Callable[[Tile], int]) -> Row:  # boxes of so many rows and 64 columns
+def _map(name: str, rows: Callable[[Tile], int]) -> Row:
+    """A tensor map whose boxes have `rows` rows and 64 columns."""
     return Row(TensorMap, tensor=name, rows=rows)
 
 
@@ -69,7 +72,7 @@ def _bias_size(axis: int, problem: Problem) -> ctypes.c_int32:
     return ctypes.c_int32(problem.bias[axis])
 
 
-_WARPGROUP_ROWS = 64  # which one wgmma multiplies
+_WARPGROUP_ROWS = 64  # rows of one wgmma
 
 ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
@@ -84,7 +87,7 @@ ARGUMENTS: dict[str, Row] = {
     "tile_counter": Row(ctypes.c_void_p, tensor="tile_counter"),
     "work_tiles": Row(ctypes.c_void_p, tensor="work_tiles"),
     "partials": Row(ctypes.c_void_p, tensor="partials"),
-    "score": Row(ctypes.Structure),  # its layout is the problem's
+    "score": Row(ctypes.Structure),  # its fields depend on the problem
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.group)),
     "B": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches)),
     "H": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.H)),
@@ -95,12 +98,12 @@ ARGUMENTS: dict[str, Row] = {
 }
 
 
-NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is not launched where nobody gave it
+NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is launched only if the caller passes the array
 
 
 class Scratch(NamedTuple):
-    """Memory that a launch needs and its caller does not own: contiguous, four bytes a number, made by whoever
-    launches. `shape` is None of a problem that does without: the kernel is given a null pointer."""
+    """Temporary memory of a launch: contiguous, four bytes per element, allocated by the code that launches. `shape`
+    returns None for a problem that does not need it: the kernel then receives a null pointer."""
 
     shape: Callable[[Problem], tuple[int, ...] | None]
     zeroed: bool  # by the launch, on its stream
@@ -108,17 +111,17 @@ class Scratch(NamedTuple):
 
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
-    # The counter of a dynamic tile scheduler (include/tile_scheduler.cuh).
-    # An entry clears it.
+    # The counter of a dynamic tile scheduler (include/tile_scheduler.cuh). An entry of the kernel clears it.
     "tile_counter": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=False),
-    # Work tiles of a ragged batch, listed by an earlier entry (include/tile_scheduler.cuh); its kernel gives the size.
+    # Work tiles of a ragged batch, listed by an earlier entry (include/tile_scheduler.cuh). The kernel's `scratch`
+    # gives the size.
     "work_tiles": Scratch(lambda p: (0,), zeroed=False),
-    # What blocks that share a row's keys have summed up, before another entry or one of them merges it; its kernel says
-    # how much, and how much of it has to be zeros.
+    # Partial results of split-KV or stream-K blocks, before they are combined. The kernel's `scratch` gives the size
+    # and how much of it must be zero.
     "partials": Scratch(lambda p: (0,), zeroed=True),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
-    # Sums of dQ, in whatever order the kernel that names it likes; room for whole tiles of up to 128 rows, of D columns
-    # padded to a power of two, at least 32. A kernel that pads in another way says in its `scratch` how much it needs.
+    # The fp32 accumulator of dQ; its layout is the kernel's own. It has room for whole tiles of up to 128 rows, with D
+    # padded to a power of two, at least 32. A kernel that pads in another way gives the size in its `scratch`.
     "dQ_accum": Scratch(
         lambda p: (p.batches, p.H, p.query_tiles(128) * 128, 1 << max(p.D - 1, 31).bit_length()), zeroed=True
     ),
@@ -129,7 +132,7 @@ def scratch_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[
     """{name: shape} of the scratch that `kernel` needs."""
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
-        named["block_map"] = None  # that `score` points to
+        named["block_map"] = None  # `score` points to it
     own = {name: sizes(problem, tile)[:1] for name, sizes in kernel.scratch.items()}
     written = COMPUTATIONS[kernel.computes].writes
     shapes = {name: own.get(name) or SCRATCH[name].shape(problem) for name in named if name not in written}
@@ -137,7 +140,7 @@ def scratch_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[
 
 
 def zeroed_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, int]:
-    """How many bytes of which scratch have to be zeros before a launch."""
+    """{name: bytes} of the scratch that must be zero before a launch."""
     own = {name: sizes(problem, tile)[1] for name, sizes in kernel.scratch.items()}
     shapes = {name: shape for name, shape in scratch_of(kernel, problem, tile).items() if SCRATCH[name].zeroed}
     return {name: 4 * own.get(name, math.prod(shape)) for name, shape in shapes.items()}
@@ -146,9 +149,9 @@ def zeroed_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, int]:
 class ArgumentBlock:
     """The arguments of one entry point for one problem, packed.
 
-    `table` is the `void**` to launch with; `slots` hold the addresses of `tensor_names`, in the order of the spec, a
-    tensor as often as arguments follow it. `encode` makes the tensor maps. Raises UnsupportedProblem for a tensor that
-    no map can describe.
+    `table` is the `void**` of the launch. `slots` hold the addresses of `tensor_names`, in the order of the spec; a
+    tensor occurs once per argument that points to it. `encode` writes the tensor maps. Raises UnsupportedProblem for a
+    tensor that a tensor map cannot describe.
     """
 
     def __init__(
@@ -175,15 +178,15 @@ class ArgumentBlock:
                 slots += within.items()
                 continue
             tensor, value = tensors.get(row.tensor), new_map() if row.rows else row.ctype()
-            slot: Any = ctypes.c_void_p.from_buffer(value)  # its first word, whether a view or a bare pointer
+            slot: Any = ctypes.c_void_p.from_buffer(value)  # the address is the first word of a view and of a pointer
             if row.ctype is not ctypes.c_void_p:
-                assert tensor is not None, "the caller names every tensor whose strides count"
+                assert tensor is not None, "the caller passes every tensor whose strides are needed"
                 if row.rows:
                     box = box_of(row.tensor, problem, tensor, row.rows(tile))
                     slot = map_slot(value, box, problem.dtype_of(row.tensor), encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
-                    value.stride_b *= not problem.ragged  # of one batch entry
+                    value.stride_b *= not problem.ragged  # a ragged batch is one batch entry
             if tensor:
                 slot.value = tensor.pointer
             self.values.append(value)
@@ -191,23 +194,23 @@ class ArgumentBlock:
         self.tensor_names = tuple(name for name, _ in slots)
         self.slots = [slot for _, slot in slots]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
-        self.table.values = self.values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
+        self.table.values = self.values  # type: ignore[attr-defined]  # the table keeps the values alive
 
 
 class PackedArguments:
-    """The arguments of a kernel that has no spec: values of ctypes, each tensor an address that stays."""
+    """The arguments of a kernel that has no spec: ctypes values. The addresses of tensors do not change."""
 
     def __init__(self, values: Sequence[Any]):
         self.slots: list[Any] = []
         self.table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self.table.values = values  # type: ignore[attr-defined]  # whoever holds the table may launch with it
+        self.table.values = values  # type: ignore[attr-defined]  # the table keeps the values alive
 
 
 Arguments = ArgumentBlock | PackedArguments
 
 
 def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
-    """`Score` of include/score_mod.cuh, and where in it the addresses of tensors lie, by their names."""
+    """`Score` of include/score_mod.cuh, and its fields that hold addresses, by the names of the tensors."""
     value = score_structure(problem)()
     left, right = problem.bounds
     of_q, of_k, of_v = (n if isinstance(n, float) else 1.0 for n in problem.descale or (1.0, 1.0, 1.0))
@@ -228,12 +231,13 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
         name, sizes = wanted.name, wanted.shape
         if name == "block_map" and BLOCK_MAP in tensors:
             name = BLOCK_MAP
-        tensor = tensors.get(name)  # scratch may lack
+        tensor = tensors.get(name)  # scratch may be absent
         own = tensor.strides if tensor else dense_strides(sizes)
         strides = (0,) * (len(sizes) - len(own)) + tuple(own)
         if len(wanted.strides) < len(sizes) and sizes[-1] > 1 and strides[-1] != 1:
             raise UnsupportedProblem(
-                f"{wanted.name} has stride {strides[-1]} in its last dimension: it must be 1 (pass a contiguous copy)"
+                f"{wanted.name} with stride {strides[-1]} in its last dimension is not supported: the stride must be 1 "
+                "(pass a contiguous copy)"
             )
         for stride_field, size, stride in zip(wanted.strides, sizes, strides, strict=False):
             setattr(value, stride_field, stride if size > 1 else 0)
@@ -244,7 +248,7 @@ def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[cty
 
 
 def describe(value: Any) -> str:
-    """A packed argument, for people."""
+    """A packed argument as text, for the log."""
     if isinstance(value, ctypes.Structure):
         return ", ".join(f"{field[0]} {getattr(value, field[0])}" for field in value._fields_)
     return str(value.value)

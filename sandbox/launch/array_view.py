@@ -1,4 +1,4 @@
-"""An array, whoever's it is: where it lies and how, and what kernels ask of that."""
+"""An array of any library: its address, shape, strides, dtype and device, and the properties that kernels require."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..core.score import SIZES
 
 Device = tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
 HOST: Device = ("cpu", 0)
-SEEDS = (0, 2**63 - 1)  # that are drawn: from, up to
+SEEDS = (0, 2**63 - 1)  # range of random seeds
 
 
 @dataclass(frozen=True)
 class ArrayView:
-    """One array, seen from outside its library. `strides` in elements; `owner` keeps the memory alive.
+    """A view of one array, independent of its library. `strides` in elements; `owner` keeps the memory alive.
 
-    Raises UnsupportedProblem for address 0, unless there is nothing there.
+    Raises UnsupportedProblem for address 0, unless the array is empty.
     """
 
     pointer: int
@@ -35,19 +35,20 @@ class ArrayView:
     def __post_init__(self) -> None:
         if not self.pointer and 0 not in self.shape:
             raise UnsupportedProblem(
-                f"an array of shape {self.shape} has no memory (its address is 0): "
-                f"pass one that holds its numbers, not a {type(self.owner).__name__} that stands for others"
+                f"an array of shape {self.shape} without memory is not supported (its address is 0): "
+                f"pass an array that holds its elements, not a {type(self.owner).__name__} that stands for others"
             )
 
     @property
     def alignment(self) -> int:
-        """Bytes, at most 16, that the address of every row (every index but the last) is a multiple of."""
+        """The alignment of every row (every index but the last), in bytes: at most 16."""
         steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return math.gcd(16, self.pointer, *steps)
 
     @property
     def mappable(self) -> bool:
-        """A tensor map takes these strides: positive and below 2^40 bytes, or 0 in B or H; of rows that are there."""
+        """Whether a tensor map supports the strides: positive and below 2^40 bytes, or 0 in B or H. The strides of
+        dimensions of size 1 do not matter."""
         steps = [s * SIZES[self.dtype] for n, s in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
         return all(0 <= s < 2**40 for s in steps) and (self.shape[-2] <= 1 or self.strides[-2] > 0)
 
@@ -60,20 +61,20 @@ class ArrayView:
 
 
 def layout(views: Iterable[ArrayView]) -> dict[str, Any]:
-    """What kernels ask of how tensors lie: the fields `alignment` and `mappable` of a Problem."""
+    """The fields `alignment` and `mappable` of a Problem, for these tensors."""
     tensors = [view for view in views if len(view.shape) == 4]
     return {"alignment": min(x.alignment for x in tensors), "mappable": all(x.mappable for x in tensors)}
 
 
 def boxes(view: ArrayView) -> bool:
-    """Whether a tensor map describes it: the field `bias_boxes` of a Problem."""
+    """Whether a tensor map can describe the array: the field `bias_boxes` of a Problem."""
     return len(view.shape) > 1 and view.alignment == 16 and view.mappable
 
 
 def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Strides without gaps for `shape`, the dimensions nested as strides `like` nest them (as in C order without).
+    """Strides without gaps for `shape`. The dimensions have the order of the strides `like` (default: C order).
 
-    The last dimension stays innermost; a broadcast one, of stride 0, goes outermost.
+    The last dimension stays innermost; broadcast dimensions, of stride 0, go outermost.
     """
     outer = list(range(len(shape) - 1))
     if like is not None:
@@ -86,20 +87,23 @@ def dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None = None) -
 
 
 def element_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes -> in elements. Raises UnsupportedProblem where they are not whole."""
+    """Strides in bytes -> in elements. Raises UnsupportedProblem if one is not a multiple of the item size."""
     if any(stride % itemsize for stride in strides):
-        raise UnsupportedProblem(f"strides {strides} (bytes) are no multiples of the item size {itemsize}: copy it")
+        raise UnsupportedProblem(
+            f"strides {strides} (bytes) are not supported: they must be multiples of the item size {itemsize} "
+            "(pass a contiguous copy)"
+        )
     return tuple(stride // itemsize for stride in strides)
 
 
 def permuted(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape of the C-ordered array, axes to transpose it by) that give `shape` with dense `strides`."""
+    """(shape of a C-ordered array, axes to transpose it by) such that the result has `shape` and dense `strides`."""
     order = sorted(range(len(shape)), key=lambda i: (-strides[i], i))
     return tuple(shape[i] for i in order), tuple(order.index(i) for i in range(len(shape)))
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """`"bfloat16"` and so on as a NumPy dtype."""
+    """A dtype name, such as "bfloat16", as a NumPy dtype."""
     if name in _ML_DTYPES:
         import ml_dtypes
 

@@ -1,6 +1,6 @@
-"""Calls of the driver whose arguments are made beforehand: what is left of a launch is to write addresses, and to call.
+"""Driver calls whose arguments are prepared in advance. A launch only writes addresses and makes the calls.
 
-What that saves of a call's host time is in experiment 001.
+Experiment 001 has the host time that this saves.
 """
 
 from __future__ import annotations
@@ -13,33 +13,34 @@ from .arguments import Launch
 
 
 class Call(NamedTuple):
-    """One call of a function of ctypes."""
+    """One call of a ctypes function."""
 
-    function: Callable[..., int]  # gives 0 if all is well
+    function: Callable[..., int]  # returns 0 on success
     arguments: tuple[Any, ...]
-    stream: Any  # whose `value` is the stream that it goes to
-    about: str  # in words
+    stream: Any  # its `value` is the CUDA stream of the call
+    about: str  # description, for error messages
 
 
 def launch_sequence(
-    calls: Sequence[Call], slots: Sequence[Sequence[Any]], tried: bool, again: Callable[[Call, int | None], None]
+    calls: Sequence[Call], slots: Sequence[Sequence[Any]], direct: bool, fallback: Callable[[Call, int | None], None]
 ) -> Launch:
-    """One launch of several calls, which share one lock and one refill: address i goes to each of `slots[i]`.
+    """One launch of several calls. They share one lock and one refill, which writes address i to each of `slots[i]`.
 
-    `again(call, status)` is asked where a call has failed, and, unless `tried`, in place of trying it (None).
+    `direct`: make each call directly, and run `fallback(call, status)` if it fails. Otherwise every call goes through
+    `fallback(call, None)`.
     """
     fill, lock = refill(slots), threading.Lock()
     redirect = refill([[call.stream for call in calls]])
     every = [(call, call.function, call.arguments) for call in calls]
 
-    # What slots and streams hold, as far as that is known: an interrupt in the middle of a change leaves None.
+    # The current content of slots and streams. None while they are changed, so that an interrupt leaves no stale value.
     filled: tuple[int, ...] | None = None
     current: int | None = 0
 
     def launch(pointers: tuple[int, ...], stream: int = 0) -> None:
         nonlocal filled, current
-        with lock:  # nobody else refills the arguments until the driver has copied them
-            if pointers != filled:  # a loop gets the same memory again and again from its allocator
+        with lock:  # no other thread may refill the arguments before the driver has copied them
+            if pointers != filled:  # in a loop, the allocator often returns the same addresses
                 filled = None
                 fill(pointers)
                 filled = pointers
@@ -48,17 +49,17 @@ def launch_sequence(
                 redirect((stream,))
                 current = stream
             for call, function, arguments in every:
-                status = function(*arguments) if tried else None
+                status = function(*arguments) if direct else None
                 if status != 0:
-                    again(call, status)
+                    fallback(call, status)
 
     return launch
 
 
 def refill(slots: Sequence[Sequence[Any]]) -> Callable[[tuple[int, ...]], None]:
-    """What sets the `value` of each of `slots[i]` to number i.
+    """A function that sets the `value` of each of `slots[i]` to number i.
 
-    It is written out and compiled, as Python's own named tuples are: a loop takes twice the time.
+    Its unrolled source is generated and compiled, as for Python's named tuples: a loop takes twice the time.
     """
     places = {f"slot_{i}_{j}": slot for i, some in enumerate(slots) for j, slot in enumerate(some)}
     lines = ["def fill(numbers):", f"    [{', '.join(f'number_{i}' for i in range(len(slots)))}] = numbers"]

@@ -1,7 +1,7 @@
-"""DLPack capsules: what is in another library's, and one of our own where NumPy refuses to make it.
+"""DLPack capsules: reads those of other libraries, and exports bfloat16 arrays, which NumPy cannot export.
 
 dlpack.h's DLTensor is the first member of DLManagedTensor ("dltensor"), and follows a header in the newer
-DLManagedTensorVersioned ("dltensor_versioned"), the only one that can say that an array is read-only.
+DLManagedTensorVersioned ("dltensor_versioned"). Only the latter can mark an array as read-only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Versioned(ctypes.Structure):
     )
 
 
-_MAJOR = 1  # of dlpack.h: what another says may lie differently
+_MAJOR = 1  # version of dlpack.h: another major version may have another layout
 BFLOAT16 = 4  # of DLDataTypeCode
 DTYPES = {  # (DLDataTypeCode, bits)
     (2, 32): "float32", (2, 16): "float16", (BFLOAT16, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64",
@@ -57,15 +57,16 @@ DEVICES = {1: "cpu", 2: "cuda", 3: "cpu"}  # DLDeviceType: kDLCPU, kDLCUDA, kDLC
 
 
 def capsule_of(array: Any, **options: Any) -> Any:
-    """`array.__dlpack__(…)`: a versioned capsule where its library makes them, since others refuse read-only arrays."""
+    """`array.__dlpack__(…)`: a versioned capsule if the library supports it, because unversioned capsules do not
+    support read-only arrays."""
     try:
         return array.__dlpack__(max_version=(_MAJOR, 0), **options)
-    except TypeError:  # a library that does not know the newer protocol's argument
+    except TypeError:  # the library does not support the argument of the newer protocol
         return array.__dlpack__(**options)
 
 
 def tensor_in(capsule: Any) -> DLTensor:
-    """The DLTensor inside a capsule that nobody has consumed; the capsule still owns it, and deletes it in the end."""
+    """The DLTensor inside a capsule that has not been consumed. The capsule still owns and deletes it."""
     get, has = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_IsValid
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     has.restype, has.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
@@ -74,14 +75,14 @@ def tensor_in(capsule: Any) -> DLTensor:
     versioned = _Versioned.from_address(get(capsule, b"dltensor_versioned"))
     if versioned.major != _MAJOR:
         raise UnsupportedProblem(
-            f"a DLPack capsule of version {versioned.major}.{versioned.minor} is not known: "
-            f"pass an array whose library speaks version {_MAJOR}"
+            f"DLPack version {versioned.major}.{versioned.minor} is not supported: "
+            f"pass an array whose library exports version {_MAJOR}"
         )
     return versioned.tensor
 
 
 class Exported:
-    """A NumPy array of bfloat16 as `from_dlpack` takes it: NumPy, which does not know the dtype, exports integers."""
+    """A NumPy array of bfloat16 for `from_dlpack`. NumPy does not support the dtype and exports integers instead."""
 
     def __init__(self, array: np.ndarray):
         self._integers = array.view(np.uint16)

@@ -1,8 +1,8 @@
-"""NumPy, CuPy, PyTorch and any other DLPack array <-> a checked view: address, shape, strides, dtype, device.
+"""NumPy, CuPy, PyTorch and any other DLPack array <-> a validated view: address, shape, strides, dtype, device.
 
-Nothing is copied. Each array library has one adapter; the three known ones read the array's own attributes, which says
-the same as its DLPack capsule ten times faster, and anything else with `__dlpack__` is read from the capsule. No
-library is imported here that the caller has not imported already.
+Nothing is copied. Each array library has one adapter. The adapters of NumPy, CuPy and PyTorch read the array's
+attributes, which takes a tenth of the time of a DLPack capsule; any other array with `__dlpack__` is read from its
+capsule. This module imports no array library that the caller has not imported.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ def _dtype(name: str, library: str) -> str:
     return name
 
 
-_WORDS = {"float8_e4m3fn": "float8_e4m3", "float8_e4m3": "float8_e4m3 with infinities"}  # other people's: ours
+# {the library's name: ours}
+_WORDS = {"float8_e4m3fn": "float8_e4m3", "float8_e4m3": "float8_e4m3 with infinities"}
 
 
 class _NumPy(Library):
     name = "NumPy"
 
     def signature(self, array: np.ndarray) -> Hashable:
-        return type(array), array.shape, array.strides, array.dtype  # a subclass may be refused, see `library_of`
+        return type(array), array.shape, array.strides, array.dtype  # some subclasses are rejected, see `library_of`
 
     def pointer(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
     def view(self, array: np.ndarray) -> ArrayView:
         if not array.dtype.isnative:
-            raise UnsupportedProblem(f"dtype {array.dtype.str} is not in this machine's byte order: copy with .astype")
+            raise UnsupportedProblem(
+                f"dtype {array.dtype.str} is not supported: it must be in this machine's byte order (use .astype)"
+            )
         dtype = _dtype(array.dtype.name, self.name)
         strides = element_strides(array.strides, SIZES[dtype])
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
@@ -115,12 +118,12 @@ class _PyTorch(Library):
     name = "PyTorch"
 
     @cached_property
-    def pointer(self) -> Callable[[Any], int]:  # without a Python frame: half the time
+    def pointer(self) -> Callable[[Any], int]:  # the method itself: a Python function would take twice the time
         return sys.modules["torch"].Tensor.data_ptr
 
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-        Tensor = sys.modules["torch"].Tensor  # whose methods take two thirds of the time of a look-up in each array
-        if True in map(Tensor.is_neg, arrays):  # it shares with its base the memory, and all that is asked here
+        Tensor = sys.modules["torch"].Tensor  # unbound methods take two thirds of the time of bound ones
+        if True in map(Tensor.is_neg, arrays):  # the signature of its base would be equal
             raise RuntimeError("a lazily negated tensor has no signature")
         return *map(_TORCH_KIND, arrays), *map(Tensor.stride, arrays)
 
@@ -137,10 +140,11 @@ class _PyTorch(Library):
         return ArrayView(array.data_ptr(), tuple(array.shape), array.stride(), dtype, device, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        """What PyTorch's compiler makes arrays with, past the dispatcher, where it is there: half the time."""
+        """Uses the allocation function of PyTorch's compiler if there is one: it skips the dispatcher and takes half
+        the time."""
         torch = sys.modules["torch"]
         kind, device = getattr(torch, dtype), like.device
-        if device.type == "cpu" or torch.cuda.device_count() == 1:  # it asks for no device
+        if device.type == "cpu" or torch.cuda.device_count() == 1:  # the function takes no device
             empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
             if empty is not None:
                 return partial(empty, shape, strides, kind)
@@ -150,12 +154,12 @@ class _PyTorch(Library):
         return array.contiguous()
 
     def seed(self, like: Any, seed: int | None) -> Any:
-        torch = sys.modules["torch"]  # whose operations a CUDA graph captures: a replay draws anew
+        torch = sys.modules["torch"]  # a CUDA graph captures the operation: each replay draws a new seed
         how = {"dtype": torch.int64, "device": like.device}
         return torch.randint(*SEEDS, (1,), **how) if seed is None else torch.full((1,), seed, **how)
 
     def stream(self, ordinal: int) -> Callable[[], int]:
-        # A tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
+        # Takes a tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
         return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
     def grad_enabled(self) -> bool:
@@ -165,12 +169,12 @@ class _PyTorch(Library):
         return self.grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
 
     def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
-        """By what PyTorch's compiler guards its code with: type, dtype, device, sizes, strides, requires_grad, and the
-        dispatch keys, those of the thread among them: torch.func, torch.jit.trace, autocast, most modes."""
+        """Uses the guards of PyTorch's compiler: type, dtype, device, sizes, strides, requires_grad, and the dispatch
+        keys of tensors and thread, which include torch.func, torch.jit.trace, autocast and most dispatch modes."""
         torch = sys.modules["torch"]
         try:
             guards = torch._C._dynamo.guards.TensorGuards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        except (AttributeError, TypeError):  # nobody promises that it is there
+        except (AttributeError, TypeError):  # a private interface of PyTorch: it may be missing
             return None
         kind = arrays[0].device.type
         if not torch.is_autocast_enabled(kind):
@@ -181,27 +185,27 @@ class _PyTorch(Library):
         return lambda *others: guards.check(*others) and torch.get_autocast_dtype(kind) is dtype
 
     def cast(self, *arrays: Any) -> tuple[Any, ...]:
-        """As torch.autocast casts those of PyTorch's attention."""
+        """Casts as torch.autocast casts the arguments of PyTorch's attention."""
         torch, kind = sys.modules["torch"], arrays[0].device.type
         if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
             return arrays
-        dtype, whole = torch.get_autocast_dtype(kind), torch.float64
-        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not whole else x for x in arrays)
+        dtype, double = torch.get_autocast_dtype(kind), torch.float64
+        return tuple(x.to(dtype) if x.is_floating_point() and x.dtype is not double else x for x in arrays)
 
     @cached_property
-    def _watchers(self) -> tuple[Any, Any]:  # found once: half of the time that it takes to ask them
+    def _modes(self) -> tuple[Any, Any]:  # looked up once, which halves the time of `no_dispatch_modes`
         return sys.modules["torch"]._C._len_torch_dispatch_stack, sys.modules["torch"].autograd.forward_ad
 
     def no_dispatch_modes(self) -> bool:
-        """No compiler, dispatch mode or dual level, by what their own Python asks."""
-        if sys.modules["torch"].compiler.is_compiling():  # the compiler traces no further: it enters no cached_property
+        """No compiler, dispatch mode or forward-mode AD level is active."""
+        if sys.modules["torch"].compiler.is_compiling():  # checked first: the compiler cannot trace a cached_property
             return False
-        modes, forward_ad = self._watchers
+        modes, forward_ad = self._modes
         return not (modes() > 0 or forward_ad._current_level >= 0)
 
     def intercepts(self, *arrays: Any) -> bool:
-        """Somebody watches the thread, torch.func and torch.jit.trace among them, or an array is of a subclass (a fake
-        or distributed tensor, …)."""
+        """A dispatch mode or transform is active (also torch.func and torch.jit.trace), or an array is of a subclass (a
+        fake or distributed tensor, …)."""
         torch = sys.modules["torch"]
         if (
             not self.no_dispatch_modes()
@@ -218,8 +222,9 @@ class _PyTorch(Library):
 
 
 class _Capsule(Library):
-    """Any other array with `__dlpack__`, read from its capsule, which is asked for once a call and kept: a library may
-    copy to make one. The methods take views. Results are NumPy's, handed to the array's own `from_dlpack`."""
+    """Any other array with `__dlpack__`. The capsule is requested once per call and kept, because a library may copy
+    the array to export it. The methods take views. Results are NumPy arrays, which the array's own `from_dlpack`
+    converts."""
 
     name = "DLPack"
 
@@ -237,8 +242,10 @@ class _Capsule(Library):
             return array
         device = DEVICES.get(int(array.__dlpack_device__()[0]))
         if device is None:
-            raise UnsupportedProblem(f"DLPack device type {array.__dlpack_device__()} is neither a CPU nor a CUDA GPU")
-        # On a GPU, 1 asks the producer to make its work visible to the legacy default stream, on which we launch.
+            raise UnsupportedProblem(
+                f"DLPack device {array.__dlpack_device__()} is not supported: the array must be on a CPU or a CUDA GPU"
+            )
+        # stream=1: the exporting library makes its work visible to the legacy default stream, on which we launch.
         capsule = capsule_of(array, stream=1) if device == "cuda" else capsule_of(array)
         tensor = tensor_in(capsule)
         code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
@@ -262,24 +269,24 @@ class _Capsule(Library):
         namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
         if like.device != HOST or namespace is None:
             raise UnsupportedProblem(
-                f"results cannot be made as {type(array).__name__}: pass NumPy, CuPy or PyTorch arrays, "
+                f"results as {type(array).__name__} are not supported: pass NumPy, CuPy or PyTorch arrays, "
                 "for instance torch.from_dlpack(array)"
             )
 
-        def hand(made: ArrayView) -> Any:
-            return namespace.from_dlpack(Exported(made.owner) if made.dtype == "bfloat16" else made.owner)
+        def convert(result: ArrayView) -> Any:
+            return namespace.from_dlpack(Exported(result.owner) if result.dtype == "bfloat16" else result.owner)
 
-        return hand
+        return convert
 
     def fill(self, array: ArrayView, value: float) -> None:
-        array.owner[...] = value  # one of `allocator`
+        array.owner[...] = value  # the owner is a NumPy array made by `allocator`
 
     def seed(self, like: Any, seed: int | None) -> ArrayView:
         return self.view(_KNOWN["numpy"].view(_KNOWN["numpy"].seed(like, seed)))
 
     def contiguous(self, array: ArrayView) -> Any:
         raise UnsupportedProblem(
-            f"a {type(array.owner[0]).__name__} of these strides cannot be copied: pass a contiguous array"
+            f"a {type(array.owner[0]).__name__} with these strides is not supported: pass a contiguous array"
         )
 
 
@@ -291,23 +298,23 @@ _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
 
 
 def library_of(array: Any) -> Library:
-    """The adapter for `array`. Raises UnsupportedProblem when it is no array at all."""
+    """The adapter for `array`. Raises UnsupportedProblem if it is not an array."""
     kind = type(array)
     torch = sys.modules.get("torch")
     if torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter):
-        return _TORCH  # without a look at its bases, which PyTorch's compiler could not follow before 2.13
+        return _TORCH  # without reading __mro__, which PyTorch's compiler could not trace before 2.13
     library = _by_type.get(kind)
     if library is None:
-        # A subclass, such as torch.nn.Parameter, is of its base's library.
+        # A subclass, such as torch.nn.Parameter, belongs to the library of its base.
         modules = [base.__module__.partition(".")[0] for base in kind.__mro__]
         library = next((_KNOWN[module] for module in modules if module in _KNOWN), None)
         if library is None and hasattr(kind, "__dlpack__"):
             library = _CAPSULE
         if library is None or not hasattr(kind, "__dlpack__"):
             raise UnsupportedProblem(
-                f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any with __dlpack__"
+                f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any array with __dlpack__"
             )
-        if library is _KNOWN["numpy"] and hasattr(kind, "mask"):  # np.ma.MaskedArray and others alike
+        if library is _KNOWN["numpy"] and hasattr(kind, "mask"):  # np.ma.MaskedArray and similar classes
             raise UnsupportedProblem(f"a {kind.__name__} is not supported: {IGNORED_MASK}")
         _by_type[kind] = library
     return library

@@ -1,8 +1,8 @@
-"""The CUDA driver: the one module that talks to libcuda.
+"""The CUDA driver: the only module that calls libcuda.
 
-Everything works in the device's primary context, which PyTorch and CuPy use too, so that their arrays and streams are
-ours. All calls go through NVIDIA's bindings but those of a launch, which is what people count microseconds of: these go
-through ctypes, cuLaunchKernelEx, whose four arguments are made beforehand, where cuLaunchKernel has eleven to convert.
+All work uses the device's primary context, as in PyTorch and CuPy, so that arrays and streams can be shared. Launches
+call cuLaunchKernelEx through ctypes, because their latency matters: its four arguments are prepared in advance, while
+cuLaunchKernel has eleven to convert. All other calls use NVIDIA's Python bindings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .launch_config import PROGRAMMATIC_LAUNCH_ARCH, launch_config
 from .tensor_maps import Box
 
 _SUCCESS, _NO_DEVICE, _NOT_INITIALIZED, _INVALID_CONTEXT = 0, 100, 3, 201
-_DEFAULT_SMEM = 48 * 1024  # more shared memory than this, static and dynamic together, a kernel has to opt in to
+_DEFAULT_SMEM = 48 * 1024  # a kernel must opt in to more shared memory than this, static and dynamic together
 
 
 @lru_cache(maxsize=1)
 def _libcuda() -> ctypes.CDLL:
-    """libcuda, initialised. Raises GpuUnavailable at once, without trying anything that could wait for a driver."""
+    """libcuda, initialised. Raises GpuUnavailable immediately if there is no driver or no GPU."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -37,7 +37,7 @@ def _libcuda() -> ctypes.CDLL:
         ) from error
     status = library.cuInit(0)
     if status == _NO_DEVICE:
-        raise GpuUnavailable("the NVIDIA driver sees no GPU (check nvidia-smi and CUDA_VISIBLE_DEVICES)")
+        raise GpuUnavailable("the NVIDIA driver finds no GPU (check nvidia-smi and CUDA_VISIBLE_DEVICES)")
     if status == _NOT_INITIALIZED:
         raise GpuUnavailable("CUDA cannot be used in a forked process: start it with the 'spawn' method")
     if status != _SUCCESS:
@@ -88,7 +88,7 @@ def device_count() -> int:
 
 
 def driver_version() -> str:
-    """The newest CUDA that the driver serves, as "13.0"."""
+    """The newest CUDA version that the driver supports, such as "13.0"."""
     version = _call("cuDriverGetVersion")
     return f"{version // 1000}.{version % 1000 // 10}"
 
@@ -101,14 +101,14 @@ class Device:
     name: str
     arch: Arch
     sm_count: int
-    smem_per_block: int  # the most a block may opt in to, bytes
+    smem_per_block: int  # maximum shared memory of a block with opt-in, bytes
     context: Any
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The primary context bound to the calling thread, and afterwards whatever was bound before.
+        """Binds the primary context to the calling thread, and restores the previous context afterwards.
 
-        PyTorch and CuPy take the bound context for the device that the user has chosen.
+        PyTorch and CuPy treat the bound context as the device that the user has selected.
         """
         _call("cuCtxPushCurrent", self.context)
         try:
@@ -117,18 +117,18 @@ class Device:
             _call("cuCtxPopCurrent")
 
     def clock_rate(self) -> int:
-        """Cycles a second of an SM, at the most."""
+        """The maximum SM clock, in Hz."""
         which = _bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE
         return 1000 * _call("cuDeviceGetAttribute", which, _call("cuDeviceGet", self.ordinal))
 
     def synchronize(self, after: str = "") -> None:
-        """Wait for all work; an error of an earlier launch shows up here, so say which in `after`."""
+        """Wait for all work. An error of an earlier launch is raised here; `after` names it in the message."""
         with self.current():
             _call("cuCtxSynchronize", about=f"after {after}" if after else "")
 
     @contextmanager
     def profiled(self) -> Iterator[None]:
-        """Where a profiler that waits for it records."""
+        """The range that a profiler records (cuProfilerStart to cuProfilerStop)."""
         with self.current():
             _call("cuProfilerStart")
             try:
@@ -138,10 +138,10 @@ class Device:
 
 
 def _called(device: Device, call: Callable[..., int], *arguments: Any) -> int:
-    """The status of a driver's function called by ctypes, in the device's context.
+    """Calls a driver function through ctypes, in the device's context, and returns its status.
 
-    In a thread new to CUDA, such as autograd's, the first GPU's stays bound, as CUDA's runtime would leave it;
-    otherwise what was bound is bound again.
+    If the thread has no context yet, such as autograd's, that of GPU 0 stays bound, as with the CUDA runtime.
+    Otherwise the previous context is restored.
     """
     if device_count() == 1 or _current_context() == int(device.context):
         status = call(*arguments)
@@ -162,9 +162,9 @@ def _current_context() -> int | None:
 
 @cache
 def device(ordinal: int = 0) -> Device:
-    """The GPU of that number. Raises GpuUnavailable."""
+    """The GPU with this number. Raises GpuUnavailable."""
     if ordinal >= device_count():
-        raise GpuUnavailable(f"there is no GPU {ordinal}: this process sees {device_count()}")
+        raise GpuUnavailable(f"there is no GPU {ordinal}: this process can use {device_count()}")
     driver = _bindings()
     handle = _call("cuDeviceGet", ordinal)
     name = _call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode()
@@ -184,9 +184,9 @@ _NO_INTERLEAVE, _SWIZZLE_128B, _L2_PROMOTION_128B, _FILL_ZEROS = 0, 3, 2, 0
 
 
 def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
-    """The tensor map for a box, 128-byte swizzled, into the 128 bytes at `address`, which must be a multiple of 64.
+    """Writes the tensor map of a box, with the 128-byte swizzle, to the 128 bytes at `address`, a multiple of 64.
 
-    Raises DriverError when the driver refuses the tensor.
+    Raises DriverError if the driver rejects the tensor.
     """
     arguments = (
         ctypes.c_void_p(address), _MAP_DTYPES[dtype], box.rank, ctypes.c_void_p(box.data), box.size, box.stride,
@@ -198,7 +198,7 @@ def encode_tensor_map(address: int, box: Box, dtype: str) -> None:
 
 
 class CudaFunction:
-    """One kernel's entry point in a loaded cubin."""
+    """An entry point of a loaded cubin."""
 
     def __init__(self, cubin: bytes, entry: str, device: Device):
         self.entry, self.device = entry, device
@@ -212,19 +212,19 @@ class CudaFunction:
         return _call("cuFuncGetAttribute", attribute, self._function)
 
     def constant(self, name: str) -> int:
-        """The address of a global or constant variable of its module."""
+        """The address of a global or constant variable of the module."""
         with self.device.current():
             return int(_call("cuModuleGetGlobal", self._module, name.encode(), about=name)[0])
 
     def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
-        """Blocks that the driver says fit on an SM at once."""
+        """Resident blocks per SM, as the driver computes them."""
         with self.device.current():
             return _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self._function, threads, smem_bytes)
 
     def launcher(self, grid: Dim3, block: Dim3, smem: int, arguments: Arguments, **how: Any) -> Launch:
-        """A call that launches on tensors at the given addresses, on a stream (its handle); `how` as in `call`.
+        """A function that launches on tensors at the given addresses, on a stream (a handle); `how` as in `call`.
 
-        Raises DriverError naming kernel and geometry, as `call` does, and when launching.
+        Raises DriverError with kernel and geometry, as `call` does; so does the returned function.
         """
         made = self.call(grid, block, smem, arguments, **how)
         return launch_calls([made], [[s] for s in arguments.slots], self.device)
@@ -238,10 +238,10 @@ class CudaFunction:
         programmatic_launch: bool = False,
         cluster: int = 1,
     ) -> Call:
-        """cuLaunchKernelEx of it, with everything that it is told.
+        """The prepared call of cuLaunchKernelEx.
 
-        Opts in to large shared memory. `programmatic_launch`: it may begin while what is before it ends, where a GPU
-        can do that. `cluster`: so many blocks are one (include/cluster.cuh). Raises DriverError naming kernel and
+        Opts in to large shared memory. `programmatic_launch`: the kernel may start before the preceding one has
+        finished, on GPUs that support it. `cluster`: blocks per cluster, along x. Raises DriverError with kernel and
         geometry.
         """
         about = f"{self.entry}, grid={grid}, block={block}, smem={smem}"
@@ -256,42 +256,43 @@ class CudaFunction:
 
 
 def zeroing(pointer: Any, nbytes: int) -> Call:
-    """cuMemsetD8Async of GPU memory at `pointer`, a c_uint64 whose value may change: it becomes zeros; a graph captures
-    that."""
+    """The prepared call of cuMemsetD8Async that zeroes GPU memory at `pointer`, a c_uint64 whose value may change.
+    CUDA graphs can capture it."""
     stream = ctypes.c_void_p()
     arguments = pointer, ctypes.c_ubyte(), ctypes.c_size_t(nbytes), stream
     return Call(_libcuda().cuMemsetD8Async, arguments, stream, f"cuMemsetD8Async({nbytes} bytes)")
 
 
 def launch_calls(made: Sequence[Call], slots: Sequence[Sequence[Any]], device: Device) -> Launch:
-    """One launch of several calls, on tensors whose addresses go to each of `slots`. Raises DriverError naming the one
-    that fails."""
+    """One launch of several calls, in the context of `device`. The addresses of tensors go to `slots`. Raises
+    DriverError with the call that fails."""
 
-    def again(call: Call, status: int | None) -> None:
+    def in_context(call: Call, status: int | None) -> None:
         if status in (None, _INVALID_CONTEXT):
             status = _called(device, call.function, *call.arguments)
         if status:
             raise _error(status, call.about)
 
-    return calls.launch_sequence(made, slots, device_count() == 1, again)  # alone, no other GPU's context can be bound
+    # With a single GPU, no context of another GPU can be bound: the calls can be made directly.
+    return calls.launch_sequence(made, slots, device_count() == 1, in_context)
 
 
 class Event:
-    """A point in a stream's work, for timing; used while its device's context is current."""
+    """A CUDA event, for timing. The context of its device must be current."""
 
     def __init__(self) -> None:
         self._event = _call("cuEventCreate", 0)
 
     def record(self, stream: int = 0) -> None:
-        """Mark the end of what has been given to `stream` so far."""
+        """Record the event after all work that `stream` has so far."""
         _call("cuEventRecord", self._event, stream)
 
     def synchronize(self) -> None:
-        """Wait until the mark is reached."""
+        """Wait until the event has completed."""
         _call("cuEventSynchronize", self._event)
 
     def seconds_since(self, earlier: Event) -> float:
-        """GPU time between two marks that have both been reached."""
+        """GPU time between two completed events."""
         return _call("cuEventElapsedTime", earlier._event, self._event) * 1e-3
 
     def __del__(self) -> None:

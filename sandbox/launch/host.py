@@ -1,4 +1,4 @@
-"""An array's numbers as NumPy has them, wherever they lie."""
+"""Any array as a NumPy array, copied from the GPU if necessary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .dlpack import HOST, numpy_dtype, view
 
 
 def host_array(array: Any) -> NDArray[Any]:
-    """`array`, of any library, as a NumPy array: itself, a view of the same memory, or a copy of what a GPU has.
+    """`array`, of any library, as a NumPy array: itself, a view of the same memory, or a copy of GPU memory.
 
     Raises UnsupportedProblem for a dtype that no kernel reads.
     """

@@ -1,4 +1,4 @@
-"""What cuLaunchKernelEx is told of a launch, as the driver's C structures lie in memory."""
+"""CUlaunchConfig and CUlaunchAttribute, the launch configuration of cuLaunchKernelEx, as ctypes structures."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import ctypes
 from ..core.kernel import Arch, Dim3
 
 PROGRAMMATIC_LAUNCH_ARCH: Arch = (9, 0)  # and later
-_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-_WHILE_THE_ONE_BEFORE_ENDS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
@@ -29,9 +29,10 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 def launch_config(
     grid: Dim3, block: Dim3, smem_bytes: int, programmatic_launch: bool, cluster: int = 1
 ) -> tuple[ctypes.Structure, ctypes.c_void_p]:
-    """A CUlaunchConfig, and the stream in it, to be set before a launch. `programmatic_launch`: it may begin while the
-    one before it ends. `cluster`: so many blocks along x run at one time, close to each other."""
-    told = [_Attribute(_WHILE_THE_ONE_BEFORE_ENDS, (1,))] if programmatic_launch else []
-    told += [_Attribute(_CLUSTER, (cluster, 1, 1))] if cluster > 1 else []
-    config = _Config(grid, block, smem_bytes, None, (_Attribute * len(told))(*told), len(told))
+    """A CUlaunchConfig, and its stream field, which is set before each launch. `programmatic_launch`: programmatic
+    dependent launch: the kernel may start before the preceding one has finished. `cluster`: blocks of a thread block
+    cluster, along x."""
+    attributes = [_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if programmatic_launch else []
+    attributes += [_Attribute(_CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster > 1 else []
+    config = _Config(grid, block, smem_bytes, None, (_Attribute * len(attributes))(*attributes), len(attributes))
     return config, ctypes.c_void_p.from_buffer(config, _Config.stream.offset)

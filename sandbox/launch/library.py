@@ -1,4 +1,4 @@
-"""What this project needs of an array library."""
+"""The interface to an array library."""
 
 from __future__ import annotations
 
@@ -11,41 +11,43 @@ IGNORED_MASK = "its mask would be ignored; pass its numbers (.filled(0)), and wh
 
 
 class Library:
-    """An array library's adapter; `name` is the word for messages.
+    """The adapter of an array library; `name` is used in messages.
 
-    `allocator` and `stream` return calls without arguments, so that a plan made once can run them often.
+    `allocator` and `stream` return functions without arguments, which a cached plan calls in every launch.
     """
 
     name: str
 
     def materialise(self, *arrays: Any) -> tuple[Any, ...]:
-        """The arrays as the other methods take them; their memory stays where it is as long as somebody has these."""
+        """The arrays as the other methods expect them. Their memory stays valid as long as the result exists."""
         return arrays
 
     def to_caller(self, like: Any) -> Callable[[Any], Any] | None:
-        """What turns an array of `allocator(like, …)` into the caller's kind, once it is written; None: it is."""
+        """A function that converts an array of `allocator(like, …)` into the caller's kind after the launch; None if no
+        conversion is needed."""
         return None
 
     def intercepts(self, *arrays: Any) -> bool:
-        """Whether the library has to see the operation, since an array has no memory of its own or is watched."""
+        """Whether the operation must go through the library's dispatcher: an array has no memory of its own (a fake
+        tensor or another subclass), or a transform or dispatch mode is active."""
         return False
 
     def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
-        """What says of other arrays, in no time, that they are as these in all but address, and that the library would
-        do with them as it does with these just now; None where it cannot be asked."""
+        """A fast check whether other arrays differ from these in their addresses only, and whether the library would
+        dispatch the operation in the same way as now. None if the library has no such check."""
         return None
 
     def no_dispatch_modes(self) -> bool:
-        """Whether nobody watches what the caller's thread does whom `alike` does not see."""
+        """Whether the calling thread has no dispatch mode that `same_signature` does not detect."""
         return False
 
     def signature(self, array: Any) -> Hashable:
-        """All that decides how to launch on this array, except where it lies: shape, strides, dtype, device. Raises
-        AttributeError, RuntimeError or TypeError for an array that no plan can be kept for."""
+        """All properties of the array that a launch depends on, except its address: shape, strides, dtype, device.
+        Raises AttributeError, RuntimeError or TypeError for an array for which no plan can be cached."""
         raise NotImplementedError
 
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-        """The same of several, one after the other or otherwise."""
+        """The signatures of several arrays."""
         return tuple(map(self.signature, arrays))
 
     def pointer(self, array: Any) -> int:
@@ -53,41 +55,41 @@ class Library:
         raise NotImplementedError
 
     def view(self, array: Any) -> ArrayView:
-        """The array as an ArrayView. Raises UnsupportedProblem naming a dtype or device that is not served."""
+        """The array as an ArrayView. Raises UnsupportedProblem for an unsupported dtype or device."""
         raise NotImplementedError
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        """A call that makes a new array of this library on `like`'s device; `strides` are dense, in any order."""
+        """A function that allocates an array of this library on `like`'s device; `strides` are dense, in any order."""
         raise NotImplementedError
 
     def stream(self, ordinal: int) -> Callable[[], int]:
-        """A call that returns the handle of the CUDA stream on which the caller works just now with that device."""
+        """A function that returns the handle of the caller's current CUDA stream on that device."""
         return int  # int() is 0, the default stream
 
     def fill(self, array: Any, value: float) -> None:
-        """Writes `value` to every element, in the order of the caller's stream."""
+        """Writes `value` to every element, on the caller's stream."""
         array[...] = value
 
     def contiguous(self, array: Any) -> Any:
-        """A copy in C order. Raises UnsupportedProblem where the library cannot be asked for one."""
+        """A copy in C order. Raises UnsupportedProblem if the library cannot make one."""
         raise NotImplementedError
 
     def seed(self, like: Any, seed: int | None) -> Any:
-        """An int64 array of one element on `like`'s device: `seed`, or drawn from the library's own generator."""
+        """An int64 array of one element on `like`'s device: `seed`, or a number from the library's own generator."""
         raise NotImplementedError
 
     def needs_autograd(self, *arrays: Any) -> bool:
-        """Whether the library has to see the operation, or wants a gradient of it."""
+        """Whether the operation must go through the library: it needs a gradient, or `intercepts`."""
         return self.requires_grad(*arrays) or self.intercepts(*arrays)
 
     def grad_enabled(self) -> bool:
-        """Whether the library records just now what is computed of arrays that ask for a gradient."""
+        """Whether the library currently records operations for gradients."""
         return False
 
     def requires_grad(self, *arrays: Any) -> bool:
-        """Whether the library wants a gradient of what is computed of these."""
+        """Whether a result computed from these arrays needs a gradient."""
         return False
 
     def cast(self, *arrays: Any) -> tuple[Any, ...]:
-        """The arrays as the library wants them computed with just now."""
+        """The arrays in the dtype that the library currently prescribes (autocast)."""
         return arrays

@@ -1,4 +1,4 @@
-"""A spec's `args` held against the parameters that the compiler found: a launch takes them on trust."""
+"""Checks a spec's `args` against the kernel parameters that the compiler found. A launch relies on this check."""
 
 from __future__ import annotations
 
@@ -19,34 +19,38 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def check_arguments(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16) -> None:
-    """Raises SpecError naming the first of `args` that is not what the parameter in its place is: another kind, another
-    size, or, where the `.cu` calls its parameter by another argument's name, that one. A score's size is
-    the problem's."""
+    """Raises SpecError for the first of `args` that does not match its parameter: in kind, in size, or because the
+    `.cu` gives the parameter another argument's name. `score_bytes`: size of the `score` argument."""
     names = _names(entry.name, source, len(found))
     for i, (arg, parameter, called) in enumerate(itertools.zip_longest(entry.args, found, names), 1):
         if arg is None or parameter is None:
             raise SpecError(
-                f"{entry.name}: its spec's args name {len(entry.args)}, {source.name} has {len(found)} parameters: "
-                + (f"{arg}, number {i}, is none of them" if arg else f"{_shown(parameter)}, number {i}, has no name")
+                f"{entry.name}: args in its spec has {len(entry.args)} names, {source.name} has {len(found)} "
+                "parameters: "
+                + (
+                    f"argument {i}, {arg}, has no parameter"
+                    if arg
+                    else f"parameter {i}, {_shown(parameter)}, has no name in args"
+                )
             )
         if arg not in ARGUMENTS and arg not in entry.numbers:
-            return  # whoever packs them says so
+            return  # ArgumentBlock reports unknown names
         row = _NUMBER if arg in entry.numbers else ARGUMENTS[arg]
         expected = Parameter(("struct",), score_bytes) if arg == "score" else _parameter(row)
         if parameter.size != expected.size or not {*expected.kinds} & {*parameter.kinds}:
             raise SpecError(
-                f"{entry.name}: number {i} of its spec's args is {arg}, {_shown(expected)}, "
+                f"{entry.name}: argument {i} in its spec is {arg}, {_shown(expected)}, "
                 f"but parameter {i} in {source.name}{f', {called},' if called else ''} is {_shown(parameter)}"
             )
         if called != arg and (called in ARGUMENTS or called in entry.numbers):
             raise SpecError(
-                f"{entry.name}: number {i} of its spec's args is {arg}, but parameter {i} in {source.name} is called "
-                f"{called}: put them in one order"
+                f"{entry.name}: argument {i} in its spec is {arg}, but parameter {i} in {source.name} is called "
+                f"{called}: use the same order"
             )
 
 
 def check_block_size(entry: str, block: Dim3, most: int) -> None:
-    """Raises SpecError for a block of more threads than the entry's __launch_bounds__ allow; `most` 0: it has none."""
+    """Raises SpecError for a block with more threads than the entry's __launch_bounds__ allow; `most` 0: no bounds."""
     threads = math.prod(block)
     if most and threads > most:
         raise SpecError(
@@ -70,9 +74,9 @@ def _shown(parameter: Parameter) -> str:
 
 
 def _names(entry: str, source: Path, count: int) -> list[str]:
-    """What the `.cu` calls them, as far as the text tells: not where a macro makes the list."""
+    """The parameter names in the `.cu`; empty strings if they cannot be parsed, as when a macro makes the list."""
     text = _COMMENT.sub(" ", source.read_text(errors="replace"))
     begin = re.search(rf"\b__global__\b[^;{{}}]*?\b{entry}\s*\(", text)
-    pieces = split_arguments(text, begin.end(), "(<[", ")>]")[0] if begin else []
-    names = [(re.findall(r"[A-Za-z_]\w*", piece) or [""])[-1] for piece in pieces]
+    declarations = split_arguments(text, begin.end(), "(<[", ")>]")[0] if begin else []
+    names = [(re.findall(r"[A-Za-z_]\w*", declaration) or [""])[-1] for declaration in declarations]
     return names if len(names) == count else [""] * count

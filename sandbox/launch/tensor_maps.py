@@ -1,6 +1,6 @@
-"""Tensor maps: how Hopper's bulk copies are told of a tensor, and of the box of it that one copy moves.
+"""TMA tensor maps: the description of a tensor and of the box that one TMA copy moves.
 
-A map names the tensor's address, so that a launch on another address needs another map.
+A map contains the tensor's address: a launch on another address needs another map.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..core.problem import Problem
 
 
 class Tensor(Protocol):
-    """What an argument needs of a tensor: its address, and its strides in elements."""
+    """The properties of a tensor that arguments need: its address, and its strides in elements."""
 
     @property
     def pointer(self) -> int: ...
@@ -23,21 +23,21 @@ class Tensor(Protocol):
     def strides(self) -> tuple[int, ...]: ...
 
 
-_BOX_BYTES = 128  # a row of a box: the width of the swizzle
+_BOX_BYTES = 128  # bytes of a box row: the width of the swizzle
 RAGGED_ROWS = 2**30  # include/hopper.cuh
 
 
 class TensorMap(ctypes.Structure):
-    """`TensorMap` of include/hopper.cuh: what cuTensorMapEncodeTiled writes, or, on the CPU backend, `Box` itself."""
+    """`TensorMap` of include/hopper.cuh: a CUtensorMap, or, on the CPU backend, a `Box`."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 class Box(ctypes.Structure):
-    """A (B, H, S, D) tensor, innermost dimension first, and the box of it that one copy moves. Strides in bytes. Of a
-    ragged batch there is a fifth dimension, and `rank` is 5.
+    """A (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in bytes. For a ragged
+    batch there is a fifth dimension, and `rank` is 5.
 
-    `cpu::TensorMap` of cpu/runtime.h, and the operands of cuTensorMapEncodeTiled.
+    The layout is that of `cpu::TensorMap` in cpu/runtime.h; the fields are the operands of cuTensorMapEncodeTiled.
     """
 
     _fields_ = (
@@ -51,60 +51,60 @@ class Box(ctypes.Structure):
 
     @classmethod
     def of(cls, data: int, size: Sequence[int], stride: Sequence[int], rows: int, itemsize: int) -> Box:
-        """Boxes of so many rows, and as many columns as fill the width of the swizzle."""
+        """A box with `rows` rows, and as many columns as fill the width of the swizzle."""
         more = (1,) * (5 - len(size))
         return cls(data, (*size, *more), (*stride, *more), (_BOX_BYTES // itemsize, rows, 1, 1, 1), itemsize, len(size))
 
 
 class Encode(Protocol):
-    """Writes the tensor map for a box, of elements of that dtype, to the 128 bytes at `address`, a multiple of 64."""
+    """Writes the tensor map of a box to the 128 bytes at `address`, a multiple of 64."""
 
     def __call__(self, address: int, box: Box, dtype: str) -> None: ...
 
 
 def encode_for_host(address: int, box: Box, dtype: str) -> None:
-    """What the CPU backend reads a tensor map as."""
+    """Writes the tensor map of the CPU backend: the box itself."""
     ctypes.memmove(address, ctypes.addressof(box), ctypes.sizeof(box))
 
 
-def map_slot(place: TensorMap, box: Box, dtype: str, encode: Encode) -> Any:
-    """Writes the map of `box` to `place`, and returns what puts the map for a tensor at another address there when its
-    `value` is set to that address.
+def map_slot(target: TensorMap, box: Box, dtype: str, encode: Encode) -> Any:
+    """Writes the map of `box` to `target`, and returns a slot: setting its `value` to another address writes the map
+    for a tensor at that address.
 
-    A map's first word is the address, as the driver lays it out today; nobody promises that, so that it is tried. Then
-    that word is all that a launch on other addresses writes: experiment 001 has what it saves.
+    In current drivers the first word of a map is the address. This is undocumented, and therefore tested here. Where it
+    holds, a launch on other addresses writes that word only: experiment 001 has the gain.
     """
-    if 0 in box.size:  # nothing is ever copied of an empty tensor
+    if 0 in box.size:  # an empty tensor is never copied
         return ctypes.c_void_p()
-    if _begins_with_address(place, box, dtype, encode):
-        return ctypes.c_void_p.from_buffer(place)
-    return _Encoded(ctypes.addressof(place), box, dtype, encode)
+    if _begins_with_address(target, box, dtype, encode):
+        return ctypes.c_void_p.from_buffer(target)
+    return _Encoded(ctypes.addressof(target), box, dtype, encode)
 
 
-def _begins_with_address(place: TensorMap, box: Box, dtype: str, encode: Encode) -> bool:
-    """Whether maps of `box` at two addresses that agree in no bit are the same but for the first word, the address.
-    Leaves the map of `box` in `place`."""
-    here, other = box.data or 0, new_map()
-    box.data = here ^ _EVERY_BIT
+def _begins_with_address(target: TensorMap, box: Box, dtype: str, encode: Encode) -> bool:
+    """Whether the maps of `box` at two addresses that differ in every bit are equal except for the first word, the
+    address. Leaves the map of `box` in `target`."""
+    address, other = box.data or 0, new_map()
+    box.data = address ^ _EVERY_BIT
     try:
         encode(ctypes.addressof(other), box, dtype)
-    except DriverError:  # this driver looks at addresses
+    except DriverError:  # this driver validates addresses
         return False
     finally:
-        box.data = here
-        encode(ctypes.addressof(place), box, dtype)
-    return [*place.words] == [here, *other.words[1:]] and other.words[0] == here ^ _EVERY_BIT
+        box.data = address
+        encode(ctypes.addressof(target), box, dtype)
+    return [*target.words] == [address, *other.words[1:]] and other.words[0] == address ^ _EVERY_BIT
 
 
-_EVERY_BIT = (1 << 47) - 16  # of an address that is a multiple of 16
+_EVERY_BIT = (1 << 47) - 16  # all bits of an address that is a multiple of 16
 
 
 class _Encoded:
-    """A map that is encoded for every new address; those that were made are kept."""
+    """A slot that encodes the map for every new address, and caches the results."""
 
     def __init__(self, address: int, box: Box, dtype: str, encode: Encode):
         self._address, self._box, self._dtype, self._encode = address, box, dtype, encode
-        self._known: dict[int, bytes] = {}  # an allocator gives out the same addresses again and again
+        self._known: dict[int, bytes] = {}  # allocators reuse addresses
 
     def _put(self, pointer: int) -> None:
         known = self._known.get(pointer)
@@ -120,25 +120,25 @@ class _Encoded:
     value = property(None, _put)
 
 
-_MOST_MAPS = 1024  # of 128 bytes
+_MOST_MAPS = 1024  # cached maps, 128 bytes each
 
 
 def new_map() -> TensorMap:
-    """At a multiple of 64 bytes, which cuTensorMapEncodeTiled asks for."""
+    """Memory for a map, aligned to 64 bytes, as cuTensorMapEncodeTiled requires."""
     memory = (ctypes.c_char * (ctypes.sizeof(TensorMap) + 63))()
     return TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
 def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
-    """The map of a tensor of the problem, with boxes of so many rows.
+    """The map of a tensor of the problem, with boxes of `rows` rows.
 
-    Of a ragged batch a box must end where its sequence ends, and a map has one number of rows for all of them. So it
-    has RAGGED_ROWS, which every sequence fills up to its end: row i of one of n rows is RAGGED_ROWS - n + i, and the
-    hardware neither reads nor writes what is beyond. In place of batch entries comes the row of the tensor where the
-    sequence ends, a step of the same size; and a fifth dimension, whose index is always RAGGED_ROWS, takes back the
-    RAGGED_ROWS steps that are too many: addresses are sums modulo 2^64, and 2^34 * RAGGED_ROWS is 0. The map begins
-    where the tensor does, since copies from one that begins outside of an allocation fault. (The idea is that of
-    Triton's ragged descriptors.)
+    In a ragged batch, a box must end where its sequence ends, but a map has one number of rows for all sequences.
+    Therefore the row dimension has RAGGED_ROWS rows, and each sequence occupies its end: row i of a sequence of n rows
+    has index RAGGED_ROWS - n + i. The hardware neither reads nor writes beyond the last row. The batch dimension is
+    replaced by the tensor row at which the sequence ends, with the row stride. A fifth dimension, with the constant
+    index RAGGED_ROWS, subtracts the surplus of RAGGED_ROWS row strides: addresses are sums modulo 2^64, and
+    2^34 * RAGGED_ROWS is 0. The map starts at the tensor's address, because copies from a map that starts outside of an
+    allocation fault. (Triton's ragged descriptors use the same idea.)
     """
     of_keys = name in ("K", "V", "dK", "dV")
     itemsize, width, heads = (
@@ -156,11 +156,11 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
         size = [width, RAGGED_ROWS, heads, there + 1, RAGGED_ROWS + 1]
         stride = [*stride[:2], stride[0], 2**34 - stride[0]]
     for i, dimension in enumerate(("S", "H", "B")):
-        if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel makes every index 0
+        if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel always uses index 0
             size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
         elif 0 not in size and not 0 < stride[i] < (2**34 if p.ragged else 2**40):
             raise UnsupportedProblem(
-                f"{name} has a stride of {stride[i] // itemsize} elements in {dimension}: a tensor map takes positive "
-                f"strides (pass a contiguous copy, or choose another kernel)"
+                f"{name} with a stride of {stride[i] // itemsize} elements in {dimension} is not supported: a tensor "
+                f"map needs positive strides (pass a contiguous copy, or choose another kernel)"
             )
     return Box.of(tensor.pointer, size, stride, rows, itemsize)

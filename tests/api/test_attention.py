@@ -440,9 +440,9 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
             tile="BLOCK_M=1024,BLOCK_N=1024")  # fmt: skip
     wide = arrays(1, 1, 4, 257)
     refused("fwd_minimal: D=257 is too large: head widths up to 256", *wide, kernel="fwd_minimal")
-    refused("no forward kernel takes B1 H1 S4 D257 float32", *wide)
+    refused("no forward kernel supports B1 H1 S4 D257 float32", *wide)
     many = (np.zeros((65536, 1, 1, 1), np.float32),) * 3
-    refused("needs 65536 blocks along z, over 65535", *many)
+    refused("its grid has 65536 blocks along z, and the limit is 65535", *many)
 
 
 @pytest.mark.skipif(driver.available(), reason="there is a GPU")

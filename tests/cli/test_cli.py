@@ -100,7 +100,7 @@ def test_list_rejects_more_rows_than_32_bits_count() -> None:
 def test_list_reports_grids_that_are_too_large() -> None:
     """At most 65535 blocks along y and z; kernels with a smaller grid support the problem."""
     by_name = {row["kernel"]: row for row in parsed("list", "--shape", "65536,1,64,64", "--arch", "sm_90a")}
-    assert "needs 65536 blocks along z, over 65535: split the batch" in by_name["fwd_mma"]["reason"]
+    assert "its grid has 65536 blocks along z, and the limit is 65535 (split the batch)" in by_name["fwd_mma"]["reason"]
     assert by_name["fwd_wgmma"]["tile"]
     assert by_name["bwd_wgmma"]["tile"] is None  # its postprocess kernel has one block in z per batch entry
 

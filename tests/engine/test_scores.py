@@ -250,7 +250,7 @@ def test_a_bias_with_strides_between_keys_is_refused() -> None:
     problem = Problem(1, 1, 4, 6, 8, bias=(1, 1, 4, 6))
     bias = np.zeros((4, 12), np.float32)[:, ::2]
     view = ArrayView(bias.ctypes.data, bias.shape, (12, 2), "float32", HOST, bias)
-    with pytest.raises(UnsupportedProblem, match="bias has stride 2 in its last dimension"):
+    with pytest.raises(UnsupportedProblem, match="bias with stride 2 in its last dimension"):
         score_argument(problem, {"bias": view})
 
 

@@ -70,16 +70,16 @@ def test_nobody_refills_what_another_thread_launches_with() -> None:
     assert found == [True] * 800
 
 
-def test_what_fails_is_asked_again_and_what_raises_ends_the_launch() -> None:
+def test_a_failed_call_goes_to_the_fallback_whose_exception_ends_the_launch() -> None:
     """With its status, before the calls after it; where nothing may be tried, without one."""
     driver, asked = Driver(), []
 
-    def again(call: Call, status: int | None) -> None:
+    def fallback(call: Call, status: int | None) -> None:
         asked.append((call.about, status))
         if status == 700:
             raise RuntimeError(call.about)
 
-    launch = launch_sequence(driver.calls(), [[driver.slot]], True, again)
+    launch = launch_sequence(driver.calls(), [[driver.slot]], True, fallback)
     driver.status["first"] = 201
     launch((16,))
     driver.status["first"] = 700
@@ -88,5 +88,5 @@ def test_what_fails_is_asked_again_and_what_raises_ends_the_launch() -> None:
     assert asked == [("first", 201), ("first", 700)]
     assert [name for name, *_ in driver.called] == ["first", "second", "first"]
     asked.clear()
-    launch_sequence(driver.calls(), [[driver.slot]], False, again)((16,))
+    launch_sequence(driver.calls(), [[driver.slot]], False, fallback)((16,))
     assert asked == [("first", None), ("second", None)]

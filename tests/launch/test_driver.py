@@ -38,7 +38,7 @@ assert "cuda.bindings" not in sys.modules
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(100, "sees no GPU"), (3, "forked process"), (803, "cuInit returned 803")],
+    [(100, "finds no GPU"), (3, "forked process"), (803, "cuInit returned 803")],
 )
 def test_a_driver_that_does_not_start(status: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each status of cuInit has its sentence."""
