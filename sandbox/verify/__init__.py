@@ -1,4 +1,4 @@
-"""Is it right? Cases and their truth, trials, the verbs run, check and sanitize, error maps."""
+"""Correctness: test cases, reference results, the commands run, check and sanitize, error maps."""
 
 __all__ = [
     "cases",

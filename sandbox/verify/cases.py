@@ -1,4 +1,4 @@
-"""Problems and inputs to try kernels on: real ones for `run`, a sweep for `check`, inputs that point at a fault."""
+"""Test cases: realistic problems for `run`, a sweep for `check`, and inputs that each isolate one kind of fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Inputs = tuple[Array, Array, Array]
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with the kind of inputs and the memory layout to try it with."""
+    """A problem, with the kind of its inputs (`INPUTS`) and their memory layout (`LAYOUTS`)."""
 
     name: str
     problem: Problem
@@ -34,11 +34,11 @@ class Case:
 
 
 def named_cases(small: bool) -> list[Case]:
-    """Real problems, fp32, fp16 and bf16 among them. `small`: with fewer heads, for the CPU backend."""
+    """Realistic problems in fp32, fp16 and bf16. `small`: with fewer heads, for the CPU backend."""
     heads = (lambda H: max(1, H // 6)) if small else (lambda H: H)
     gpt2 = Problem(1, heads(12), 1024, 1024, 64, dtype="float16")  # GPT-2 small, one sequence of its full context
     causal = dataclasses.replace(gpt2, causal="bottom-right")
-    cross = Problem(2, heads(8), 1000, 77, 40)  # ragged: image positions attend to 77 text tokens
+    cross = Problem(2, heads(8), 1000, 77, 40)  # cross-attention: image positions attend to 77 text tokens
     grouped = Problem(2, heads(12), 512, 512, 128, Hk=heads(12) // 2, dtype="bfloat16", causal="bottom-right")
     return [
         Case("gpt2", gpt2),
@@ -48,16 +48,16 @@ def named_cases(small: bool) -> list[Case]:
     ]
 
 
-# H, Hk. Where Hk is neither 1 nor H, h // group, h % Hk and h are three different things.
+# H, Hk. If Hk is neither 1 nor H, h // group, h % Hk and h differ.
 _HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
-_LONG = ((1023, 1024), (1024, 203))  # one head, also a narrow one: many tiles, for the CPU backend too
+_LONG = ((1023, 1024), (1024, 203))  # many tiles; with one head and also a small D, for the CPU backend
 _WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
 
 
 def sweep_cases(kernel: Kernel) -> Iterator[Case]:
-    """Every length pair x mask x dtype that `kernel` takes, with head widths, groups and layouts taken in turn, and
-    every pointed input. A hundred-odd cases, each small enough for the CPU backend."""
+    """Every length pair x mask x dtype that `kernel` supports, cycling through head dimensions, groups and layouts, and
+    all isolating cases. About a hundred cases, each small enough for the CPU backend."""
     tile = kernel.tiles[0]
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
     lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1), *_LONG)
@@ -73,14 +73,14 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
                 problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
                 yield Case(f"{problem} {layout}", problem, layout=layout)
         yield from isolating_cases(kernel, dtype)
-    places = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
+    variants = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
     sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
 
     def problem_of(**fields: Any) -> Problem:
         return Problem(2, 4, *next(sizes), 64 if kernel.max_D >= 64 else kernel.max_D, Hk=2, **fields)
 
     for name, problem in option_cases(kernel, problem_of):
-        layout, inputs = next(places)
+        layout, inputs = next(variants)
         if kernel.why_unsupported(problem) is None:
             yield Case(f"{name}: {problem} {layout} {inputs}", problem, inputs, layout)
     yield from ragged_cases(kernel)
@@ -88,40 +88,40 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
 
 
 def ragged_cases(kernel: Kernel) -> Iterator[Case]:
-    """Ragged batches, plain and with every option."""
+    """Ragged batches, without options and with each option."""
     for name, problem, layout in ragged_problems(kernel):
         yield Case(name, problem, layout=layout)
 
 
 def isolating_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
-    """Every kind of inputs, and lengths at which a mask that is off by one matters."""
+    """Every kind of inputs, and lengths at which an off-by-one error of the mask changes the result."""
     M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
     grouped: dict[str, Any] = {"H": 4, "Hk": 2}
-    # "hidden" is for masks of more than causality: here every key is seen by some row.
-    tried = [(inputs, grouped if inputs in _NOT_FINITE else {}) for inputs in INPUTS if inputs != "hidden"]
-    # Where NaN and inf turn up behind a mask a kernel may begin again, row by row, and hide what made them: none here.
-    tried += [(inputs, {"Sk": 2 * N + 1, "causal": False}) for inputs in ("large", "rising")]
-    tried += [("minus_inf", {"causal": False}), ("inf_value", {"causal": "top-left"})]
-    tried += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # of the tile's other keys exp(0 - LSE) would be inf
-    # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that a row does not see.
-    tried += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
-    tried += [("normal", {"Sq": 2 * N, "Sk": 2 * N + 1, "Hk": 1})]  # walks that begin late, of several heads
-    for inputs, numbers in tried:
+    # "hidden" needs more than a causal mask: here every key is visible to some row.
+    variants = [(inputs, grouped if inputs in _NOT_FINITE else {}) for inputs in INPUTS if inputs != "hidden"]
+    # Without a mask: NaN and inf behind a mask may start a kernel's non-finite fallback, which hides their cause.
+    variants += [(inputs, {"Sk": 2 * N + 1, "causal": False}) for inputs in ("large", "rising")]
+    variants += [("minus_inf", {"causal": False}), ("inf_value", {"causal": "top-left"})]
+    variants += [("large", {"Sq": 64, "Sk": 1, "causal": False})]  # unmasked, exp(0 - LSE) of a padding key is inf
+    # Sk - Sq is 2 less than a multiple of a tile: the last key of a tile is the first that is hidden from a row.
+    variants += [("normal", {"Sq": M + 72, "Sk": M + N + 70, "H": 1})]
+    variants += [("normal", {"Sq": 2 * N, "Sk": 2 * N + 1, "Hk": 1})]  # m_block range starts late; several heads
+    for inputs, numbers in variants:
         usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
         problem = Problem(**{**usual, **numbers}, dtype=dtype)
         if kernel.why_unsupported(problem) is None:
             yield Case(f"{problem} {inputs}", problem, inputs)
 
 
-# ---- inputs: each isolates one fault
+# ---- inputs: each isolates one kind of fault
 
 
 def _normal(q: Array, k: Array, v: Array) -> None:
-    """Standard normal: nothing special."""
+    """Standard normal, unchanged."""
 
 
 def _ones_v(q: Array, k: Array, v: Array) -> None:
-    """V = 1: O must be 1, so that a fault is one of normalisation."""
+    """V = 1: O must be 1. Isolates normalisation."""
     v[:] = 1
 
 
@@ -131,12 +131,12 @@ def _zero_k(q: Array, k: Array, v: Array) -> None:
 
 
 def _ramp_v(q: Array, k: Array, v: Array) -> None:
-    """V[:, d] = d: O[:, d] = d, so that a fault is in the order of columns."""
+    """V[:, d] = d: O[:, d] = d. Isolates the order of columns."""
     v[:] = np.arange(v.shape[3])
 
 
 def _identity(q: Array, k: Array, v: Array) -> None:
-    """Q and K multiples of the identity: row i looks at key i, so that a fault is one of orientation."""
+    """Q and K multiples of the identity: row i attends to key i. Isolates orientation."""
     for x in (q, k):
         x[:] = 0
         rows = np.arange(x.shape[2])
@@ -144,63 +144,63 @@ def _identity(q: Array, k: Array, v: Array) -> None:
 
 
 def _integers(q: Array, k: Array, v: Array) -> None:
-    """Small integers: every product and sum of scores is exact."""
+    """Small integers: all products and sums of the scores are exact."""
     for x in (q, k, v):
         np.clip(np.rint(x), -2, 2, out=x)
 
 
 def _offset(q: Array, k: Array, v: Array) -> None:
-    """+0.5: no result near 0, so that relative errors are honest."""
+    """+0.5: no result is near 0, so that relative errors are meaningful."""
     for x in (q, k, v):
         np.add(x, 0.5, out=x)
 
 
 def _large(q: Array, k: Array, v: Array) -> None:
-    """q x 5, k and v x 3: scores up to a hundred; exp must be of differences only."""
+    """q x 5, k and v x 3: scores up to 100. exp without subtraction of the maximum overflows."""
     q *= 5
     k *= 3
     v *= 3
 
 
 def _rising(q: Array, k: Array, v: Array) -> None:
-    """Scores that grow with the key: every tile raises the row maximum and rescales O."""
+    """Scores grow with the key index: every tile raises the row maximum and rescales O."""
     q[:] = 1
     k[:] = np.linspace(-4, 4, k.shape[2])[:, None]
 
 
 def _nan(q: Array, k: Array, v: Array) -> None:
-    """NaN in one row of each: it must reach the rows that see it and no others."""
+    """NaN in one row of each tensor: it must reach exactly the rows that see it."""
     q[:, :, 3] = np.nan
     k[:, :, 60, 5] = np.nan
     v[:, :, 80] = np.nan
 
 
 def _dlse(q: Array, k: Array, v: Array) -> None:
-    """For a backward: LSE has a gradient too, which `inputs_of` makes."""
+    """For a backward: LSE has a gradient too, generated by `inputs_of`."""
 
 
 def _hidden(q: Array, k: Array, v: Array) -> None:
-    """NaN in everything that the score hides, which only the score knows: `inputs_of` puts it there."""
+    """NaN in all elements that masks hide. They depend on the score options: `inputs_of` writes them."""
 
 
 def _nan_query(q: Array, k: Array, v: Array) -> None:
-    """NaN in one early query, and its dO: most of dK and dV stays finite, and right."""
+    """NaN in query 3 and in a row of dO: most of dK and dV must stay finite and correct."""
     q[:, :, 3] = np.nan
 
 
 def _inf(q: Array, k: Array, v: Array) -> None:
-    """inf in one key and in one value, as NaN above."""
+    """inf in one key and in one value, as `_nan`."""
     k[:, :, 50, 0] = np.inf
     v[:, :, 90] = -np.inf
 
 
 def _inf_value(q: Array, k: Array, v: Array) -> None:
-    """inf in one value: of dK and dV, which keys that no query sees must not notice, it reaches dK alone."""
+    """inf in one value: of dK and dV it reaches only dK; keys that no query sees must stay unaffected."""
     v[:, :, 60] = np.inf
 
 
 def _minus_inf(q: Array, k: Array, v: Array) -> None:
-    """Every score is -inf: as if no key were seen, O is 0."""
+    """Every score is -inf: O is 0, as without visible keys."""
     q[..., 0] = 1
     k[..., 0] = -np.inf
 
@@ -223,10 +223,10 @@ INPUTS: dict[str, Callable[[Array, Array, Array], None]] = {
     "inf_value": _inf_value,
     "minus_inf": _minus_inf,
 }
-_NOT_FINITE = ("nan", "nan_query", "inf")  # and dO too
+_NOT_FINITE = ("nan", "nan_query", "inf")  # dO then has NaN or inf, too
 
 
-# ---- layouts: how a (B, H, S, D) tensor lies in memory
+# ---- layouts: memory layouts of a (B, H, S, D) tensor
 
 
 def _bhsd(x: Array) -> Array:
@@ -239,7 +239,7 @@ def _bshd(x: Array) -> Array:
 
 
 def _offset_view(x: Array) -> Array:
-    """Cut out of the middle of something larger, surrounded by NaN; rows begin at multiples of 16 bytes if D allows."""
+    """A slice of a larger tensor of NaN. Rows start at multiples of 16 bytes if D allows it."""
     B, H, S, D = x.shape
     first = 16 if x.itemsize == 1 else 8
     around = np.full((B, H + 1, S + 3, D + 2 * first), np.nan, x.dtype)
@@ -249,7 +249,7 @@ def _offset_view(x: Array) -> Array:
 
 
 def _unaligned(x: Array) -> Array:
-    """As offset, with rows that begin anywhere."""
+    """As "offset", but with unaligned rows."""
     B, H, S, D = x.shape
     view = np.full((B, H, S + 1, D + 5), np.nan, x.dtype)[:, :, 1:, 3 : 3 + D]
     view[:] = x
@@ -257,7 +257,7 @@ def _unaligned(x: Array) -> Array:
 
 
 def _broadcast(x: Array) -> Array:
-    """One batch entry seen B times: stride 0."""
+    """One batch entry, broadcast B times with stride 0."""
     return np.broadcast_to(x[:1], x.shape)
 
 
@@ -271,10 +271,11 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """q, k, v of a case as NumPy arrays of its dtype and layout. The same seed gives the same numbers."""
+    """q, k, v of a case as NumPy arrays of its dtype and layout, from a seeded generator."""
     if case.inputs not in INPUTS or case.layout not in LAYOUTS:
         raise SpecError(
-            f"inputs={case.inputs!r}, layout={case.layout!r}: choose from {', '.join(INPUTS)}; {', '.join(LAYOUTS)}"
+            f"inputs={case.inputs!r}, layout={case.layout!r} are not supported: choose inputs from "
+            f"{', '.join(INPUTS)}, and a layout from {', '.join(LAYOUTS)}"
         )
     p = case.problem
     rng = np.random.default_rng(seed)
@@ -291,8 +292,9 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     """Inputs of a case for kernels that compute `computes`, by the names in a spec's `args`: Q, K, V, the tensors of
     the score options, and what only a backward needs.
 
-    That is a standard normal dO, with NaN or inf in one row in cases of such inputs, and the reference's O and LSE,
-    rounded, so that no forward kernel's faults mix in. dO and O have the case's dtype and layout.
+    A backward needs a standard normal dO (with NaN or inf in one row if the case has such inputs), and O and LSE. The
+    latter come from the reference, rounded, so that errors of a forward kernel have no influence. dO and O have the
+    case's dtype and layout.
     """
     p, lay_out = case.problem, LAYOUTS[case.layout]
     inputs = dict(zip(("Q", "K", "V"), make_inputs(case), strict=True)) | score_inputs(p)
@@ -307,10 +309,10 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     if case.inputs in _NOT_FINITE:
         dout[:, :, 7] = np.inf if case.inputs == "inf" else np.nan
     with np.errstate(over="ignore"):
-        right = by_sequence(p, inputs, forward)
-        dO, O = (x.astype(numpy_dtype(p.dtype)) for x in (dout, right["O"]))
-        found = {**inputs, "dO": lay_out(dO), "O": lay_out(O), "LSE": right["LSE"].astype(np.float32)}
-    if found["O"].tobytes() != O.tobytes():  # broadcast, of batch entries that options tell apart
+        exact = by_sequence(p, inputs, forward)
+        dO, O = (x.astype(numpy_dtype(p.dtype)) for x in (dout, exact["O"]))
+        found = {**inputs, "dO": lay_out(dO), "O": lay_out(O), "LSE": exact["LSE"].astype(np.float32)}
+    if found["O"].tobytes() != O.tobytes():  # the broadcast layout, with options that differ between batch entries
         found["O"] = O
     if case.inputs == "dlse":
         found["dLSE"] = np.random.default_rng(2).standard_normal(found["LSE"].shape, np.float32)

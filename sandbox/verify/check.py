@@ -1,4 +1,4 @@
-"""Is it right? Kernels against the float64 reference, by the error bound that the problem itself sets."""
+"""Compares kernels with the float64 reference, by an error bound that depends on the problem."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .trial import Array
 
 @dataclass(frozen=True)
 class Result:
-    """One kernel on one case. Errors are absolute; `error <= bound` and `lse_excess <= 0` make it ok.
+    """One kernel on one case. Errors are absolute; the result is ok if `error <= bound` and `lse_excess <= 0`.
 
-    `error` and `bound` are those of the output `tensor`, which fares worst; LSE stands apart: `lse_excess` is the worst
-    |LSE - ref| minus its bound, None where none is written. `message` says why there is no number: the kernel does not
-    take the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time, or emulation on the CPU.
-    `resources`, `smem_dynamic` and `compile_seconds` are NVRTC's, for the GPU or, without one, for `arch`; of several
-    entries, the largest figures.
+    `error` and `bound` are those of `tensor`, the output with the largest ratio. LSE is separate: `lse_excess` is the
+    maximum of |LSE - ref| minus its bound, None if the kernel writes no LSE. `message` gives the reason if there is no
+    error: the kernel does not support the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time,
+    or the time of the emulation on the CPU backend. `resources`, `smem_dynamic` and `compile_seconds` come from NVRTC,
+    for the GPU, or without one for `arch`; for several entries they are the maxima.
     """
 
     kernel: str
@@ -60,19 +60,19 @@ class Result:
     tflops: float | None = None
     message: str = ""
     tensor: str = ""
-    where: ErrorMap | None = None  # of an output that is wrong
-    sanitize: bool = False  # whether that verb may know more
+    where: ErrorMap | None = None  # of a wrong output
+    sanitize: bool = False  # whether `sanitize` may find the cause
 
 
 def pick_device(backend: str | None) -> Device:
-    """The device that `backend` names; by default a GPU if there is one. Raises GpuUnavailable for "cuda" without."""
+    """The device of `backend`; by default a GPU if there is one. Raises GpuUnavailable for "cuda" without a GPU."""
     if backend == "cuda" or (backend is None and driver.available()):
         return "cuda", driver.device().ordinal
     return HOST
 
 
 class Verifier(Protocol):
-    """`verify`, here or in a process of its own (`Apart`)."""
+    """The signature of `verify`, which may also run in another process (`IsolatedRunner.verify`)."""
 
     def __call__(
         self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
@@ -83,7 +83,7 @@ class Verifier(Protocol):
 def run_cases(
     kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, verifier: Verifier
 ) -> Iterator[Result]:
-    """`run`: every kernel on every case, timed, with what NVRTC reports."""
+    """`run`: every kernel on every case, timed, with NVRTC's resource report."""
     for case in cases:
         for kernel in kernels:
             yield verifier(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
@@ -92,7 +92,7 @@ def run_cases(
 def sweep(
     kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, verifier: Verifier | None = None
 ) -> Iterator[Result]:
-    """`check`: every kernel over its sweep."""
+    """`check`: every kernel on all its sweep cases."""
     for kernel in kernels:
         for case in sweep_cases(kernel):
             yield (verifier or verify)(kernel, case, device, tile)
@@ -101,16 +101,16 @@ def sweep(
 def verify(
     kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False
 ) -> Result:
-    """One kernel on one case, compared with the reference. `report` adds NVRTC's figures, also without a GPU."""
+    """One kernel on one case, compared with the reference. `report` adds NVRTC's resources, also without a GPU."""
     try:
         expected = reference_of(kernel.computes, case)
-    except SandboxError as failure:  # expressions of a score that are none
+    except SandboxError as failure:  # invalid expressions of a Score
         return Result(kernel.name, case.name, case.problem, device[0], ok=False, message=str(failure))
     tensors = (view(expected.inputs[name]) for name in ("Q", "K", "V", "dO", "O") if name in expected.inputs)
-    lies = layout(tensors)
+    strides = layout(tensors)
     if case.problem.bias:
-        lies["bias_boxes"] = boxes(view(expected.inputs["bias"]))
-    problem = dataclasses.replace(case.problem, **lies)
+        strides["bias_boxes"] = boxes(view(expected.inputs["bias"]))
+    problem = dataclasses.replace(case.problem, **strides)
     head = (kernel.name, case.name, problem, device[0])
     try:
         chosen = pipeline.tile_on(device, kernel, problem, tile)
@@ -123,11 +123,11 @@ def verify(
     if report and not compiled:
         try:
             compiled, note = _static_report(kernel, chosen, case)
-        except SandboxError as failure:  # the host's compiler takes it, NVRTC does not
+        except SandboxError as failure:  # the host compiler accepts the source, NVRTC does not
             return Result(*head, ok=False, message=str(failure))
     verdict = _verdict(expected.outputs, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
-    trespass = f"memory beside {', '.join(done.stray_writes)} was written" if done.stray_writes else ""
+    stray = f"memory beside {', '.join(done.stray_writes)} was written" if done.stray_writes else ""
     flops = problem.flops_of(kernel.computes, visible_pairs(problem, expected.inputs)) if device != HOST else 0
     return Result(
         *head,
@@ -141,7 +141,7 @@ def verify(
         **vars(verdict),
         seconds=done.seconds,
         tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
-        message="; ".join(filter(None, (trespass, note))),
+        message="; ".join(filter(None, (stray, note))),
         where=None if right else _where(verdict.tensor, expected, done),
         sanitize=not right or bool(done.stray_writes),
     )
@@ -149,7 +149,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The fields of Result that say how far a kernel's outputs are from the truth."""
+    """The fields of Result with the errors of a kernel's outputs."""
 
     tensor: str
     error: float
@@ -163,9 +163,9 @@ def _verdict(answers: Mapping[str, ReferenceOutput], outputs: Mapping[str, Array
         found = [
             _Verdict(name, max_error(outputs[name], answer.values), answer.bound)
             for name, answer in answers.items()
-            if isinstance(answer.bound, float) and name in outputs  # not LSE, which has one for each element
+            if isinstance(answer.bound, float) and name in outputs  # not LSE, which has one bound per element
         ]
-        worst = max(found, key=lambda v: (not v.error <= v.bound, v.error / v.bound))  # a wrong one before all
+        worst = max(found, key=lambda v: (not v.error <= v.bound, v.error / v.bound))  # wrong outputs first
         if "LSE" not in answers:
             return worst
         lse, ref = outputs["LSE"], answers["LSE"]
@@ -174,7 +174,7 @@ def _verdict(answers: Mapping[str, ReferenceOutput], outputs: Mapping[str, Array
 
 
 def _where(worst: str, expected: Reference, done: trial.Trial) -> ErrorMap | None:
-    """Of the output that fares worst; of another where that is right."""
+    """The error map of the output `worst`; if that output is correct, of the first wrong one."""
     about, answers = (
         (done.prepared.kernel, done.prepared.problem, done.prepared.tile, expected.inputs),
         expected.outputs,
@@ -185,7 +185,7 @@ def _where(worst: str, expected: Reference, done: trial.Trial) -> ErrorMap | Non
 
 
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:
-    """What NVRTC makes of the kernel where no GPU runs it; without NVRTC, a note instead."""
+    """NVRTC's result for DEFAULT_ARCH, for runs without a GPU; without NVRTC, a note instead."""
     try:
         target = pipeline.DEFAULT_ARCH
         chosen = choose_tile(kernel, case.problem, architectures.parse(target), tile)

@@ -1,4 +1,4 @@
-"""compute-sanitizer, NVIDIA's checker of kernels on a GPU: found, run, read."""
+"""compute-sanitizer, NVIDIA's correctness checker for kernels on a GPU: runs it and parses its report."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .findings import Finding, parse_compute_sanitizer, resolve_expressions
 TOOLS = {
     "memcheck": "accesses out of bounds or misaligned",
     "racecheck": "races on shared memory",
-    "initcheck": "reads of global memory that nobody wrote",
+    "initcheck": "reads of uninitialised global memory",
     "synccheck": "barriers that some thread does not reach",
 }
-_FOUND = 91  # the exit status that says so; the program's own are 0 to 2
+_FOUND = 91  # the exit status if it has findings; the program itself returns 0 to 2
 
 
 def run(
     tool: str, command: Sequence[str], timeout: float, cwd: Path, folders: Sequence[Path], score: Score | None = None
 ) -> tuple[list[Finding], str]:
-    """One program under one tool -> (what it found, all that was said). `folders`: where the sources lie; `score`: the
-    problem's, whose lines are named in its own file.
+    """Runs a program under one tool -> (findings, complete output). `folders`: those of the sources; `score`: the
+    problem's Score, whose expressions are located in its file.
 
-    Raises ToolchainMissing when the tool or the program fails by itself.
+    Raises ToolchainMissing if the tool or the program itself fails.
     """
     checker = [tools.need("compute-sanitizer"), "--tool", tool, "--report-api-errors", "no", "--show-backtrace",
                "device", "--error-exitcode", str(_FOUND), "--print-limit", "100"]  # fmt: skip

@@ -1,7 +1,7 @@
-"""Where a result is wrong: the first bad element, and the structure of the kernel that the bad ones follow.
+"""Error maps: where a result is wrong, and which part of the kernel's structure the wrong elements match.
 
-A kernel's faults have shapes: a missing tail guard spoils the rows of the last tile, a wrong fragment the columns of an
-MMA step, a mask the rows along the diagonal. Each rule below asks for one such shape.
+Faults of a kernel have typical patterns: a missing tail guard corrupts the rows of the last tile, a wrong fragment the
+columns of an MMA step, a wrong mask the rows along the diagonal. Each rule below detects one pattern.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..reference import errors
 from . import mask_fault
 
 Array = NDArray[Any]
-_OF_QUERIES = ("O", "LSE", "dQ", "delta")  # a row of them is a query's
-_STEPS = (2, 4, 8, 16, 32)  # columns of what threads and MMA fragments share out among themselves
+_OF_QUERIES = ("O", "LSE", "dQ", "delta")  # their rows are query rows
+_STEPS = (2, 4, 8, 16, 32)  # column periods of the distribution over threads and MMA fragments
 
 
 @dataclass(frozen=True)
 class ErrorMap:
-    """Where one output is wrong. `first` and `worst` are indices (b, h, row, column), or those of them that it has.
+    """Where one output is wrong. `first` and `worst` are indices (b, h, row, column), or a prefix of them.
 
-    `patterns`: what the bad elements have in common, each a phrase such as "the tail". `text` says it all in a
-    paragraph. `heat`: |error| / bound of the worst head, (rows, columns).
+    `patterns`: phrases such as "the tail" that describe the wrong elements. `text`: a summary in one paragraph.
+    `heat`: |error| / bound of the worst head, (rows, columns).
     """
 
     name: str
@@ -51,16 +51,17 @@ def locate(
     name: str, got: ArrayLike, ref: ArrayLike, bound: Array | float, kernel: Kernel, problem: Problem, tile: Tile,
     inputs: Mapping[str, Array] | None = None,
 ) -> ErrorMap | None:  # fmt: skip
-    """Of an output called `name`, of any shape, (B, H, S, D) or without the last of these, or (H,), against the truth
-    and its bound (a number, or of the same shape): where |got − ref| exceeds the bound; None where it nowhere does.
-    `inputs`: what the kernel was inputs, by which a wrong mask is told from other faults."""
+    """The elements of the output `name` whose error |got − ref| exceeds `bound`; None if there are none.
+
+    got, ref: (B, H, S, D), (B, H, S) or (H,). bound: a number, or of the same shape. `inputs`: those of the kernel, to
+    distinguish a wrong mask from other faults."""
     got, ref = np.asarray(got).astype(np.float64), np.asarray(ref).astype(np.float64)
     error = errors(got, ref)
     bad = ~(error <= bound)
     if not bad.any():
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.nan_to_num(error / bound, nan=0.0, posinf=np.inf)  # 0 / 0: a row without keys, as it should be
+        ratio = np.nan_to_num(error / bound, nan=0.0, posinf=np.inf)  # 0 / 0: a correct row without keys
     first = _at(np.argwhere(bad)[0])
     worst = _at(np.unravel_index(int(np.where(bad, ratio, 0).argmax()), bad.shape))
     cube, expected, off = (_cube(x) for x in (bad, ref, error))
@@ -87,9 +88,9 @@ def _at(index: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _cube(x: Array) -> Array:
-    """As (B, H, rows, columns): one of what it has not, as LSE one column, and the gradient of a sink heads alone."""
-    heads_alone = (1,) if x.ndim == 1 else ()
-    return x.reshape(*heads_alone, *x.shape, *[1] * (4 - x.ndim - len(heads_alone)))
+    """As (B, H, rows, columns), with size 1 in missing dimensions; an array of one dimension, (H,), has heads only."""
+    batch = (1,) if x.ndim == 1 else ()
+    return x.reshape(*batch, *x.shape, *[1] * (4 - x.ndim - len(batch)))
 
 
 def _describe(
@@ -121,7 +122,7 @@ def _ranges(numbers: Array, most: int = 4) -> str:
 
 
 def _tile_rows(name: str, tile: Tile) -> tuple[int, str]:
-    """How many rows of this output a tile has, and how to say so: rows of dK and dV come BLOCK_N at a time."""
+    """The rows of this output per tile, as a number and as text. Tiles of dK and dV have BLOCK_N rows."""
     macro = "BLOCK_N" if name in ("dK", "dV") else "BLOCK_M"
     rows = tile.get(macro, 64)
     return rows, f"{macro}={rows}"
@@ -137,13 +138,13 @@ def _extent(bad: Array) -> Iterator[str]:
 
 
 def _factor(got: Array, expected: Array) -> Iterator[str]:
-    """A wrong scale of P, or a wrong sum, multiplies whole rows."""
+    """A constant factor: a wrong scale of P, or a wrong row sum."""
     some = np.isfinite(got) & (abs(expected) > 0.1 * abs(np.nan_to_num(expected)).max())
     if some.sum() < 16:
         return
     low, middle, high = np.quantile(got[some] / expected[some], (0.05, 0.5, 0.95))
     if high - low < 0.1 * abs(middle):
-        yield f"{middle:.3g} times what they should be"
+        yield f"{middle:.3g} times the expected values"
 
 
 def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterator[str]:
@@ -163,7 +164,8 @@ def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterat
 
 
 def _diagonal(bad: Array, error: Array, expected: Array, problem: Problem) -> Iterator[str]:
-    """A wrong mask, first tile or sum weighs most where the fewest keys are seen; a wrong scale, alike everywhere."""
+    """Errors of a mask, of the first tile or of the row sum are largest in rows with few visible keys. Those of a scale
+    are the same in all rows."""
     rows = np.asarray(bad.any((0, 1, 3)))
     seen = np.clip(np.arange(len(rows)) + problem.diagonal + 1, 0, problem.Sk)
     if not rows[seen > 0].any():
@@ -192,10 +194,10 @@ def _column_shapes(columns: Array, D: int) -> Iterator[str]:
 
 
 def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
-    """Writes PREFIX.png and PREFIX.svg, |error| / bound of the worst head over (row, column), with the edges of the
-    tiles; returns their paths. Raises ToolchainMissing without matplotlib."""
+    """Writes PREFIX.png and PREFIX.svg, |error| / bound of the worst head over (row, column), with tile boundaries.
+    Returns their paths. Raises ToolchainMissing without matplotlib."""
     rows, columns = found.heat.shape
-    top = float(np.clip(found.heat.max(), 10.0, 1e4))  # beyond that it is just wrong
+    top = float(np.clip(found.heat.max(), 10.0, 1e4))  # larger ratios have the same colour
     with picture.figure(6.4, 4.8, dpi=120) as figure:
         from matplotlib.colors import LogNorm
         from matplotlib.ticker import MaxNLocator
@@ -210,7 +212,7 @@ def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("column")
-        axis.set_ylabel("row (dotted: edges of tiles)")
+        axis.set_ylabel("row (dotted: tile boundaries)")
         axis.set_title(f"{title}: {found.name} at {_index(found.worst[:2])}", loc="left")
-        figure.colorbar(shown, ax=axis, label="|error| / bound; red is more than allowed")
+        figure.colorbar(shown, ax=axis, label="|error| / bound; red exceeds the bound")
         return picture.save(figure, prefix)

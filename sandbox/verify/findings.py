@@ -1,4 +1,4 @@
-"""What sanitizers say, read: each finding a sentence and the lines of the `.cu` and its headers that it names."""
+"""Parses the reports of sanitizers: each finding is a sentence, with the lines of the `.cu` and its headers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..cpu.build import HERE
 
 _PLACE = re.compile(r"(/[^\s:()]+\.(?:cuh?|py)):(\d+)")
 _EXPRESSION = re.compile(r"(?:(?<=\s)|^)(?:/\S*/)?(score|mask):(\d+)(?!\d)", re.MULTILINE)  # see core.snippet.header
-_BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file without its folder
-_TWINS = str(HERE)  # CPU versions of headers: their lines say nothing to somebody who wrote a kernel
+_BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file name without its folder
+_CPU_BACKEND = str(HERE)  # lines of the CPU backend's headers are left out: they do not help to debug a kernel
 _ACCESS = re.compile(r"^ {2}((?:Previous |Atomic |Previous atomic )?(?:read|write)) of size (\d+)", re.IGNORECASE)
 _COMPUTE = re.compile(r"^=+ ?")
-_NEAR = re.compile(r"^sandbox: (.+)$", re.MULTILINE)  # of __asan_on_error, in cpu/runtime.cpp
+_NEAR = re.compile(r"^sandbox: (.+)$", re.MULTILINE)  # written by __asan_on_error in cpu/runtime.cpp
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a kernel does and may not do; `on` which problem and tile, where that is not said beside it."""
+    """One fault of a kernel. `on`: problem and tile, if they are not shown elsewhere."""
 
     what: str
     places: tuple[SourceLine, ...] = ()  # innermost call first
@@ -30,14 +30,15 @@ class Finding:
 
 
 def places(text: str) -> tuple[SourceLine, ...]:
-    """Every line of a kernel's own files that a text names, in its order."""
+    """All lines of a kernel's files that occur in a text, in order of occurrence."""
     found = (SourceLine(path, int(line)) for path, line in _PLACE.findall(text))
-    return tuple(dict.fromkeys(place for place in found if not place.file.startswith(_TWINS)))
+    return tuple(dict.fromkeys(place for place in found if not place.file.startswith(_CPU_BACKEND)))
 
 
 def resolve_expressions(text: str, score: Score | None) -> tuple[str, str]:
-    """A report in which the lines of a Score's expressions are those of the file that defines it, where they are found
-    there; and the first expression that it names, for the finding's sentence: "" if it names none."""
+    """(report, first expression). In the report, lines of a Score's expressions become lines of the file that defines
+    the Score, if they are found there. The first expression in the report, "" if there is none, is for the finding's
+    sentence."""
     lines = {"score": score.score.splitlines(), "mask": score.mask.splitlines()} if score else {}
     said: list[str] = []
 
@@ -56,12 +57,12 @@ def resolve_expressions(text: str, score: Score | None) -> tuple[str, str]:
 
 
 def name_buffers(text: str, names: Sequence[str]) -> str:
-    """A report in which buffers, which the program of cpu/main.cpp knows by their numbers, have these names."""
+    """Replaces buffer numbers in a report of cpu/main.cpp's program by `names`."""
     return re.sub(r"\bbuffer (\d+)(?= in block)", lambda m: names[int(m[1])], text)
 
 
 def parse_host_sanitizer(text: str) -> list[Finding]:
-    """The findings in what AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer or the runtime wrote."""
+    """Findings in a report of AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer or the runtime."""
     if "ThreadSanitizer: data race" in text:
         return _distinct(_race(report) for report in text.split("WARNING: ThreadSanitizer: ")[1:])
     if found := re.search(r"^shared memory used while a cp\.async.*$", text, re.MULTILINE):
@@ -74,19 +75,19 @@ def parse_host_sanitizer(text: str) -> list[Finding]:
         return [Finding(f"{what.get(found[1], found[1])}{how}{near}", places(_first_stack(text)))]
     if found := re.search(r"^(\S+?):(\d+):\d+: runtime error: (.*)", text, re.MULTILINE):
         return [Finding(found[3], places(text))]
-    # the runtime's own words: the first line, and who waits where
+    # A message of the runtime: the first line, and the lines at which threads wait.
     return [Finding(_PLACE.sub(lambda m: f"{Path(m[1]).name}:{m[2]}", text.partition("\n    at ")[0]), places(text))]
 
 
 def _first_stack(text: str) -> str:
-    """Where it happened; the stacks that follow say where the memory came from."""
+    """The stack of the access; later stacks show where the memory was allocated."""
     begin = text.find("    #0")
     end = text.find("\n\n", begin)
     return text[begin : end if end > 0 else None]
 
 
 def _race(report: str) -> Finding:
-    """Two accesses, each with its stack."""
+    """A data race: two accesses, each with its stack."""
     accesses: list[tuple[str, list[str]]] = []
     for line in report.splitlines():
         if found := _ACCESS.match(line):
@@ -96,20 +97,20 @@ def _race(report: str) -> Finding:
         elif accesses and accesses[-1][1] and len(accesses) > 1:
             break
     stacks = [places("\n".join(stack)) for _, stack in accesses]
-    told = [f"{how} at {_line(stack)}" if stack else how for (how, _), stack in zip(accesses, stacks, strict=True)]
+    sides = [f"{how} at {_line(stack)}" if stack else how for (how, _), stack in zip(accesses, stacks, strict=True)]
     merged = tuple(dict.fromkeys(place for stack in stacks for place in stack))
-    return Finding(f"data race: {' against '.join(told) or report.splitlines()[0]}", merged)
+    return Finding(f"data race: {' against '.join(sides) or report.splitlines()[0]}", merged)
 
 
 def _line(stack: Sequence[SourceLine]) -> SourceLine:
-    """The innermost line of a `.cu`: a header's counts for the line that calls it."""
+    """The innermost line of a `.cu`, rather than of a header that it calls."""
     return next((place for place in stack if place.file.endswith(".cu")), stack[0])
 
 
 def parse_compute_sanitizer(text: str, folders: Sequence[Path] = ()) -> list[Finding]:
-    """The findings in what one tool of compute-sanitizer wrote: paragraphs whose first line says what is wrong.
+    """Findings in a report of compute-sanitizer: paragraphs whose first line describes the fault.
 
-    Some of its releases name a file without its folder: it is then looked for in `folders`.
+    Some releases print file names without folders: these files are searched in `folders`.
     """
     paragraphs: list[list[str]] = []
     for line in _BARE.sub(lambda m: f" in {_whole(m[1], folders)}:{m[2]}", text).splitlines():
@@ -128,12 +129,12 @@ def _whole(name: str, folders: Sequence[Path]) -> str:
 
 
 def _sentence(lines: list[str]) -> str:
-    """The first line; which thread, the first time; paths shortened to names."""
+    """The first line, plus thread and address; paths are shortened to file names."""
     said = [lines[0].removeprefix("Error: ").removeprefix("Warning: ").strip()]
     said += [line.strip() for line in lines[1:] if re.match(r" +(by thread|and |Address )", line)]
     return _PLACE.sub(lambda m: f"{Path(m[1]).name}:{m[2]}", ", ".join(said))
 
 
 def _distinct(found: Iterator[Finding]) -> list[Finding]:
-    """One for each set of lines: the threads that meet there are many."""
+    """One finding for each set of lines: many threads report the same one."""
     return list({(f.places or f.what): f for f in reversed(list(found))}.values())[::-1]

@@ -1,4 +1,5 @@
-"""Verdicts from a process of its own: a kernel that crashes or spoils its GPU's context costs its own result alone."""
+"""Runs `verify` in a separate process, so that a kernel that crashes or corrupts its CUDA context affects only its own
+result."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from .cases import Case
 from .check import Result, verify
 from .references import reference_of
 
-_ENOUGH = 3  # crashes, each of which costs the start of a process
-NOT_TRIED = f"not tried: its process has ended {_ENOUGH} times already"
+_MAX_CRASHES = 3  # per kernel; each costs the start of a process
+NOT_TRIED = f"not tried: its process has ended {_MAX_CRASHES} times already"
 
 
-class _Question(NamedTuple):
+class _Job(NamedTuple):
     kernel: str
     case: Case
     device: Device
@@ -32,10 +33,10 @@ class _Question(NamedTuple):
 
 
 class IsolatedRunner:
-    """Use it in a `with` statement; its `verify` takes a registry's kernel and answers as `check.verify` does, but that
-    a kernel which ends the process has a result that says so, and is not tried for ever.
+    """A context manager. Its `verify` takes a kernel of the registry and returns the same result as `check.verify`. If
+    the kernel ends the process, the result says so; after several such crashes the kernel is not run again.
 
-    `on_output` is told what kernels print.
+    `on_output` is called with the output that kernels print.
     """
 
     def __init__(self, on_output: Callable[[str], object]):
@@ -43,7 +44,7 @@ class IsolatedRunner:
         self._crashes: Counter[str] = Counter()
 
     def __enter__(self) -> IsolatedRunner:
-        self._worker = Worker(_answer)
+        self._worker = Worker(_run_job)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -53,12 +54,12 @@ class IsolatedRunner:
         self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
         report: bool = False,
     ) -> Result:  # fmt: skip
-        """One kernel on one case, for as long as it takes."""
+        """One kernel on one case, without a time limit."""
         where = kernel.name, case.name, case.problem, device[0]
-        if self._crashes[kernel.name] >= _ENOUGH:
+        if self._crashes[kernel.name] >= _MAX_CRASHES:
             return Result(*where, ok=None, message=NOT_TRIED)
         try:
-            result, printed = self._worker.do(_Question(kernel.name, case, device, tile, repeats, report))
+            result, printed = self._worker.do(_Job(kernel.name, case, device, tile, repeats, report))
         except WorkerDied as death:
             printed = death.printed
             message = f"its process ended: {death}, while {death.stage}"
@@ -69,19 +70,19 @@ class IsolatedRunner:
         return result
 
 
-def _answer(asked: _Question, at: ReportStage) -> tuple[Result, bool]:
-    """In the worker."""
-    kernel = registry.get(asked.kernel)
-    at("computing the reference", None)
-    with suppress(SandboxError):  # which `verify` will say
-        reference_of(kernel.computes, asked.case)
-    at("running it", None)
-    result = verify(kernel, asked.case, asked.device, asked.tile, repeats=asked.repeats, report=asked.report)
-    return result, device_usable(asked.device)
+def _run_job(job: _Job, report_stage: ReportStage) -> tuple[Result, bool]:
+    """Runs in the worker process."""
+    kernel = registry.get(job.kernel)
+    report_stage("computing the reference", None)
+    with suppress(SandboxError):  # `verify` reports it
+        reference_of(kernel.computes, job.case)
+    report_stage("running it", None)
+    result = verify(kernel, job.case, job.device, job.tile, repeats=job.repeats, report=job.report)
+    return result, device_usable(job.device)
 
 
 def device_usable(device: Device) -> bool:
-    """Whether this process can run another kernel: an illegal address or a trap stays with a CUDA context for ever."""
+    """Whether this process can run another kernel: after an illegal address or a trap a CUDA context is unusable."""
     try:
         if device != HOST:
             driver.device(device[1]).synchronize()

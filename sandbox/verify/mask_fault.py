@@ -1,4 +1,4 @@
-"""Which wrong causal mask explains an error: the reference is asked what such a mask would have inputs."""
+"""Finds the wrong causal mask that explains an error, by computing the reference with candidate masks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..reference import attention, errors
 from .scores import part_options
 
 Array = NDArray[Any]
-_ROWS = 16  # wrong rows of one head that are compared
-_ENOUGH = 0.75  # of them: another fault, such as 0 / 0 in a row that sees no key then, may hide some
+_ROWS = 16  # wrong rows of one head to compare
+_REQUIRED = 0.75  # share of them that must match: in some rows another fault, such as 0 / 0, may hide the mask's
 
 
 def explain(
@@ -32,16 +32,16 @@ def explain(
     rows = wrong[np.unique(np.linspace(0, len(wrong) - 1, _ROWS).astype(int))]
     for shift, said in _masks(problem).items():
         fits = [_fits(name, got, b, h, int(row), shift, bound, problem, inputs) for row in rows]
-        if np.mean(fits) >= _ENOUGH:
+        if np.mean(fits) >= _REQUIRED:
             return said
     return ""
 
 
 def _masks(problem: Problem) -> dict[int | None, str]:
-    """How many keys further than it should a row sees (None: all of them), and how to say so."""
+    """{shift: description} of wrong masks: `shift` is the number of additional visible keys (None: all keys)."""
     other, sign = ("top-left", -1) if problem.causal == "bottom-right" else ("bottom-right", 1)
     found: dict[int | None, str] = {
-        1: "each row sees one key too many, the next after its last",
+        1: "each row sees one key too many, the one after its last",
         -1: "each row misses its last key",
         None: "rows see every key, as without a causal mask",
     }
@@ -53,7 +53,7 @@ def _fits(
     name: str, got: Array, b: int, h: int, row: int, shift: int | None, bound: Array | float, problem: Problem,
     inputs: Mapping[str, Array],
 ) -> bool:  # fmt: skip
-    """Whether a row of `got` is what attention gives whose causal mask is shifted by so many keys."""
+    """Whether a row of `got` matches attention with the causal mask shifted by `shift` keys."""
     hk = h // problem.group
     q, k, v = inputs["Q"][b : b + 1, h : h + 1, row : row + 1], *(inputs[x][b : b + 1, hk : hk + 1] for x in "KV")
     options = part_options(problem, inputs, b, h, row, row + 1)

@@ -1,4 +1,4 @@
-"""Batches whose keys lie in pages: how inputs are put there, and the problems that try it."""
+"""Paged keys and values: converts inputs to pages and back, and generates problems with pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Array = NDArray[Any]
 
 
 def in_pages(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """K and V, (pages, Hk, page_size, D), and the block_table, of K and V that are not in pages. Pages are shuffled.
-    NaN is in every row that does not count, and what the table says of them is no page."""
+    """K and V as shuffled pages, (pages, Hk, page_size, D), and their block_table. Rows beyond a sequence's length are
+    NaN, and table entries of unused pages are invalid."""
     most = p.Sk // p.page_size
     rng = np.random.default_rng(200)
     shared = p.pages < p.B * most
@@ -41,15 +41,15 @@ def in_pages(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def gathered(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """The same with K and V that are not in pages, for who knows of none."""
+    """The inputs with K and V gathered from their pages, and without the block_table."""
     table, lengths = inputs["block_table"], inputs["key_lengths"]
     keys = {name: gather_pages(inputs[name].swapaxes(1, 2), table, lengths) for name in ("K", "V")}
     return {**{name: x for name, x in inputs.items() if name != "block_table"}, **keys}
 
 
 def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[tuple[str, Problem]]:
-    """(name, problem) of what `kernel` takes: few queries and many, pages of several sizes, alone and with so many
-    options, drawn sampled."""
+    """(name, problem) for problems with pages that `kernel` supports: few and many queries, several page sizes, without
+    options and with a random sample of `options` option cases."""
     sizes = itertools.cycle(((16, 1, 9), (48, 3, 4), (256, 2, 1), (32, 70, 3), (16, 5, 0)))
     heads, widths = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2))), itertools.cycle((64, 128, 48))
 

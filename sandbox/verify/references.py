@@ -1,4 +1,4 @@
-"""What a kernel is inputs on a case, what it ought to compute of it, and how far off it may be."""
+"""Inputs of a case, the expected outputs, and their error bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .sequences import by_sequence, forward
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """One output, in float64, and the error that it may have: one for all of it, or one for each element."""
+    """One output in float64, and its error bound: one number, or one per element."""
 
     values: Array
     bound: float | Array
@@ -36,18 +36,18 @@ class ReferenceOutput:
 
 @dataclass(frozen=True)
 class Reference:
-    """Inputs and right answers, by the names in a spec's `args`."""
+    """Inputs and expected outputs, by the names in a spec's `args`."""
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, ReferenceOutput]
 
 
-@lru_cache(maxsize=8)  # several kernels are tried on one case, and `watch` tries its cases again and again
+@lru_cache(maxsize=8)  # several kernels run the same case, and `watch` runs its cases repeatedly
 def reference_of(computes: str, case: Case) -> Reference:
     """Inputs and expected outputs on a case, for kernels that compute "forward", "preprocess", "backward" or
     "block_map".
 
-    Nobody may write to its arrays.
+    The arrays are cached: do not write to them.
     """
     with np.errstate(all="ignore"):  # NaN and inf are among the inputs
         inputs = inputs_of(computes, case)
@@ -77,7 +77,7 @@ def _preprocess(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceO
 
 
 def _backward(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
-    """The true gradients are those of the inputs alone: that O and LSE come rounded is part of the error."""
+    """The exact gradients depend on the unrounded O and LSE: the rounding of these inputs is part of the error."""
 
     def gradients_by(function: Callable[..., Gradients], *args: str, **how: Any) -> dict[str, Array]:
         def compute(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:

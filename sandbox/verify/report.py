@@ -1,4 +1,4 @@
-"""Results -> tables for people. JSON for programs comes straight from the results, in `cli`."""
+"""Results as tables. `cli` writes JSON directly from the results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..core.errors import without_options
 from ..toolchain.nvrtc import Resources
 from .check import Result
 
-WIDE = 118  # columns from which a case fits on one line
+WIDE = 118  # terminal columns that a case needs on one line
 
 
 def si_time(seconds: float | None) -> str:
-    """Seconds in the unit that leaves one to three digits before the point."""
+    """A time with the unit that leaves one to three digits before the decimal point."""
     if seconds is None:
         return "-"
     unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if seconds * f >= 0.9995), ("µs", 1e6))
@@ -34,7 +34,7 @@ def _error(value: float | None) -> str:
 
 
 def errors_shown(r: Result) -> str:
-    """As "1.2e-4 <= 1.2e-3"; "-" without numbers."""
+    """Error and bound as "1.2e-4 <= 1.2e-3"; "-" if there are none."""
     if r.error is None or r.bound is None:
         return "-"
     return f"{_error(r.error)} {'<=' if r.error <= r.bound else '>'} {_error(r.bound)}"
@@ -47,11 +47,11 @@ def verdict(result: Result) -> Text:
     return Text("ok", "green") if result.ok else Text("WRONG" if result.error is not None else "FAIL", "bold red")
 
 
-SLOW = "regs +n: n bytes of each thread are spilled, or on its stack, in slow memory"
+SLOW = "regs +n: n bytes per thread are spilled, or on the stack, in local memory"
 
 
 def registers(resources: Resources | None) -> Text:
-    """Registers a thread, and what should not be: see SLOW."""
+    """Registers per thread, and the bytes in local memory: see SLOW."""
     if resources is None:
         return Text("-")
     lost = slow(resources)
@@ -69,7 +69,7 @@ def table(*columns: str, right: Sequence[str] = (), caption: str = "") -> Table:
     return shown
 
 
-_NUMBERS = {"regs": 8, "smem": 9, "compile": 7, "error <= bound": 16, "time": 7, "TFLOP/s": 8}  # and their usual widths
+_NUMBERS = {"regs": 8, "smem": 9, "compile": 7, "error <= bound": 16, "time": 7, "TFLOP/s": 8}  # usual column widths
 _FOLDED = {"regs\nsmem": 9, "compile": 7, "error\n<= bound": 9, "time\nTFLOP/s": 8}
 _GAP, _VERDICT = 2, 5
 
@@ -77,10 +77,10 @@ _GAP, _VERDICT = 2, 5
 def results_table(
     results: Sequence[Result], width: int, *, expected: Sequence[Result] = (), head: bool = True
 ) -> Table:
-    """What `run` prints: one line a case, or two where the screen is narrow.
+    """The output of `run`: one line per case, or two on a narrow terminal.
 
-    Lines that are printed as they come line up: each is a table of its own, all but the first without a `head`, and
-    makes room for the names of every result that is `expected`.
+    To print results as they arrive, each is a table of its own, only the first with a `head`. Columns are wide enough
+    for the names of all `expected` results, so that the lines are aligned.
     """
     wide, room = width >= WIDE, [*results, *expected]
     numbers = _NUMBERS if wide else _FOLDED
@@ -109,20 +109,20 @@ def _cells(r: Result, wide: bool) -> list[str | Text]:
     if wide:
         return [r.kernel, r.case, str(r.problem), regs, smem, compiling, error, time, speed, verdict(r)]
     what = Text.assemble(r.kernel, " ", r.case, "\n", (str(r.problem), "dim"))
-    held = Text.assemble(regs, "\n", smem)
-    return [what, held, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r)]
+    memory = Text.assemble(regs, "\n", smem)
+    return [what, memory, compiling, error.replace(" ", "\n", 1), f"{time}\n{speed}", verdict(r)]
 
 
 def notes(results: Sequence[Result]) -> Iterator[Text]:
-    """What the table's readers should know."""
+    """Notes below the table."""
     if archs := sorted({r.arch for r in results if r.backend == "cpu" and r.arch}):
-        yield Text(f"cpu: emulated, slow by nature; regs and smem are NVRTC's for {', '.join(archs)}", "dim italic")
+        yield Text(f"cpu: times of an emulation; regs and smem are NVRTC's for {', '.join(archs)}", "dim italic")
     if any(slow(r.resources) for r in results):
         yield Text(SLOW, "dim italic")
 
 
 def failures(results: Iterable[Result]) -> Iterator[Text]:
-    """What went wrong, and notes: one paragraph for each reason, with the cases that share it."""
+    """Failures and notes: one paragraph per reason, with the cases that share it."""
     sharing: dict[tuple[str, str], list[Result]] = {}
     for r in results:
         if r.ok is False or r.message:
@@ -135,7 +135,7 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
 
 
 def hints(results: Iterable[Result]) -> Iterator[Text]:
-    """Where to look next, for each kernel that goes wrong in a way that `sanitize` may explain."""
+    """For each kernel with a failure that `sanitize` may explain, the command to run."""
     for r in {r.kernel: r for r in results if r.sanitize}.values():
         backend = f" --backend {r.backend}"
         what = "races, missing waits, accesses out of bounds, by line"
@@ -143,15 +143,15 @@ def hints(results: Iterable[Result]) -> Iterator[Text]:
 
 
 def counts(results: Sequence[Result]) -> str:
-    """How many are right; of those that are not, also which."""
+    """Numbers of correct, wrong and unsupported cases, and the names of the wrong ones."""
     wrong = [r.case for r in results if r.ok is False]
     which = f" ({', '.join(wrong[:4])}{f' and {len(wrong) - 4} more' if len(wrong) > 4 else ''})" if wrong else ""
-    right, refused = (sum(r.ok is state for r in results) for state in (True, None))
-    return f"{right} ok, {len(wrong)} wrong{which}, {refused} not taken"
+    right, unsupported = (sum(r.ok is state for r in results) for state in (True, None))
+    return f"{right} ok, {len(wrong)} wrong{which}, {unsupported} not supported"
 
 
 def reason(r: Result) -> str:
-    """What is wrong, or to be noted, in words that the same fault has on other cases too."""
+    """The failure or note, worded so that the same fault on other cases has the same text."""
     return without_options(_reason(r))
 
 

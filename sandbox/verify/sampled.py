@@ -1,8 +1,8 @@
-"""The float64 reference on some rows of a problem too large for all of it.
+"""The float64 reference on sampled rows, for problems that are too large for all rows.
 
-Rows of attention are independent: a strip of query rows of one head is an attention problem of its own, and
-`sandbox.reference` answers it. Each strip sets its own bound, so that the first rows of a causal problem,
-whose output is the largest, do not set it for the last.
+Rows of attention are independent: a strip of query rows of one head is an attention problem of its own, which
+`sandbox.reference` computes. Each strip has its own error bound: the first rows of a causal problem have the largest
+outputs, and their bound would be too loose for the last rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ..reference import attention, errors, lse_bound, max_error, naive, output_b
 from .scores import part_options
 
 Array = NDArray[Any]
-HEADS, STRIPS, ROWS = 4, 5, 16  # so many heads, strips of rows in each, rows in a strip
+HEADS, STRIPS, ROWS = 4, 5, 16  # sampled heads, strips per head, rows per strip
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Query rows [start, stop) of the chosen heads: the truth, (heads, 1, rows, D) and (heads, 1, rows), and bound."""
+    """Query rows [start, stop) of the sampled heads: the reference, (heads, 1, rows, D) and (heads, 1, rows), and the
+    error bound."""
 
     start: int
     stop: int
@@ -36,21 +37,21 @@ class Strip:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an output must be like: on strips of the heads (b, h)."""
+    """The expected output on strips of the heads (b, h)."""
 
     problem: Problem
     heads: tuple[tuple[int, int], ...]
     strips: tuple[Strip, ...]
 
     def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
-        """One call on poisoned outputs, compared."""
+        """Compares the outputs of one call, after poisoning them."""
         poison()
         return compare(self, *launch())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`error` and `bound` of the strip that fares worst; `message` says what is wrong, "" when all is right."""
+    """`error` and `bound` of the strip with the largest ratio. `message` describes the fault, "" if there is none."""
 
     error: float
     bound: float
@@ -66,11 +67,11 @@ def expect(
     option_tensors: Mapping[str, Any] | None = None,
     number: int = 0,
 ) -> Expected:
-    """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv), on any
+    """Reference and bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv), on any
     device. `option_tensors`: tensors of the score options, by their names in a spec's `args`. `number`: index of the
     first batch entry.
 
-    The first and the last head, the first and the last rows are always among the sampled.
+    The sample always contains the first and last head, and the first and last rows.
     """
     rng = np.random.default_rng(seed)
     heads = tuple((n // problem.H, n % problem.H) for n in spread(rng, problem.B * problem.H, HEADS))
@@ -94,8 +95,8 @@ def expect(
 
 
 def compare(expected: Expected, out: Any, lse: Any = None) -> Verdict:
-    """Of an output (B, H, Sq, D) and, if there is one, an LSE (B, H, Sq): PyTorch tensors. The sampled rows must be
-    true, every element of O finite, and none of LSE NaN."""
+    """Compares O (B, H, Sq, D) and LSE (B, H, Sq, may be None), PyTorch tensors. The sampled rows must be within their
+    bounds, all elements of O finite, and no element of LSE NaN."""
     errors_and_bounds, excess = [], -math.inf
     for strip in expected.strips:
         rows = slice(strip.start, strip.stop)
@@ -114,12 +115,12 @@ def compare(expected: Expected, out: Any, lse: Any = None) -> Verdict:
 
 
 def host(x: Any) -> Array:
-    """As float32, which holds every number of the dtypes there are."""
+    """A PyTorch tensor as a float32 NumPy array, which represents all supported dtypes exactly."""
     return x.detach().float().cpu().numpy()
 
 
 def spread(rng: np.random.Generator, n: int, most: int) -> list[int]:
-    """At most `most` of 0 … n − 1, the first and the last among them."""
+    """At most `most` of the numbers 0 … n − 1, always with the first and the last."""
     if n <= most:
         return list(range(n))
     between = rng.choice(np.arange(1, n - 1), most - 2, replace=False)

@@ -1,8 +1,8 @@
-"""The float64 reference's gradients on some rows of a problem too large for all of it.
+"""Gradients of the float64 reference on sampled rows, for problems that are too large for all rows.
 
-With dO zero but for some strips of query rows, the gradients are those of these strips: dQ of their rows, and what
-they add to dK and dV of every key. Each strip is an attention problem of its own, which `sandbox.reference` answers.
-With the whole of dO the gradients must be finite.
+If dO is zero except in some strips of query rows, only these strips contribute to the gradients: to dQ of their rows,
+and to dK and dV of every key. Each strip is an attention problem of its own, which `sandbox.reference` computes. With
+the complete dO, only finiteness is checked.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from .sampled import Verdict, host, spread
 from .scores import part_options
 
 Array = NDArray[Any]
-HEADS, STRIPS, ROWS = 2, 3, 16  # so many query heads, strips of rows in each, rows in a strip
+HEADS, STRIPS, ROWS = 2, 3, 16  # sampled query heads, strips per head, rows per strip
 
 
 @dataclass(frozen=True)
 class Sums:
-    """The truth, the yardstick and the sizes of one gradient's rows, which strips add to; (rows, D), float64."""
+    """For one head of one gradient, summed over strips: the reference, the naive result in the input dtype, and the
+    magnitudes that the bound depends on; (rows, D), float64."""
 
     expected: Array
     plain: Array
@@ -48,15 +49,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class ExpectedGradients:
-    """What dq, dk and dv must be like while dO is zero outside of `strips`. sums: {(0, 1 or 2, b, head): its rows}."""
+    """The expected dq, dk and dv if dO is zero outside of `strips`. sums: {(0: dQ, 1: dK or 2: dV, b, head): Sums}."""
 
     problem: Problem
-    dout: Any  # the contenders' own, (B, H, Sq, D); changed in place during a check and restored
+    dout: Any  # the tensor that contenders read, (B, H, Sq, D); a check changes it in place and restores it
     strips: tuple[tuple[int, int, int, int], ...]  # (b, h, first row, one past the last)
     sums: dict[tuple[int, int, int], Sums]
 
     def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
-        """Two calls on poisoned outputs, with the whole of dO and with the strips alone."""
+        """Two calls on poisoned outputs: with the complete dO, and with the strips only."""
         poison()
         whole = launch()
         if not all(bool(x.isfinite().all()) for x in whole):
@@ -86,13 +87,13 @@ def expect_gradients(
     problem: Problem, q: Any, k: Any, v: Any, dout: Any, seed: int = 0, option_tensors: Mapping[str, Any] | None = None,
     number: int = 0,
 ) -> ExpectedGradients:  # fmt: skip
-    """The truth and the bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and dout
+    """Reference and bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) and dout
     (B, H, Sq, Dv), on any device; `option_tensors` and `number` as in `sampled.expect`."""
     rng = np.random.default_rng(seed)
     p, group = problem, problem.H // problem.Hk
     heads = [(n // p.H, n % p.H) for n in spread(rng, p.B * p.H, HEADS)]
     starts = spread(rng, max(1, p.Sq - ROWS + 1), STRIPS)
-    strips = tuple((b, h, start, min(start + ROWS, p.Sq)) for b, h in heads for start in _apart(starts))
+    strips = tuple((b, h, start, min(start + ROWS, p.Sq)) for b, h in heads for start in _without_overlap(starts))
     sums: dict[tuple[int, int, int], Sums] = {}
     for b, h, start, stop in strips:
         dq = sums.setdefault((0, b, h), Sums.zeros(p.Sq, p.D))
@@ -111,8 +112,8 @@ def expect_gradients(
     return ExpectedGradients(problem, dout, strips, sums)
 
 
-def _apart(starts: list[int]) -> list[int]:
-    """Without those whose strip would overlap the one before."""
+def _without_overlap(starts: list[int]) -> list[int]:
+    """Drops starts whose strip overlaps the preceding one."""
     kept = starts[:1]
     for start in starts[1:]:
         if start >= kept[-1] + ROWS:

@@ -1,4 +1,4 @@
-"""The float64 reference on some rows of some sequences of a ragged batch, each as a problem of its own."""
+"""The float64 reference on sampled rows of sampled sequences of a ragged batch. Each sequence is one problem."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from .sampled import Expected, Verdict, expect, spread
 from .sampled_gradients import ExpectedGradients, expect_gradients
 from .sequences import Sequence, sequences_of
 
-SEQUENCES = 4  # the first, the last, and some between
+SEQUENCES = 4  # sampled, always with the first and the last
 
 
 @dataclass(frozen=True)
 class ExpectedSequences:
-    """What results, by their names in `names`, must be like in the sequences that are looked at."""
+    """The expected results, named `names`, in the sampled sequences."""
 
     names: tuple[str, ...]
     sequences: tuple[tuple[Sequence, Expected | ExpectedGradients], ...]
 
     def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
-        """The sequence that fares worst, each after calls of its own on poisoned outputs."""
+        """The verdict of the worst sequence. Each sequence is checked after separate calls on poisoned outputs."""
 
-        def of(sequence: Sequence) -> tuple[Any, ...]:
+        def results_of(sequence: Sequence) -> tuple[Any, ...]:
             results = zip(self.names, launch(), strict=True)
             return tuple(x if x is None else x[sequence.slices(name, x)] for name, x in results)
 
-        verdicts = [expected.check(poison, partial(of, sequence)) for sequence, expected in self.sequences]
+        verdicts = [expected.check(poison, partial(results_of, sequence)) for sequence, expected in self.sequences]
         return max(verdicts, key=lambda v: (bool(v.message), v.error / v.bound if v.bound else math.inf))
 
 
 def expect_sequences(
     problem: Problem, inputs: tuple[Any, ...], computes: str, option_tensors: Mapping[str, Any]
 ) -> ExpectedSequences:
-    """The truth and the bounds for PyTorch tensors q, k, v and, of a backward, dout, as kernels have them."""
-    there = [s for s in sequences_of(problem) if s.problem.Sq and s.problem.Sk]
+    """Reference and bounds for PyTorch tensors q, k, v and, for a backward, dout, in the layout of the kernels."""
+    candidates = [s for s in sequences_of(problem) if s.problem.Sq and s.problem.Sk]
     found: list[tuple[Sequence, Expected | ExpectedGradients]] = []
-    for i in spread(np.random.default_rng(0), len(there), SEQUENCES):
-        sequence = there[i]
+    for i in spread(np.random.default_rng(0), len(candidates), SEQUENCES):
+        sequence = candidates[i]
         own = {name: x[sequence.slices(name, x)] for name, x in option_tensors.items() if "seqlens" not in name}
         q, k, v, *dout = (x[sequence.slices(n, x)] for n, x in zip(("Q", "K", "V", "dO"), inputs, strict=False))
         expected: Expected | ExpectedGradients

@@ -1,10 +1,10 @@
-"""Does a kernel do what it may not, even where the result is right? Sanitizers on the CPU backend and on a GPU.
+"""Sanitizers on the CPU backend and on a GPU. They find faults that may leave the result correct.
 
-On the CPU backend every tool runs the kernel in a process of its own, in buffers of exact size: AddressSanitizer
-(bounds, alignment, and shared memory that a cp.async is on its way to), UndefinedBehaviorSanitizer, ThreadSanitizer
-with every CUDA thread a thread, reads of shared memory that nobody wrote, and the same launch with other
-contents of uninitialised local variables, and with its threads in other orders. On a GPU it is compute-sanitizer, whose
-initcheck knows global memory alone.
+On the CPU backend every tool runs the kernel in a separate process, in buffers of exact size: AddressSanitizer (bounds,
+alignment, and shared memory that is the target of a pending cp.async), UndefinedBehaviorSanitizer, ThreadSanitizer with
+one thread per CUDA thread, detection of uninitialised shared memory and local variables, and a comparison of launches
+with different thread orders. On a GPU the tools are those of compute-sanitizer; its initcheck covers only global
+memory.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ HOST_TOOLS = {
     "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
     "undefined": "undefined behaviour of C++",
     "thread": "races on shared and global memory",
-    "uninitialised": "reads of shared memory that nobody wrote; results that depend on uninitialised local variables",
+    "uninitialised": "reads of uninitialised shared memory; results that depend on uninitialised local variables",
     "orders": "results that depend on the order of threads",
 }
-_SEEDS = (1, 2)  # of the shuffled orders
+_SEEDS = (1, 2)  # of shuffled thread orders
 _WIDTHS = (16, 32, 64, 128, 256)
 _SHIPPED_WIDTHS = (64, 128, 256)
 _AFFECTED_BY_STRAY_STORES = ("thread", "orders")
-_STRAY = "a store out of bounds, to be mended first, looks like a race"
+_STRAY = "skipped: a store out of bounds, which must be fixed first, looks like a race"
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one tool made of a kernel on one problem. `clean` is None where the tool could not be used: `message` says
-    why. `text`: all that the tool said."""
+    """The result of one tool for a kernel on one problem. `clean` is None if the tool could not run: `message` gives
+    the reason. `text`: the complete report."""
 
     kernel: str
     problem: Problem
@@ -70,21 +70,21 @@ class Inspection:
 
 
 def small_tile(kernel: Kernel) -> Tile:
-    """The spec's smallest: few threads, so that several blocks are quick."""
+    """The spec's smallest tile: with few threads, several blocks run fast."""
     return min(kernel.tiles, key=lambda tile: np.prod(list(tile.values())))
 
 
 def usual_dtypes(kernel: Kernel) -> Sequence[str]:
-    """The dtypes that a kernel is examined in unless others are asked for: of 8 bits only if it takes no wider ones."""
+    """The dtypes of the default problems: 8-bit ones only if the kernel supports no wider dtype."""
     return [dtype for dtype in kernel.dtypes if dtype not in FLOAT8] or kernel.dtypes
 
 
 def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
-    """Causal with lengths that no tile divides and grouped heads, then whole tiles; several blocks of each."""
+    """A causal problem with partial tiles and grouped heads, and one with whole tiles; several blocks each."""
     M, N, dtypes = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64), usual_dtypes(kernel)
 
     def taken(**fields: Any) -> Iterator[Problem]:
-        if kernel.computes == "block_map":  # there is none without a mask
+        if kernel.computes == "block_map":  # a block map needs a mask
             fields["mask"] = (1, 1, fields["Sq"], fields["Sk"])
         for problem in (Problem(D=D, **fields) for D in _WIDTHS):
             if not (kernel.why_unsupported(problem) or why_tile_unsupported(kernel, problem, tile, None)):
@@ -97,9 +97,9 @@ def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
     ]
 
 
-def shipped(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
-    """The tiles that large problems get, causal and not, each at the first of its head widths and with lengths it does
-    not divide."""
+def shipped_tiles(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
+    """The tiles that are selected for large problems, causal and not. Each has a problem with partial tiles, at the
+    first head dimension that selects the tile."""
     found: dict[Tile, Problem] = {}
     masks: tuple[Causal, ...] = ("bottom-right", False)
     for causal, D in itertools.product(masks, _SHIPPED_WIDTHS):
@@ -116,9 +116,9 @@ def shipped(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
 def inspect(
     kernel: Kernel, device: Device, tile: Tile | None = None, timeout: float = 120.0, problem: Problem | None = None
 ) -> Iterator[Inspection]:
-    """`sanitize`: every tool of the backend on `problem`, or on small ones and the shipped tiles.
+    """`sanitize`: every tool of the backend on `problem`, or on small problems and with the shipped tiles.
 
-    Raises ToolchainMissing where the GPU's is missing, CompileError, SpecError, UnsupportedProblem.
+    Raises ToolchainMissing without compute-sanitizer on a GPU, CompileError, SpecError, UnsupportedProblem.
     """
     if device != HOST:
         tools.need("compute-sanitizer")
@@ -127,23 +127,23 @@ def inspect(
     small = tile or small_tile(kernel)
     pairs = [(small, problem)] if problem else [(small, p) for p in small_problems(kernel, small)]
     if not problem and not tile:
-        pairs += shipped(kernel, pipeline.arch_of(device))
+        pairs += shipped_tiles(kernel, pipeline.arch_of(device))
     if not pairs:
-        raise UnsupportedProblem(f"{kernel.name}: no small problem can be run with tile {small}")
+        raise UnsupportedProblem(f"{kernel.name}: tile {small} is not supported for any of the small problems")
     for chosen, p in pairs:
-        pipeline.load(kernel, chosen, p, device)  # raises SpecError before a wrong argument is a wrong address
-        looked: list[Inspection] = []
+        pipeline.load(kernel, chosen, p, device)  # raises SpecError for arguments that do not match the parameters
+        done: list[Inspection] = []
         for tool in HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS:
-            if explained_by_stray_store(tool, looked):
-                looked.append(Inspection(kernel.name, p, chosen, tool, None, message=_STRAY))
+            if explained_by_stray_store(tool, done):
+                done.append(Inspection(kernel.name, p, chosen, tool, None, message=_STRAY))
             else:
-                looked.append((on_host if device == HOST else on_gpu)(tool, kernel, p, chosen, timeout))
-            yield looked[-1]
+                done.append((on_host if device == HOST else on_gpu)(tool, kernel, p, chosen, timeout))
+            yield done[-1]
 
 
-def explained_by_stray_store(tool: str, looked: Iterable[Inspection]) -> bool:
-    """Whether a store out of bounds, which others found on that problem, may be all that `tool` sees."""
-    strays = (f for i in looked if i.tool == "address" for f in i.findings if ", write of " in f.what)
+def explained_by_stray_store(tool: str, done: Iterable[Inspection]) -> bool:
+    """Whether findings of `tool` may be caused by a store out of bounds, which "address" found on this problem."""
+    strays = (f for i in done if i.tool == "address" for f in i.findings if ", write of " in f.what)
     return tool in _AFFECTED_BY_STRAY_STORES and any(strays)
 
 
@@ -153,7 +153,7 @@ def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: fl
     try:
         if tool == "orders":
             if not kernel.deterministic:
-                return Inspection(*head, None, message="it sums by atomics, in any order")
+                return Inspection(*head, None, message="skipped: the kernel sums with atomics, in any order")
             findings = _compare_orders(kernel, problem, tile, timeout)
             return Inspection(*head, not findings, findings)
         report, left = launch_on_host(tool, kernel, problem, tile, timeout=timeout)  # type: ignore[arg-type]
@@ -175,8 +175,8 @@ def launch_on_host(
     stack: Fill = Fill.NANS,
     timeout: float = 120.0,
 ) -> tuple[Report, dict[str, Array]]:
-    """Every entry once, in the order of its launches and in buffers of exact size -> the report of the first that is
-    not clean, else of the last; and every tensor, by its name, as it was left."""
+    """Launches every entry once, in order, in buffers of exact size -> (report of the first entry that is not clean,
+    else of the last; every tensor, by name, after the launch)."""
     chosen = choose_tile(kernel, problem, None, tile)
     inputs = inputs_of(kernel.computes, Case("sanitize", problem))
     arrays = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
@@ -199,14 +199,14 @@ def launch_on_host(
             named = [f"{name} {arrays[name].shape} of {arrays[name].itemsize} bytes each" for name in follows.values()]
             report = replace(report, text=name_buffers(report.text, named))
             break
-        # Of a tensor that two arguments follow, each has a copy of its own: the first is what the kernel works on.
+        # If two arguments point to the same tensor, each has its own copy: the kernel uses the first.
         left = dict(reversed([*zip(follows.values(), report.contents, strict=True)]))
         arrays |= left
     return report, arrays
 
 
 def _pointers(entry: Entry, problem: Problem, arrays: Container[str]) -> Iterator[tuple[Pointer, str]]:
-    """Where among an entry's arguments the address of an array stands, and the array's name."""
+    """(argument index, byte offset) of every address in an entry's arguments, and the array's name."""
     for i, name in enumerate(entry.args):
         if name in entry.numbers:
             continue
@@ -225,7 +225,7 @@ def _findings(report: Report, problem: Problem) -> tuple[Finding, ...]:
 
 
 def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> tuple[Finding, ...]:
-    """Threads that meet only where they must give the same bits in whatever order they run in between."""
+    """Results must be bit-equal for every order in which threads run between barriers."""
     launches = [launch_on_host("none", kernel, problem, tile, order=n, timeout=timeout) for n in (0, *_SEEDS)]
     if failed := next((report for report, _ in launches if not report.clean), None):
         return _findings(failed, problem)
@@ -240,20 +240,20 @@ def _compare_orders(kernel: Kernel, problem: Problem, tile: Tile, timeout: float
 def _unwritten_locals(
     kernel: Kernel, problem: Problem, tile: Tile, timeout: float, left: Mapping[str, Array]
 ) -> tuple[Finding, ...]:
-    """Results must be the same bits whatever uninitialised local variables hold: NaN, of which `left` are the tensors,
-    or zeros."""
-    again = partial(launch_on_host, "uninitialised", kernel, problem, tile, timeout=timeout)
-    _, others = again(stack=Fill.ZEROS)
+    """Results must be bit-equal whether uninitialised local variables hold NaN or zeros. `left`: the tensors after a
+    launch with NaN."""
+    rerun = partial(launch_on_host, "uninitialised", kernel, problem, tile, timeout=timeout)
+    _, others = rerun(stack=Fill.ZEROS)
     differ = _difference("uninitialised local variables", "NaN and 0 in them", left, others)
     if not differ:
         return ()
-    read, _ = again(stack=Fill.REPORTED_NANS)  # by line, where it can be seen
+    read, _ = rerun(stack=Fill.REPORTED_NANS)  # reports the line of the read, if it is detected
     where = [place for finding in _findings(read, problem) for place in finding.places]
     return (Finding(differ, tuple(where)),)
 
 
 def _difference(cause: str, between: str, some: Mapping[str, Array], others: Mapping[str, Array]) -> str:
-    """The first tensor whose bits differ between two launches, as a sentence; "" where all are the same."""
+    """A sentence about the first tensor whose bits differ between two launches; "" if none differs."""
     for name, array in some.items():
         bits = f"u{array.itemsize}"
         if (differ := array.view(bits) != others[name].view(bits)).any():
@@ -263,9 +263,9 @@ def _difference(cause: str, between: str, some: Mapping[str, Array], others: Map
     return ""
 
 
-# ---- on a GPU: the launch in a process of its own, under compute-sanitizer
+# ---- on a GPU: the launch in a separate process, under compute-sanitizer
 
-_CHILD = (  # whose kernels look at the lengths they are inputs
+_CHILD = (  # its kernels are compiled with checks of the lengths in their inputs
     "import os, sys; os.environ['SANDBOX_CHECKED'] = '1'; "
     "from sandbox.verify.sanitize import launch; launch(sys.argv[1])"
 )
@@ -284,8 +284,9 @@ def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: flo
 
 
 def launch(what: str) -> None:
-    """In the child: NumPy arrays, copied to plain allocations of exact size, so that every byte is accounted for."""
-    asked = json.loads(what)
-    kernel, problem, tile = registry.get(asked["kernel"]), Problem.from_json(asked["problem"]), Tile(**asked["tile"])
+    """In the child process: launches on copies of NumPy arrays in allocations of exact size, without an allocator's
+    padding."""
+    job = json.loads(what)
+    kernel, problem, tile = registry.get(job["kernel"]), Problem.from_json(job["problem"]), Tile(**job["tile"])
     inputs = inputs_of(kernel.computes, Case("sanitize", problem))
     trial.launch(kernel, tile, problem, inputs, ("cuda", 0))

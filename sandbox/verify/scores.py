@@ -1,4 +1,4 @@
-"""What a problem's score reads on a case, and the problems that try each of its options."""
+"""Test inputs for score options, and test problems with each option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..reference import Meaning, Part, Shape
 
 Array = NDArray[Any]
 
-OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # one after the other on a problem, as they are asked for
+OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # {case name: fields of Problem}
     "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
     "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
     "softcap": lambda p: {"softcap": 2.0},
@@ -50,7 +50,7 @@ TOGETHER = (
 
 
 _OTHER = {"float8_e4m3": "float8_e5m2", "float8_e5m2": "float8_e4m3"}
-OF_FLOAT8: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # what float8 has besides, each with another option
+OF_FLOAT8: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # fields that only float8 has, with another option each
     lambda p: {"descale": ((p.B, p.H), 0.75, (p.B, p.Hk))},
     lambda p: {"descale": (1.5, (1, p.Hk), 0.5), "out_dtype": "float32", "softcap": 2.0},
     lambda p: {"v_dtype": _OTHER[p.dtype], "out_dtype": "float16", "window": (max(2, p.Sk // 5), None)},
@@ -59,8 +59,8 @@ OF_FLOAT8: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # what float8 ha
 
 
 def documents(p: Problem) -> Score:
-    """A user's own lines: keys of other documents are hidden, and x bends by a table for each head. Every kind of
-    tensor and every function but `where`."""
+    """A user's Score: it hides keys of other documents, and changes x by tables. It uses tensors of every kind, and
+    every function except `where`."""
     return Score(
         "x + 0.25 * tanh(x) * gain(h) - 0.5 * log(1 + abs(i - j)) + min(x, 1) * max(0, near(i))",
         mask="doc(b, j) == doc(b, min(i, Sk - 1)) || every(j)",
@@ -72,8 +72,8 @@ def documents(p: Problem) -> Score:
 
 
 def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tuple[str, Problem]]:
-    """(name, problem) of every option alone and of some together, on what `problem` makes of a dtype and a mask: one
-    dtype and mask after the other, of those that `kernel` takes."""
+    """(name, problem) for each option alone and for some combinations, with the dtypes of `kernel` and the causal masks
+    in turn. `problem` makes the problem for a dtype and a mask; unsupported problems are skipped."""
     for n, names in enumerate((*((name,) for name in OPTIONS), *TOGETHER)):
         masks = ("bottom-right", False, "top-left")
         p = problem(dtype=kernel.dtypes[n % len(kernel.dtypes)], causal=masks[n % 3 if n % 2 else 0])
@@ -90,10 +90,10 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
 
 
 def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
-    """The tensors that the problem's score reads, by the names that kernels know them by.
+    """The tensors of the problem's score options, by their names in a spec's `args`.
 
-    Among the rows and keys of a mask are some that are hidden altogether, and of several batch entries one has no keys
-    that count. The tensors of a `Score` are its own; of one that has none, numbers that may be indices or truths.
+    A mask hides some rows and keys completely. With several batch entries, one has key length 0. The tensors of a
+    `Score` are its own; for a Score without data, they are random numbers that are valid as indices or booleans.
     """
     rng = np.random.default_rng(seed + 100)
     found: dict[str, Array] = {}
@@ -127,9 +127,9 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
 
 
 def loaded(score: Score, p: Problem) -> Score:
-    """The same with its tensors' numbers, of the file that it was read from, where it has lost them on its way here."""
-    lost = any(isinstance(tensor, TensorLike) for tensor in score.tensors.values())
-    return Score.from_file(score.file, p) if lost and score.file else score
+    """The Score with its tensor data. A Score from another process may lack it: its file is read again."""
+    lacking = any(isinstance(tensor, TensorLike) for tensor in score.tensors.values())
+    return Score.from_file(score.file, p) if lacking and score.file else score
 
 
 def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
@@ -141,7 +141,7 @@ def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
 
 
 def reference_options(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Any]:
-    """What `sandbox.reference` is told of a problem whose score reads `inputs`."""
+    """The options of `sandbox.reference` for a problem with these inputs."""
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
     tensors: dict[str, Any] = {option: inputs[name] for option, name in names.items() if name in inputs}
     score = p.score and dataclasses.replace(
@@ -158,13 +158,13 @@ def reference_options(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Any]
 def part_options(
     p: Problem, inputs: Mapping[str, Any], b: int, h: int, start: int, stop: int, number: int = 0
 ) -> dict[str, Any]:
-    """`reference_options` of query rows [start, stop) of one head, of what arrays of any library the score reads. The
-    problem's first batch entry is that of the inputs number, as a sequence of a ragged batch is."""
+    """`reference_options` for query rows [start, stop) of one head. `inputs` may be arrays of any library. `number`:
+    index of the problem's first batch entry, for a sequence of a ragged batch."""
 
     def cut(name: str, *at: int | slice) -> Array:
         x = inputs[name]
         own = x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))]
-        return host_array(np.asarray(own) if isinstance(own, np.generic) else own)  # one number of a NumPy array
+        return host_array(np.asarray(own) if isinstance(own, np.generic) else own)  # a NumPy scalar is not an array
 
     part: dict[str, Array] = {}
     for name in ("bias", "mask"):
@@ -184,7 +184,7 @@ def part_options(
 
 
 def seen(p: Problem, inputs: Mapping[str, Array]) -> Array:
-    """Which keys each row sees, (B, H, Sq, Sk)."""
+    """The mask of visible keys, (B, H, Sq, Sk)."""
     meaning = Meaning(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, inputs))
     Q, K, found = np.zeros((p.Sq, 1)), np.zeros((p.Sk, 1)), np.empty((p.B, p.H, p.Sq, p.Sk), np.bool_)
     for b, h in np.ndindex(p.B, p.H):
@@ -193,9 +193,9 @@ def seen(p: Problem, inputs: Mapping[str, Array]) -> Array:
 
 
 def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
-    """What the "block_map" kernels compute, as include/block_map.cuh describes it: 128 keys that no row of 64
-    reaches, or that do not count, are hidden, and seen whole, wherever a batch entry has a map of its own. Pairs that
-    are not written are ones."""
+    """The reference of "block_map" kernels; include/block_map.cuh has the format. A tile of 64 rows and 128 keys that
+    is out of the rows' range, or beyond the key length, is marked as both hidden and fully visible. The pair bits of
+    tiles for which the kernel writes none are 1."""
     (B, H, rows, _), words = p.block_map, block_maps.words_for(p)
     hides = bool(p.score and p.score.hides)
     lengths = inputs["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
@@ -211,43 +211,43 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
         diagonal = n - p.Sq if p.key_lengths and p.causal != "top-left" else p.diagonal
         begin = 0 if first is None or not by_rows else max(0, m0 + diagonal - first)
         end = n if last is None or not by_rows else min(n, min(m0 + 64, p.Sq) + diagonal + last)
-        for key in range(0, -(-n // 128) * 128, 16):  # keys beyond the last are as the last
+        for key in range(0, -(-n // 128) * 128, 16):  # keys beyond the last repeat the last
             if begin < key // 128 * 128 + 128 and key // 128 * 128 < end:
                 pairs = left[b, h, m0 : m0 + 64, min(key, n - 1) : max(min(key, n - 1) + 1, min(key + 16, n))]
                 bits[b, h, row, :, key // 16] = pairs.any(), pairs.all()
                 if by_pair.size:
                     ends = (0, 64 - pairs.shape[0]), (0, 16 - pairs.shape[1])
                     by_pair[b, h, row, :, key : key + 16] = np.pad(pairs, ends, mode="edge")
-    if by_pair.size:  # nobody asks for those of 512 keys that a row sees whole, or that it and its neighbour do not see
+    if by_pair.size:  # kernels do not read pair bits of 512 keys that are fully visible, or hidden from a pair of rows
         some, holes = (x.reshape(B, H, rows, words, 32).any(-1) for x in (bits[..., 0, :], ~bits[..., 1, :]))
         either = np.repeat(np.logical_or.reduceat(some, range(0, rows, 2), axis=2), 2, axis=2)[:, :, :rows]
         unwritten = np.repeat(~(holes & either), 512, axis=-1)[..., None, :]
-        by_pair |= unwritten  # as outputs are before a launch
+        by_pair |= unwritten  # the poison value of outputs
     both = np.concatenate([x.reshape(B, H, rows, math.prod(x.shape[3:])) for x in (bits, by_pair)], axis=-1)
     return np.packbits(both, axis=-1, bitorder="little").view("<i4").reshape(p.block_map)
 
 
 def visible_pairs(p: Problem, inputs: Mapping[str, Any]) -> int | None:
-    """How many (query, key) pairs all heads see together, where a mask or key_lengths of any library hide some; None
-    where the problem itself says it, and of a ragged batch. A condition of the user's own is not asked."""
+    """The number of visible (query, key) pairs of all heads, if a mask or key_lengths (arrays of any library) hide
+    some. None if the problem alone determines it, and for a ragged batch. A user's own condition is ignored."""
     if p.ragged or not (p.mask or p.key_lengths):
         return None
     tensors: dict[str, Any] = {name: host_array(inputs[name]) for name in ("mask", "key_lengths") if name in inputs}
     shape = Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv)
     meaning = Meaning(shape, p.causal, p.scale, window=p.window, **tensors)
-    # Of entries and heads that are alike, one is asked.
+    # Batch entries and heads with the same mask are counted once.
     B = 1 if p.mask[:1] in ((), (1,)) and not p.key_lengths else p.B
     H = p.H if p.mask[1:2] == (p.H,) else 1
     strips = ((b, h, m0) for b in range(B) for h in range(H) for m0 in range(0, p.Sq, _STRIP))
-    asked = (meaning.head(b, h).seen(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
-    return p.B // B * (p.H // H) * sum(int(np.count_nonzero(seen)) for seen in asked) if B and H else 0
+    masks = (meaning.head(b, h).seen(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
+    return p.B // B * (p.H // H) * sum(int(np.count_nonzero(mask)) for mask in masks) if B and H else 0
 
 
 _STRIP = 256  # rows at a time
 
 
 def fill_hidden_with_nan(p: Problem, inputs: dict[str, Array]) -> None:
-    """NaN in everything that nobody sees: keys and values, and where a bias counts for no score."""
+    """Writes NaN to all elements that no query sees: of keys and values, and of a bias."""
     visible = seen(p, inputs)
     by_key_head = np.asarray(visible.reshape(p.B, p.Hk, -1, p.Sk).any(2))  # (B, Hk, Sk)
     for name in ("K", "V"):

@@ -1,4 +1,4 @@
-"""A ragged batch as its sequences, each alone: what the reference makes of one of them after the other."""
+"""Splits a ragged batch into its sequences, so that the reference can compute each one separately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_QUERIES = ("Q", "O", "dO", "dQ", "LSE", "dLSE", "delta")
 
 
 class Sequence(NamedTuple):
-    """One of a ragged batch: its number, its problem alone, and where it lies."""
+    """One sequence of a ragged batch: its number, its own problem, and its rows in the batch."""
 
     b: int
     problem: Problem
@@ -33,7 +33,7 @@ class Sequence(NamedTuple):
     keys: slice
 
     def slices(self, name: str, x: Array) -> tuple[Any, ...]:
-        """Which part of the whole batch's tensor of that name is this sequence's."""
+        """The index of this sequence in the batch's tensor `x` with that name."""
         if name in _OF_QUERIES or name in _OF_KEYS:
             return slice(None), slice(None), self.keys if name in _OF_KEYS else self.queries
         own = slice(self.b, self.b + 1)
@@ -46,28 +46,28 @@ class Sequence(NamedTuple):
 
 
 def sequences_of(p: Problem) -> Iterator[Sequence]:
-    """Raises SpecError where their lengths are not known."""
+    """The sequences of a ragged batch. Raises SpecError if the problem has no lengths."""
     if not p.lengths and p.B:
-        raise SpecError(f"{p}: a ragged batch is tried with lengths: give them")
+        raise SpecError(f"{p} without lengths is not supported: a ragged test case needs them (lengths=)")
     ends = (itertools.accumulate(n) for n in zip(*p.lengths, strict=True))
     for b, (part, *end) in enumerate(zip(p.sequences, *ends, strict=True)):
         yield Sequence(b, part, *(slice(e - n, e) for e, n in zip(end, p.lengths[b], strict=True)))
 
 
 def offsets_of(p: Problem) -> dict[str, Array]:
-    """cu_seqlens_q and cu_seqlens_k of a ragged batch whose lengths are known."""
+    """cu_seqlens_q and cu_seqlens_k of a ragged batch with lengths."""
     sums = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32)
     return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate("qk")}
 
 
 def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
-    """O and LSE, exactly."""
+    """O and LSE of the float64 reference."""
     return dict(zip(("O", "LSE"), attention(own["Q"], own["K"], own["V"], **options), strict=True))
 
 
 def by_sequence(p: Problem, inputs: Mapping[str, Array], compute: Compute) -> dict[str, Array]:
-    """What `compute` makes of `inputs` and of what the reference is told of it. Of a ragged batch: of each sequence
-    alone, put together as kernels do, the gradients of bias and sink summed up."""
+    """`compute(inputs, reference_options)`. For a ragged batch: computed for each sequence and written to the rows of
+    the batch's outputs, as kernels do; the gradients of bias and sink are sums over sequences."""
     if p.page_size:
         inputs = gathered(p, inputs)
     if not p.ragged:
@@ -86,8 +86,8 @@ def by_sequence(p: Problem, inputs: Mapping[str, Array], compute: Compute) -> di
 
 
 def ragged_problems(kernel: Kernel) -> Iterator[tuple[str, Problem, str]]:
-    """(name, problem, layout) of what `kernel` takes: sequences of no row, of one, of more queries than keys and of
-    fewer, by themselves and with every option."""
+    """(name, problem, layout) for ragged batches that `kernel` supports: sequences with no row, with one row, with more
+    queries than keys and with fewer, without options and with each option."""
     M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
     layouts, heads = itertools.cycle(("bshd", "bhsd", "offset")), itertools.cycle(((2, 2), (4, 2), (6, 1)))
     widths = (64, 32, 128)

@@ -1,4 +1,4 @@
-"""One kernel on inputs inputs, on either backend: outputs poisoned, launched, timed, fetched."""
+"""One run of a kernel on NumPy arrays, on either backend: poison the outputs, launch, time, copy back."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ _SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
 }
 
 
-_BORDERED = ("O", "dQ", "dK", "dV")  # tensors of any strides
+_STRIDED = ("O", "dQ", "dK", "dV")  # outputs with any strides
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came out: `outputs` by name as NumPy arrays, those that something was written beside, seconds a launch."""
+    """The result of a run: `outputs` by name as NumPy arrays, the names of outputs with writes to the guard memory
+    around them, and seconds per launch."""
 
     prepared: pipeline.Prepared
     outputs: dict[str, Array]
@@ -51,16 +52,15 @@ class Trial:
 
 def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Array], device: Device, *,
            repeats: int = 1, before: Callable[[], None] = lambda: None) -> Trial:  # fmt: skip
-    """Run a kernel on NumPy arrays, which `inputs` has by the names in its `args`: O too for a backward.
+    """Run a kernel on NumPy arrays; `inputs` by the names in the spec's `args`, including O for a backward.
 
-    Every byte of the outputs, of a border around them, and of scratch is NaN before the launch. Where an input has gaps
-    between its rows, the outputs' rows have gaps of their own. `before` is called before each
-    launch. `seconds` is the median of `repeats` launches after the first: GPU time between events, or the wall clock on
-    the CPU backend.
+    Before the launch every byte of the outputs, of guard memory around them, and of scratch is NaN. If an input has
+    gaps between its rows, the rows of the outputs have gaps, too. `before` is called before each launch. `seconds` is
+    the median of `repeats` launches after the first: GPU time between events, or wall-clock time on the CPU backend.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
-    made = {name: _bordered(name, *what, gap) for name, what in outputs_of(kernel, problem).items()}
-    outputs = {name: memory[within] for name, (memory, within) in made.items()}
+    made = {name: _with_guard(name, *what, gap) for name, what in outputs_of(kernel, problem).items()}
+    outputs = {name: memory[inner] for name, (memory, inner) in made.items()}
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -68,21 +68,21 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _wall_clock(prepared, prepared.pointers(views), repeats, before)
     else:
         staged = {name: Staged(view, device) for name, view in views.items()}
-        for twin in staged.values():
-            twin.send()
+        for copy in staged.values():
+            copy.send()
         prepared = pipeline.prepare(kernel, tile, problem, staged, device)
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats, before)
         for name in outputs:
             staged[name].fetch()
-    stray_writes = tuple(name for name, (memory, within) in made.items() if _written_beside(memory, within))
+    stray_writes = tuple(name for name, (memory, inner) in made.items() if _guard_changed(memory, inner))
     return Trial(prepared, outputs, stray_writes, seconds)
 
 
 def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of what `kernel` writes: tensors in the problem's dtype, a number for each row in fp32; of
-    a backward the gradients of bias and sink among them, where the problem has them."""
-    asked = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
-    names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, there in asked.items() if there))
+    """{name: (shape, dtype)} of the outputs of `kernel`: tensors in the problem's dtype, LSE and delta in fp32; for a
+    backward also the gradients of bias and sink, if the problem has these."""
+    optional = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
+    names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, present in optional.items() if present))
     dtypes = {
         "O": problem.dtype_of("O"),
         "dbias": problem.bias_dtype or problem.dtype,
@@ -93,32 +93,32 @@ def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, .
 
 
 def outputs_and_scratch(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[tuple[int, ...], str]]:
-    """`outputs_of`, and the scratch that a launch needs beside them."""
+    """`outputs_of`, plus the scratch of a launch."""
     scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     return {**outputs_of(kernel, problem), **scratch}
 
 
-_GAP = 8  # columns: rows that begin at multiples of 16 bytes still do
-_Place = tuple[slice | EllipsisType, ...]  # where an output lies in memory with a border
+_GAP = 8  # columns; preserves the 16-byte alignment of rows
+_Index = tuple[slice | EllipsisType, ...]  # of an output inside its guarded memory
 
 
-def _bordered(name: str, shape: tuple[int, ...], dtype: str, gap: int) -> tuple[Array, _Place]:
-    """Memory for an output, with a border: of a tensor, a row before and one after each head's, and `gap` columns; of
-    anything else, which has to be contiguous, an entry before and one after."""
-    if name in _BORDERED:
+def _with_guard(name: str, shape: tuple[int, ...], dtype: str, gap: int) -> tuple[Array, _Index]:
+    """Memory for an output, with guard elements: for a strided tensor a row before and after each head's rows, and
+    `gap` columns; for any other output, which must be contiguous, one entry before and after."""
+    if name in _STRIDED:
         B, H, S, D = shape
         return _filled((B, H, S + 2, D + gap), dtype), (..., slice(1, -1), slice(D))
     return _filled((shape[0] + 2, *shape[1:]), dtype), (slice(1, -1),)
 
 
-def _written_beside(memory: Array, within: _Place) -> bool:
-    border = np.ones(memory.shape, bool)
-    border[within] = False
-    return bool((memory[border].view(np.uint8) != 0xFF).any())
+def _guard_changed(memory: Array, inner: _Index) -> bool:
+    guard = np.ones(memory.shape, bool)
+    guard[inner] = False
+    return bool((memory[guard].view(np.uint8) != 0xFF).any())
 
 
 def _filled(shape: tuple[int, ...], dtype: str) -> Array:
-    """Every byte 0xFF: NaN."""
+    """An array of NaN: every byte is 0xFF."""
     array = np.empty(shape, dlpack.numpy_dtype(dtype))
     array.view(np.uint8)[...] = 0xFF
     return array
@@ -141,7 +141,7 @@ def _gpu_time(
 ) -> float:
     before_each()
     prepared.launch(pointers)
-    prepared.wait()  # a fault of the kernel is raised here, with its name
+    prepared.wait()  # raises an error of this launch, with the kernel's name
     times = []
     with driver.device(prepared.device[1]).current():
         for _ in range(repeats):

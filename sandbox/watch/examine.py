@@ -121,7 +121,7 @@ def _examine(job: Job, at: ReportStage) -> VersionResult:
             notes += more
             if not findings and not job.tile:  # what is shipped, while results are compared
                 patient = replace(job, seconds=max(job.seconds, _PATIENCE))
-                shipped = _sanitizing(kernel, sanitize.shipped(kernel, None), patient, pool)
+                shipped = _sanitizing(kernel, sanitize.shipped_tiles(kernel, None), patient, pool)
         results = () if findings else _verify(kernel, trials, job, at)
         at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
         findings += _found(shipped)[0]

@@ -436,7 +436,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("'BLOCK_M' is not NAME=number", q, k, v, tile="BLOCK_M", error=sandbox.SpecError)
     refused("must name BLOCK_M, BLOCK_N and nothing else", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=64")
     refused("BLOCK_M=2048 is too large", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=2048,BLOCK_N=16")
-    refused("bytes of shared memory at D=16, the CPU backend has", q, k, v, kernel="fwd_minimal",
+    refused("bytes of shared memory at D=16, and the CPU backend has", q, k, v, kernel="fwd_minimal",
             tile="BLOCK_M=1024,BLOCK_N=1024")  # fmt: skip
     wide = arrays(1, 1, 4, 257)
     refused("fwd_minimal: D=257 is too large: head widths up to 256", *wide, kernel="fwd_minimal")

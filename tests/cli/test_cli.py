@@ -301,7 +301,7 @@ def test_check(short_sweep: int) -> None:
     rows = parsed("check", "fwd_minimal", "--backend", "cpu")
     assert [row["ok"] for row in rows] == [True] * short_sweep
     shown = call("check", "fwd_minimal", "--backend", "cpu")
-    assert (shown.exit_code, shown.stdout) == (0, f"fwd_minimal: {short_sweep} ok, 0 wrong, 0 not taken, on cpu\n")
+    assert (shown.exit_code, shown.stdout) == (0, f"fwd_minimal: {short_sweep} ok, 0 wrong, 0 not supported, on cpu\n")
 
 
 def test_cache(own_cache: Path) -> None:

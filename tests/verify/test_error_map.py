@@ -209,4 +209,4 @@ def test_a_factor_is_seen() -> None:
     ref = rng.standard_normal((1, 1, 64, 32))
     found = locate("O", 0.5 * ref, ref, BOUND, KERNEL, PROBLEM, TILE)
     assert found
-    assert "0.5 times what they should be" in found.patterns
+    assert "0.5 times the expected values" in found.patterns

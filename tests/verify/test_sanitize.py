@@ -162,7 +162,7 @@ LARGE = ("query_row < head.Sq ? to_float", "query_row < head.Sq + (BLOCK_M == 64
 def test_tiles_of_either_mask_are_shipped(causal: Causal) -> None:
     """Of wide heads they differ."""
     kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 2, 4096, 4096, 256, dtype="float8_e4m3", causal=causal)
-    assert choose_tile(kernel, problem, (9, 0)) in dict(sanitize.shipped(kernel, (9, 0)))
+    assert choose_tile(kernel, problem, (9, 0)) in dict(sanitize.shipped_tiles(kernel, (9, 0)))
 
 
 @needs_sanitizers

@@ -237,7 +237,7 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
     done = once(project_copy, *small)
     assert done.returncode == 1
     assert "mine #2  WRONG" in done.stdout
-    assert "0.5 times what they should be" in " ".join(done.stdout.split())
+    assert "0.5 times the expected values" in " ".join(done.stdout.split())
     assert "last good, and best #1" in done.stdout
 
     source.write_text(wrong + "// and more\n")
