@@ -1,3 +1,3 @@
-"""The verb bench: timing, peers, rows, their table, plot and ladder."""
+"""The command bench: timing, peers, rows, table, plot and ladder."""
 
 __all__ = ["benchmark", "environment", "inputs", "peers", "plot", "report", "rows", "timing"]

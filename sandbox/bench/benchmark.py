@@ -1,6 +1,6 @@
-"""How fast, beside whom: kernels and peers on the same inputs in one interleaved run, each right before it is timed.
+"""Times kernels and peers on the same inputs in one interleaved run. Only contenders with a correct result are timed.
 
-Rows come one problem at a time, so that an interrupted run keeps what it has measured.
+Rows are produced one problem at a time, so that an interrupted run keeps its measurements.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
 from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
 from ..verify.scores import visible_pairs
 from . import decode, environment, reading
-from .grids import GRIDS as GRIDS  # for those who name a problem
+from .grids import GRIDS as GRIDS  # re-exported for `tune` and the command line
 from .inputs import BenchInputs, forward_of, make_bench_inputs, torch_dtype
 from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
 
-Right = Expected | ExpectedGradients | ExpectedSequences
+Expectation = Expected | ExpectedGradients | ExpectedSequences
 MODES = {"events": Events, "graph": Graphs}
-_READING = -1  # among the numbers of contenders
+_READ_CEILING = -1  # its key among the contenders' numbers
 
 
 def kernel_contenders(kernels: Iterable[Kernel], tiles: Sequence[Tile] = ()) -> list[Contender]:
-    """Kernels as contenders: one for each tile, or one with the spec's best tile for each problem."""
+    """Kernels as contenders: one per tile, or one that uses the spec's best tile for each problem."""
     return [_contender(kernel, tile) for kernel in kernels for tile in tiles or (None,)]
 
 
@@ -81,7 +81,7 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
 def _outputs(
     kernel: Kernel, q: Any, k: Any, v: Any, dout: Any, problem: Problem, option_tensors: BenchInputs
 ) -> dict[str, Any]:
-    """Outputs of a kernel; for a backward also its inputs dO, O and LSE, from our own forward."""
+    """The outputs of a kernel; for a backward also its inputs dO, O and LSE, from our own forward."""
     import torch
 
     if kernel.computes == "forward":
@@ -103,12 +103,12 @@ def run(
     limits: Limits | None = None,
     seed: int = 0,
 ) -> Iterator[Row]:
-    """Times every kernel (with every one of `tiles`, else with its best) and every peer on every problem, on GPU 0.
+    """Times every kernel (with each of `tiles`, or with its best tile) and every peer on every problem, on GPU 0.
 
-    computes: "forward" or "backward", as every one of `kernels` does; peers do either.
-    mode "events" times single launches after an L2 flush, "graph" many in a CUDA graph, without host time or flush.
-    The rows of a problem come together. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError when a
-    contender's fault has ended the GPU's context, so that nothing after it could run.
+    computes: "forward" or "backward"; all `kernels` must compute it. mode "events" times single launches after an L2
+    flush; "graph" times many launches in a CUDA graph, without host time and without a flush. The rows of one problem
+    are consecutive. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError if a contender's error has
+    destroyed the CUDA context, so that the run cannot continue.
     """
     gpu = driver.device()
     try:
@@ -132,7 +132,7 @@ def matching_rows(
     seed: int = 0,
     computes: str = "forward",
 ) -> list[dict[str, Any]]:
-    """Of a file's rows, those on these problems that a run would make again: same commit, GPU 0, mode and seed."""
+    """The rows of a file that a run on these problems would reproduce: same commit, GPU, mode and seed."""
     like = {"commit": environment.commit(), "device": driver.device().name, "mode": mode, "seed": seed}
     like["computes"] = computes
     same = (row for row in rows if all(row.get(name) == value for name, value in like.items()))
@@ -142,7 +142,8 @@ def matching_rows(
 def unmeasured(
     rows: Iterable[Mapping[str, Any]], problems: Iterable[Problem], contenders: Collection[Contender]
 ) -> list[Problem]:
-    """The problems for which `rows` lack a contender: times to compare come from one run."""
+    """The problems for which `rows` lack a contender. All contenders are measured again, in one run, so that their
+    times are comparable."""
     there = by_problem(rows)
     return [p for p in problems if not {c.name for c in contenders} <= set(there.get(p, ()))]
 
@@ -163,14 +164,14 @@ def _measured(
         try:
             inputs = make_inputs(problem, seed, computes=computes)
             rows = time_contenders(problem, contenders, inputs, stopwatch, limits, setting, computes)
-        except RuntimeError as error:  # PyTorch's, of a fault that showed up only now
+        except RuntimeError as error:  # raised by PyTorch, for an error of an earlier launch
             raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
         yield from rows
         torch.cuda.empty_cache()  # the next problem's tensors have other sizes
 
 
 def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", computes: str = "forward") -> tuple[Any, ...]:
-    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), for a backward dout, as out; standard normal."""
+    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), and for a backward dout (B, H, Sq, Dv); standard normal."""
     import torch
 
     p, generator = problem, torch.Generator(device).manual_seed(seed)
@@ -184,8 +185,8 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
 
 def expectation(
     problem: Problem, inputs: tuple[Any, ...], computes: str, option_tensors: BenchInputs | None = None
-) -> Right:
-    """The expected results on these inputs, on the sampled rows. `option_tensors`: tensors of the score options."""
+) -> Expectation:
+    """The expected results on these inputs, on sampled rows. `option_tensors`: tensors of the score options."""
     if problem.ragged:
         return expect_sequences(problem, inputs, computes, option_tensors or {})
     if computes == "backward":
@@ -204,20 +205,20 @@ def time_contenders(
     setting: Mapping[str, Any],
     computes: str = "forward",
 ) -> list[Row]:
-    """Everybody on one problem: checked, those that are right timed in turns, checked again. Of a problem that is a
-    matter of reading keys, reading as many bytes has its turns too.
+    """All contenders on one problem: each is checked, the correct ones are timed in turns, and each is checked again.
+    For a memory-bound problem, a kernel that only reads as many bytes is timed with them.
 
-    A peer's dropout drops elements of its own choice: what is checked of it is the same call without.
+    Peers with dropout drop other elements than our kernels. Therefore they are checked with dropout 0.
     """
     if not problem.flops:
         return [
-            Row(c.name, c.kernel, problem, None, f"{problem} asks for no work to time", computes=computes,
+            Row(c.name, c.kernel, problem, None, f"{problem} is empty: there is no work to time", computes=computes,
                 setting=dict(setting))
             for c in contenders
         ]  # fmt: skip
     option_tensors = make_bench_inputs(problem, inputs[0])
     if problem.page_size:
-        option_tensors |= decode.in_pages(problem, *inputs[1:3])
+        option_tensors |= decode.make_pages(problem, *inputs[1:3])
     pairs = visible_pairs(problem, option_tensors)
     expected, of_peers = _expectations(problem, contenders, inputs, computes, option_tensors)
     entries = [
@@ -228,10 +229,10 @@ def time_contenders(
     nbytes = decode.kv_bytes(problem, pairs) if decode.is_memory_bound(problem, computes) else 0
     if calls and nbytes:
         data = reading.bytes_to_read(nbytes)
-        calls[_READING] = stopwatch.ready(reading.reader(data))
+        calls[_READ_CEILING] = stopwatch.ready(reading.reader(data))
     timings = {i: Timing.of(values) for i, values in measure(calls, stopwatch, limits).items()}
-    if alone := timings.pop(_READING, None):
-        setting = {**setting, "ceiling_keys_gbps": data.nbytes / alone.median * 1e-9}
+    if read := timings.pop(_READ_CEILING, None):
+        setting = {**setting, "ceiling_keys_gbps": data.nbytes / read.median * 1e-9}
     fastest = min(timings, key=lambda i: timings[i].median, default=None)
     clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
     shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -241,7 +242,7 @@ def time_contenders(
         if timing and entry.ready:
             again = _check(expected if contender.kernel else of_peers, entry.ready)
             if again.message:
-                ok, message, verdict, timing = False, f"right at first, after timing: {again.message}", again, None
+                ok, message, verdict, timing = False, f"correct before timing, then: {again.message}", again, None
         row = Row(
             contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, pairs=pairs,
             setting=shared,
@@ -273,15 +274,16 @@ def _expectations(
     inputs: tuple[Any, ...],
     computes: str,
     option_tensors: BenchInputs,
-) -> tuple[Right, Right]:
-    """Of our kernels, and of peers: these drop other elements than ours, and are checked where they drop none."""
+) -> tuple[Expectation, Expectation]:
+    """(expectation of our kernels, expectation of peers). Peers with dropout drop other elements than our kernels, and
+    are checked with dropout 0."""
     expected = expectation(problem, inputs, computes, option_tensors)
     if not problem.dropout or all(contender.kernel for contender in contenders):
         return expected, expected
     return expected, expectation(replace(problem, dropout=0.0), inputs, computes, option_tensors)
 
 
-def _check(expected: Right, ready: Ready) -> Verdict:
+def _check(expected: Expectation, ready: Ready) -> Verdict:
     return expected.check(ready.poison, ready.checked or ready.launch)
 
 
@@ -290,14 +292,14 @@ def _enter(
     problem: Problem,
     inputs: tuple[Any, ...],
     option_tensors: BenchInputs,
-    expected: Right,
+    expected: Expectation,
     stopwatch: Stopwatch,
 ) -> _Entry:
     try:
         if problem.ragged and not (contender.kernel or contender.ragged):
-            raise UnsupportedProblem(f"{contender.name}: it is not asked for ragged batches")
+            raise UnsupportedProblem(f"{contender.name}: ragged batches are not supported by this peer")
         if problem.page_size and not contender.kernel:
-            raise UnsupportedProblem(f"{contender.name}: it is not asked for keys in pages")
+            raise UnsupportedProblem(f"{contender.name}: paged keys are not supported by this peer")
         ready = _prepared(contender, problem, inputs, option_tensors)
         if problem.dropout and not contender.kernel:
             without = _prepared(contender, replace(problem, dropout=0.0), inputs, option_tensors)
@@ -306,16 +308,16 @@ def _enter(
         if verdict.message:
             return _Entry(False, verdict.message, ready, verdict)
         return _Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))
-    except UnsupportedProblem as refusal:
-        return _Entry(None, str(refusal))
+    except UnsupportedProblem as reason:
+        return _Entry(None, str(reason))
     except Exception as error:
         if contender.kernel and not isinstance(error, (SandboxError, RuntimeError)):
-            raise  # a mistake of this package
+            raise  # a bug of this package
         try:
             stopwatch.synchronize()
         except Exception:
-            raise SandboxError(f"{contender.name} on {problem} ended the GPU's context: {error}") from error
-        # A peer may lack memory, or not be made for this GPU; a kernel of ours has to work.
+            raise SandboxError(f"{contender.name} on {problem} destroyed the CUDA context: {error}") from error
+        # A peer may run out of memory or not support this GPU (ok is None); an error of our kernel is a failure.
         return _Entry(False if contender.kernel else None, f"{contender.name}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Few queries against many keys: problems to time, keys in pages for who takes them, and what is read of them."""
+"""Decoding, few queries and many keys: problems to time, paged keys, and the bytes of keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import UnsupportedProblem
 from ..core.problem import Problem
 
-# B, H, Hk, Sq, Sk of servers that generate: a user alone, many users, long documents, several tokens guessed ahead.
+# B, H, Hk, Sq, Sk of text generation: one user, many users, long documents, speculative decoding of several tokens.
 SHAPES = (
     (1, 32, 8, 1, 2048), (128, 32, 8, 1, 2048), (32, 32, 8, 1, 4096), (4, 16, 16, 1, 8192), (64, 64, 8, 4, 8192),
     (8, 32, 8, 1, 32768), (1, 64, 8, 1, 131072),
@@ -18,7 +18,7 @@ PAGE_SIZES = (0, 16, 256)
 
 
 def problems(dtype: str) -> list[Problem]:
-    """Every shape, at D = 128; and one whose entries have keys of different numbers, without pages and in some."""
+    """Every shape with D = 128, and one with a different number of keys per batch entry, without and with pages."""
     found = [
         Problem(B, H, Sq, Sk, 128, Hk=Hk, dtype=dtype, causal="bottom-right" if Sq > 1 else False)
         for B, H, Hk, Sq, Sk in SHAPES
@@ -28,29 +28,32 @@ def problems(dtype: str) -> list[Problem]:
 
 
 def is_memory_bound(problem: Problem, computes: str) -> bool:
-    """Whether it is a matter of reading keys: a forward in which so few rows share them, of so many."""
+    """Whether the time is bound by the bandwidth of reading keys and values: a forward with few rows per key head and
+    many keys."""
     return computes == "forward" and not problem.ragged and 0 < 32 * problem.Sq * problem.group <= problem.Sk
 
 
 def kv_bytes(problem: Problem, pairs: int | None) -> int:
-    """Of keys and values that count; `pairs` as a row has them."""
+    """Bytes of the valid keys and values; `pairs`: visible (query, key) pairs, as in a row."""
     p = problem
     keys = p.B * p.Sk if pairs is None else pairs // (p.H * p.Sq)
     return keys * p.Hk * (p.D + p.Dv) * p.itemsize
 
 
-def in_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:
-    """K and V, PyTorch tensors (B, Hk, Sk, D), in shuffled pages, and their block_table."""
+def make_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:
+    """K and V, PyTorch tensors (B, Hk, Sk, D), as shuffled pages, and their block_table."""
     import torch
 
     p, most = problem, problem.Sk // problem.page_size
     if p.pages < p.B * most:
-        raise UnsupportedProblem(f"{p}: pages={p.pages} hold less than {p.B * most}, which are timed unshared")
+        raise UnsupportedProblem(
+            f"pages={p.pages} is not supported for {p}: bench does not share pages and needs {p.B * most}"
+        )
     generator = torch.Generator(k.device).manual_seed(0)
     table = torch.randperm(p.pages, generator=generator, device=k.device)[: p.B * most].view(p.B, most)
     found = {"block_table": table.to(torch.int32)}
     for name, x in (("K", k), ("V", v)):
-        bits = x.view(torch.uint8 if x.element_size() == 1 else x.dtype)  # PyTorch puts no float8 into places
+        bits = x.view(torch.uint8 if x.element_size() == 1 else x.dtype)  # PyTorch cannot index-assign float8
         pages = bits.new_empty(p.pages, p.page_size, p.Hk, x.shape[3])
         pages[table] = bits.view(p.B, p.Hk, most, p.page_size, x.shape[3]).permute(0, 2, 3, 1, 4)
         found[name] = pages.view(x.dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Eight documents of one length in a sequence: a query sees keys of its own alone. As `bench --score` takes it."""
+"""A Score for `bench --score`: eight documents of equal length in a sequence; a query sees its document only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sandbox.core.score import Score
 
 
 def score(problem: Problem) -> Score:
-    """As expressions of our own."""
+    """The mask as a Score."""
     doc = (np.arange(problem.Sk) * 8 // max(problem.Sk, 1)).astype(np.int32)
     return Score(mask="doc(i) == doc(j)", tensors={"doc": doc})
 
 
 def flex(problem: Problem, option_tensors: Any) -> tuple[Any, Any]:
-    """As flex_attention has them: (score_mod, mask_mod)."""
+    """The same for flex_attention: (score_mod, mask_mod)."""
     doc = option_tensors["score.doc"]
     return None, lambda b, h, i, j: doc[i] == doc[j]

@@ -1,4 +1,4 @@
-"""Where a measurement was made: what every stored row holds, so that somebody else can judge it."""
+"""The environment of a measurement, which every stored row contains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _PACKAGES = ("numpy", "torch", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", 
 
 
 def describe() -> dict[str, Any]:
-    """Device, driver, NVRTC, clocks (MHz, and W), commit, Python, packages, processor. What is unknown is None."""
+    """Device, driver, NVRTC, clocks (MHz) and power (W), commit, Python, packages, processor. Unknown values are
+    None."""
     row: dict[str, Any] = {
         "commit": commit(),
         "python": platform.python_version(),
@@ -40,15 +41,15 @@ def describe() -> dict[str, Any]:
 
 
 def clocks() -> dict[str, str] | None:
-    """SM and memory clock, power and its cap, as nvidia-smi reads them now; None without nvidia-smi."""
+    """Current SM and memory clock, power and power limit from nvidia-smi; None without nvidia-smi."""
     wanted = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "driver_version")
     said = _output("nvidia-smi", f"--query-gpu={','.join(wanted)}", "--format=csv,noheader")
     return dict(zip(wanted, said.splitlines()[0].split(", "), strict=False)) if said else None
 
 
 def commit() -> str | None:
-    """The commit of this checkout; when it has changes, or new files in the packages, + and their digest: two rows are
-    of one state only if this is equal. None outside of a checkout."""
+    """The commit of this checkout. If there are changes, or new files in the packages, "+" and their digest are
+    appended, so that equal strings mean equal sources. None outside of a checkout."""
     here = str(Path(__file__).resolve().parent)
     revision, root = (_output("git", "-C", here, "rev-parse", what) for what in ("HEAD", "--show-toplevel"))
     if not revision:

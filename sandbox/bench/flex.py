@@ -1,4 +1,4 @@
-"""A problem's score as flex_attention takes it: two functions of places, which Inductor compiles to Triton."""
+"""Score options for flex_attention: a score_mod and a mask_mod, which Inductor compiles to Triton."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ Mod = Callable[..., Any]
 
 
 def flex_modifications(problem: Problem, option_tensors: Mapping[str, Any]) -> tuple[Mod | None, Mod | None]:
-    """(score_mod, mask_mod), None where there is nothing to do. Raises UnsupportedProblem for what it has no word for.
+    """(score_mod, mask_mod), None if not needed. Raises UnsupportedProblem for options that flex_attention lacks.
 
-    A user's own expressions are CUDA: their file defines the same in Python, as
+    A user's own expressions are CUDA code: their file must define the same in Python, as
     `flex(problem, option_tensors)`.
     """
     p = problem
-    for option, there in (("sink", p.sink), ("dropout", p.dropout)):
-        if there:
-            raise UnsupportedProblem(f"flex: it knows no {option}")
+    for option, used in (("sink", p.sink), ("dropout", p.dropout)):
+        if used:
+            raise UnsupportedProblem(f"flex: {option} is not supported by flex_attention")
     if p.key_lengths and p.causal == "bottom-right" and p.Sq != p.Sk:
-        raise UnsupportedProblem("flex: a diagonal that moves with key_lengths is not written for it")
+        raise UnsupportedProblem(
+            "flex: key_lengths with a bottom-right mask is not supported if Sq != Sk: the diagonal would move"
+        )
     scores, masks = _of_file(p, option_tensors) if p.score else ([], [])
-    return _in_turn([*_scores(p, option_tensors), *scores]), _all_of([*_masks(p, option_tensors), *masks])
+    return _chain([*_scores(p, option_tensors), *scores]), _all_of([*_masks(p, option_tensors), *masks])
 
 
 def _of_file(p: Problem, option_tensors: Mapping[str, Any]) -> tuple[list[Mod], list[Mod]]:
     assert p.score is not None
-    said = names_of(p.score.file).get("flex") if p.score.file else None
-    if said is None:
+    function = names_of(p.score.file).get("flex") if p.score.file else None
+    if function is None:
         raise UnsupportedProblem(
-            "flex: the file of --score defines no flex(problem, option_tensors), its expressions in Python"
+            "flex: this Score is not supported: its file must define flex(problem, option_tensors), the expressions in "
+            "Python"
         )
-    score, mask = said(p, option_tensors)
+    score, mask = function(p, option_tensors)
     return [score] if score else [], [mask] if mask else []
 
 
@@ -69,7 +72,7 @@ def _masks(p: Problem, option_tensors: Mapping[str, Any]) -> list[Mod]:
     return found
 
 
-def _in_turn(mods: list[Mod]) -> Mod | None:
+def _chain(mods: list[Mod]) -> Mod | None:
     def score_mod(x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         for mod in mods:
             x = mod(x, b, h, i, j)

@@ -1,4 +1,4 @@
-"""Named problems to time, one list after the other: what papers and programs of others ask for."""
+"""Named grids of problems to time, from papers, tutorials and typical workloads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _paper(dtype: str) -> list[Problem]:
 
 
 def _gpt2(dtype: str) -> list[Problem]:
-    """GPT-2 small in training: 12 heads of 64, causal, 8 sequences up to its full context."""
+    """Training of GPT-2 small: 12 heads, D = 64, causal, 8 sequences up to the full context."""
     return [Problem(8, 12, S, S, 64, dtype=dtype, causal="bottom-right") for S in (128, 256, 512, 1024)]
 
 
 def _tutorial(dtype: str) -> list[Problem]:
-    """What Triton's fused-attention tutorial times."""
+    """The problems of Triton's fused-attention tutorial."""
     return [
         Problem(4, 32, S, S, 64, dtype=dtype, causal=causal)  # type: ignore[arg-type]
         for causal, S in itertools.product(_MASKS, (1024, 2048, 4096, 8192, 16384))
@@ -37,7 +37,7 @@ def _tutorial(dtype: str) -> list[Problem]:
 
 
 def _scores(dtype: str) -> list[Problem]:
-    """What a score may be, an option at a time, on one problem: B2 H16 S8192 D128."""
+    """Score options, one at a time, on one problem: B2 H16 S8192 D128."""
     plain = Problem(2, 16, 8192, 8192, 128, dtype=dtype)
     S = plain.Sk
     options: tuple[dict[str, Any], ...] = (
@@ -51,7 +51,7 @@ def _scores(dtype: str) -> list[Problem]:
 
 
 def _dropout(dtype: str) -> list[Problem]:
-    """Training with dropout: that of the papers' models, and none, on 16k tokens of hidden size 2048."""
+    """Training with dropout 0.1 and without, on 16k tokens of hidden size 2048."""
     return [
         Problem(16384 // S, 2048 // D, S, S, D, dtype=dtype, causal=causal, dropout=p)  # type: ignore[arg-type]
         for D, causal, S, p in itertools.product((64, 128), _MASKS, (1024, 4096, 8192), (0.0, 0.1))

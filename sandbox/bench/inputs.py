@@ -1,4 +1,4 @@
-"""What a problem's score reads in a run, and the same as each contender is told of it."""
+"""Tensors of the score options in a benchmark, and the options of `sandbox.attention` for a problem."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ..core.problem import Problem
 from ..verify.scores import score_inputs
 from ..verify.sequences import offsets_of
 
-BenchInputs = Mapping[str, Any]  # PyTorch tensors, by the names that kernels know them by
+BenchInputs = Mapping[str, Any]  # PyTorch tensors, by their names in a spec's `args`
 
 
 def make_bench_inputs(problem: Problem, like: Any) -> dict[str, Any]:
-    """The tensors that the problem's score reads, on the device of `like`, a PyTorch tensor."""
+    """Tensors of the problem's score options, on the device of `like`, a PyTorch tensor."""
     import torch
 
     found = {}
     offsets = offsets_of(problem) if problem.ragged else {}
     for name, x in {**score_inputs(problem), **offsets}.items():
-        narrow = x.dtype.name == "bfloat16"  # which torch.from_numpy does not know
+        narrow = x.dtype.name == "bfloat16"  # not supported by torch.from_numpy
         tensor = torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if narrow else x)).to(like.device)
         found[name] = tensor.view(torch.bfloat16) if narrow else tensor
     return found
 
 
 def torch_dtype(name: str) -> Any:
-    """PyTorch's word for a dtype."""
+    """The PyTorch dtype with our name for it."""
     import torch
 
     return getattr(torch, "float8_e4m3fn" if name == "float8_e4m3" else name)
 
 
 def forward_of(problem: Problem, q: Any, k: Any, v: Any, option_tensors: BenchInputs) -> tuple[Any, Any]:
-    """O and LSE of our own forward."""
+    """O and LSE of our own forward, as (B, H, Sq, Dv) and (B, H, Sq)."""
     options = asked_of(problem, option_tensors)
     if not problem.ragged:
         return attention_forward(q, k, v, **options)
@@ -48,7 +48,7 @@ def forward_of(problem: Problem, q: Any, k: Any, v: Any, option_tensors: BenchIn
 
 
 def asked_of(problem: Problem, option_tensors: BenchInputs) -> dict[str, Any]:
-    """The options of `sandbox.attention` that pose the problem."""
+    """The options of `sandbox.attention` for the problem."""
     p = problem
     options: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
     names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}

@@ -1,4 +1,4 @@
-"""Tables of a ladder for README.md and docs/, written from stored rows between two markers."""
+"""Ladder tables for README.md and docs/, generated from stored rows and written between two markers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.errors import SpecError
 from .report import ratios, times
 
 Row = Mapping[str, Any]
-_PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # as PyTorch has them
+_PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}  # in PyTorch
 _PACKAGES = {"fa2": "FlashAttention-2, its package", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 
 
@@ -22,14 +22,14 @@ def label(peer: str) -> str:
 
 
 def newest_run(rows: Sequence[Row]) -> list[Row]:
-    """Of a file's rows those that may be compared: of the commit, device and CUDA version of its last row."""
+    """The rows with the commit, device and CUDA version of the last row: only these are comparable."""
     of = {name: rows[-1].get(name) for name in ("commit", "device", "cuda")} if rows else {}
     return [row for row in rows if all(row.get(name) == value for name, value in of.items())]
 
 
 def ladder_markdown(rows: Sequence[Row], against: str) -> str:
-    """A line for each contender that has a time: geometric means of TFLOP/s over the rows for each head width, and the
-    ratio to `against`."""
+    """A line per contender with times: geometric means of TFLOP/s for each head dimension, and the speed relative to
+    `against`."""
     speed = {(r["contender"], r["D"], r["Sq"], r["causal"]): r["tflops"] for r in rows if r["ok"]}
     kernels, every = registry.kernels(), dict.fromkeys(name for name, *_ in speed)
     contenders = sorted(every, key=lambda name: kernels[name].rung if name in kernels else len(kernels))
@@ -52,7 +52,7 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     r = rows[-1]
     grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
     tops = sorted(row["ceiling_tflops"] for row in rows)
-    reached = " … ".join(dict.fromkeys(f"{top:.0f}" for top in (tops[0], tops[-1])))  # of several GPUs, or hours
+    reached = " … ".join(dict.fromkeys(f"{top:.0f}" for top in (tops[0], tops[-1])))  # the range over all rows
     ceiling = f"a matrix product reaches {reached} in the same run"
     where = f"{r['device']}, CUDA {r['cuda']}"
     said = f"TFLOP/s of the {r['computes']}, {r['dtype']}, geometric means over {grid}; {where}; {ceiling}."
@@ -60,14 +60,14 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
 
 
 def write_table(path: Path, name: str, script: Path, text: str) -> None:
-    """Puts `text` between the two markers of a file that name the table and the experiment's script that writes it.
+    """Writes `text` between two markers of a file, which name the table and the experiment's script that writes it.
 
-    Raises SpecError when they are not there.
+    Raises SpecError if the markers are missing.
     """
     begin = f"<!-- {name}: written by experiments/{script.parent.name}/{script.name} table -->\n"
     end = f"<!-- end of {name} -->"
     before, found, rest = path.read_text().partition(begin)
     _, closing, after = rest.partition(end)
     if not found or not closing:
-        raise SpecError(f"{path} has no place for the table, between {begin.strip()} and {end}")
+        raise SpecError(f"{path} has no markers for the table: it must contain {begin.strip()} and {end}")
     path.write_text(before + begin + text + end + after)

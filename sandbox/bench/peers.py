@@ -1,7 +1,7 @@
-"""Peers: attention by somebody else, timed beside ours. Their backward is PyTorch's autograd through their forward.
+"""Peers: attention from other projects, timed in the same run. Their backward is PyTorch's autograd of their forward.
 
-A peer is a `Contender`, and so is a kernel of ours. One more is a function `prepare` away: write
-`peers = [Contender(...)]` into a Python file and name the file where a peer's name is expected.
+A peer is a `Contender`, like a kernel of ours. To add one, define `peers = [Contender(...)]` in a Python file, and pass
+the file in place of a peer's name.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..core.errors import UnsupportedProblem
 from ..core.files import names_of
 from ..core.problem import Problem
 from .flex import flex_modifications
-from .ragged import ask_varlen_attn
+from .ragged import prepare_varlen_attn
 
-_SHARE = 0.25  # of the GPU's memory, which a peer may take for its scores: two such peers and the inputs fit
+_SHARE = 0.25  # of the GPU's memory for the scores of one peer: two such peers and the inputs fit
 
 
 @dataclass(frozen=True)
@@ -26,32 +26,32 @@ class Ready:
     """A contender prepared for one problem's tensors.
 
     `launch` queues one call on PyTorch's current stream and returns (O, LSE or None), or (dQ, dK, dV). After `poison`,
-    whatever the next call does not write is NaN.
+    all elements that the next call does not write are NaN.
     """
 
     launch: Callable[[], tuple[Any, ...]]
     poison: Callable[[], None]
     tile: str = ""
     arch: str = ""
-    keep_alive: tuple[Any, ...] = ()  # tensors that the launch uses by their addresses alone
-    checked: Callable[[], tuple[Any, ...]] | None = None  # of a peer that drops elements of its own choice: without
+    keep_alive: tuple[Any, ...] = ()  # tensors of which the launch has only the addresses
+    checked: Callable[[], tuple[Any, ...]] | None = None  # for a peer with dropout: the same call with dropout 0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part. `prepare(problem, q, k, v)`, or (problem, q, k, v, dout) for a backward, PyTorch tensors
-    (B, H or Hk, S, D), either gives a Ready or raises UnsupportedProblem with the sentence that says why not. Of a
-    problem that is not plain it is also told, by the keyword `option_tensors`, the tensors that the score reads.
-    `kernel` is the name of a kernel of ours, "" for a peer."""
+    """One implementation in a benchmark. `prepare(problem, q, k, v)`, or (problem, q, k, v, dout) for a backward, takes
+    PyTorch tensors (B, H or Hk, S, D). It returns a Ready, or raises UnsupportedProblem with the reason. For a problem
+    with score options it also receives the keyword `option_tensors`: their tensors by name. `kernel` is the name of our
+    kernel, "" for a peer."""
 
     name: str
     prepare: Callable[..., Ready]
     kernel: str = ""
-    ragged: bool = False  # whether a peer is asked for ragged batches
+    ragged: bool = False  # whether a peer supports ragged batches
 
 
 def get(name: str) -> list[Contender]:
-    """The peer of that name, or those of a Python file. Raises UnsupportedProblem with the names there are."""
+    """The peer with that name, or the peers of a Python file. Raises UnsupportedProblem with the known names."""
     if name in PEERS:
         return [PEERS[name]]
     if name.endswith(".py") and Path(name).is_file():
@@ -67,7 +67,7 @@ def get(name: str) -> list[Contender]:
 
 
 def backward(peer: Contender) -> Contender:
-    """The peer's backward: autograd through its forward, which is not timed."""
+    """The peer's backward: autograd of its forward. Only the backward is timed."""
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any, dout: Any, **option_tensors: Any) -> Ready:
         import torch
@@ -93,7 +93,7 @@ def backward(peer: Contender) -> Contender:
 
 
 def _poison(q: Any) -> Callable[[], None]:
-    """PyTorch's allocator gives out again what has just been freed: NaN, of the size of the result to come."""
+    """Fills memory of the size of the next result with NaN and frees it: PyTorch's allocator then reuses it."""
 
     def poison() -> None:
         q.new_full(q.shape, float("nan"))
@@ -103,7 +103,9 @@ def _poison(q: Any) -> Callable[[], None]:
 
 def _check_mask(name: str, problem: Problem) -> None:
     if problem.causal == "bottom-right" and problem.Sq != problem.Sk:
-        raise UnsupportedProblem(f"{name}: is_causal is top-left here, so that Sq={problem.Sq} must be Sk={problem.Sk}")
+        raise UnsupportedProblem(
+            f"{name}: a bottom-right mask with Sq={problem.Sq}, Sk={problem.Sk} is not supported: is_causal is top-left"
+        )
 
 
 def _check_memory(name: str, problem: Problem, bytes_a_score: int, q: Any) -> None:
@@ -115,7 +117,8 @@ def _check_memory(name: str, problem: Problem, bytes_a_score: int, q: Any) -> No
     have = _SHARE * torch.cuda.get_device_properties(q.device).total_memory
     if need > have:
         raise UnsupportedProblem(
-            f"{name}: its scores take {need / 1e9:.0f} GB, over the {have / 1e9:.0f} GB it may have"
+            f"{name}: {problem} is not supported: its scores take {need / 1e9:.0f} GB, and the limit is "
+            f"{have / 1e9:.0f} GB"
         )
 
 
@@ -129,11 +132,11 @@ def _sdpa(name: str, backend: str) -> Contender:
 
         _check_mask(name, problem)
         if backend == "MATH":
-            _check_memory(name, problem, 16, q)  # S, S with its mask, P, each fp32, and one to spare
+            _check_memory(name, problem, 16, q)  # S, masked S, P, each fp32, and one more
         options: dict[str, Any] = {"is_causal": bool(problem.causal), "scale": problem.scale}
         if not problem.plain:
             options |= {"dropout_p": problem.dropout, **_attn_mask(name, problem, option_tensors)}
-        if problem.Hk != problem.H and backend == "EFFICIENT_ATTENTION":  # it knows no groups: not timed, but read
+        if problem.Hk != problem.H and backend == "EFFICIENT_ATTENTION":  # no grouped heads; the copy is not timed
             k, v = (x.repeat_interleave(problem.H // problem.Hk, dim=1) for x in (k, v))
         elif problem.Hk != problem.H:
             options["enable_gqa"] = True
@@ -150,30 +153,31 @@ def _sdpa(name: str, backend: str) -> Contender:
 
 
 def _attn_mask(name: str, problem: Problem, option_tensors: Any) -> dict[str, Any]:
-    """A bias or a mask as SDPA takes it, beside which it takes no causality of its own. Raises UnsupportedProblem."""
+    """A bias or a mask as SDPA's attn_mask, which excludes is_causal. Raises UnsupportedProblem."""
     p = problem
     others = {"window": p.window != (None, None), "softcap": p.softcap, "alibi": p.alibi, "sink": p.sink,
               "key_lengths": p.key_lengths, "score": p.score}  # fmt: skip
-    if asked := [option for option, there in others.items() if there]:
-        raise UnsupportedProblem(f"{name}: it knows no {', '.join(asked)}")
+    if used := [option for option, present in others.items() if present]:
+        raise UnsupportedProblem(f"{name}: {', '.join(used)} not supported by this peer")
     if (p.bias and p.mask) or p.bias_dtype:
-        raise UnsupportedProblem(f"{name}: it takes a bias of q's dtype, or a mask, and not both")
+        raise UnsupportedProblem(f"{name}: only a bias of q's dtype or a mask is supported, not both")
     found = option_tensors.get("bias", option_tensors.get("mask"))
     if found is None:
         return {}
     if p.causal:
-        raise UnsupportedProblem(f"{name}: it takes a bias or a mask, or is_causal, and not both")
+        raise UnsupportedProblem(f"{name}: a bias or mask together with is_causal is not supported")
     return {"attn_mask": found.expand(*found.shape[:2], p.Sq, p.Sk)}
 
 
 def _try(name: str, launch: Callable[[], object]) -> None:
-    """A first call. PyTorch says in warnings why a backend does not take a problem; they become the refusal."""
-    with warnings.catch_warnings(record=True) as said:
+    """A first call. PyTorch gives the reasons why a backend does not support a problem in warnings; they become the
+    error message."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             launch()
         except RuntimeError as error:
-            reasons = (str(warning.message).partition(" (Triggered")[0].strip() for warning in said)
+            reasons = (str(warning.message).partition(" (Triggered")[0].strip() for warning in caught)
             own = [r for r in reasons if "not used because" not in r and "runtime disabled" not in r]
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise UnsupportedProblem(f"{name}: {'; '.join(own) or first_line}") from error
@@ -183,15 +187,17 @@ def _try(name: str, launch: Callable[[], object]) -> None:
 
 
 def _eager(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
-    """Plain PyTorch, every score in memory, in the input dtype."""
+    """Plain PyTorch operations in the input dtype, with all scores in memory."""
     import torch
 
     if not problem.plain:
-        raise UnsupportedProblem("eager: it is written for scale and causal alone")
+        raise UnsupportedProblem("eager: only scale and causal are supported")
 
     _check_memory("eager", problem, 2 * problem.itemsize, q)
     if problem.causal and problem.diagonal < 0:
-        raise UnsupportedProblem(f"eager: with Sq={problem.Sq} > Sk={problem.Sk} a row sees no key, and softmax is NaN")
+        raise UnsupportedProblem(
+            f"eager: causal with Sq={problem.Sq} > Sk={problem.Sk} is not supported: rows without keys give NaN"
+        )
     group = problem.H // problem.Hk
     hidden = None
     if problem.causal:
@@ -208,13 +214,15 @@ def _eager(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None)
 
 
 def _flex(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
-    """PyTorch's flex_attention, compiled by Inductor to Triton. Compiling takes seconds for each problem."""
+    """PyTorch's flex_attention, compiled by Inductor to Triton. Compiling takes seconds per problem."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if problem.causal and problem.diagonal < 0:
-        raise UnsupportedProblem(f"flex: with Sq={problem.Sq} > Sk={problem.Sk} a row sees no key")
-    torch._dynamo.reset()  # else the ninth problem would run uncompiled
+        raise UnsupportedProblem(
+            f"flex: causal with Sq={problem.Sq} > Sk={problem.Sk} is not supported: some rows have no keys"
+        )
+    torch._dynamo.reset()  # otherwise the ninth problem would run uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.Hk != problem.H}
     score_mod, seen = flex_modifications(problem, option_tensors or {})
@@ -233,14 +241,14 @@ def _flex(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) 
 
 def _triton(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
     raise UnsupportedProblem(
-        "triton: its package holds no attention (the fused-attention tutorial is a file of its repository): take flex, "
-        "which Triton compiles, or name a Python file that defines `peers`"
+        "triton: not supported: its package contains no attention (the fused-attention tutorial is a file of its "
+        "repository): use flex, which Triton compiles, or a Python file that defines `peers`"
     )
 
 
 def _varlen(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
     """PyTorch's FlashAttention-2 on a ragged batch."""
-    launch = ask_varlen_attn(problem, q, k, v, option_tensors)
+    launch = prepare_varlen_attn(problem, q, k, v, option_tensors)
     _try("varlen", launch)
     return Ready(launch, _poison(q))
 
@@ -256,4 +264,4 @@ _ALL = (
     Contender("varlen", _varlen, ragged=True),
 )
 PEERS = {peer.name: peer for peer in _ALL}
-DEFAULT = tuple(peer.name for peer in _ALL[:5])  # those that PyTorch alone has, without compiling
+DEFAULT = tuple(peer.name for peer in _ALL[:5])  # those that need only PyTorch, without compiling

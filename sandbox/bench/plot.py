@@ -1,4 +1,4 @@
-"""Rows of a benchmark -> TFLOP/s against sequence length, a panel for each mask and head width; or GB/s of keys."""
+"""Plots of benchmark rows: TFLOP/s against sequence length, one panel per mask and head dimension; or GB/s of keys."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _STYLE = {
 def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
     """Writes PREFIX.png, 1000 pixels wide, and PREFIX.svg; returns their paths. The same rows give the same files.
 
-    The latest row of each contender and problem counts; the band about a line is from quartile to quartile, the dashed
-    line the matrix product measured in the same run. Problems that are a matter of reading keys have a point each,
-    beside reading as many bytes in turns with them; the dashed line is reading 1 GiB. Raises UnsupportedProblem when no
-    row has a time, ToolchainMissing without matplotlib.
+    Uses the latest row of each contender and problem. Bands show the quartiles, the dashed line the matrix product
+    measured in the same run. Memory-bound problems have one point each, and the line of a kernel that only reads as
+    many bytes; there the dashed line is reading 1 GiB. Raises UnsupportedProblem if no row has a time, ToolchainMissing
+    without matplotlib.
     """
     latest = {(row["contender"], problem_of(row)): row for row in rows}
     timed = [row for row in latest.values() if row.get("ms")]
@@ -61,7 +61,7 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
 
 
 def _draw_reading(rows: Sequence[Row], prefix: Path | str) -> list[Path]:
-    """GB/s of keys and values, problem after problem, those with the fewest bytes first."""
+    """GB/s of keys and values for each problem, in order of bytes."""
     styles, there = _styles(rows), by_problem(rows)
     problems = sorted(there, key=lambda p: min(row["gbps"] * row["ms"] for row in there[p].values()))
     tops = [row["ceiling_read_gbps"] for row in rows if row.get("ceiling_read_gbps")]
@@ -99,7 +99,7 @@ def _by_label(rows: Sequence[Row], dtypes: int) -> dict[str, list[Row]]:
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """{label: how its line looks}: kernels strong and filled, peers muted and hollow."""
+    """{label: line style}: kernels have strong colours and filled markers, peers muted colours and hollow markers."""
     lines = _by_label(rows, len({row["dtype"] for row in rows}))
     kernels, peers = ([name for name in lines if lines[name][0]["kind"] == kind] for kind in ("kernel", "peer"))
     styles: dict[str, dict[str, Any]] = {}
@@ -114,7 +114,7 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _ceilings(rows: Sequence[Row]) -> dict[str, float]:
-    """{label: TFLOP/s of the matrix product}, one for each dtype; of several runs, the median."""
+    """{label: TFLOP/s of the matrix product} for each dtype: the median over runs."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row.get("ceiling_tflops"):
@@ -145,7 +145,7 @@ def _panel(
 
 
 def _title(rows: Sequence[Row]) -> str:
-    """What the panels share: problem, device, mode."""
+    """The common properties of all panels: problem, device, mode."""
     said = {
         name: ", ".join(sorted({str(row[name]) for row in rows if row.get(name)}))
         for name in ("computes", "dtype", "device", "mode")

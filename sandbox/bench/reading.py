@@ -1,4 +1,4 @@
-"""Reading as a contender: what a matter of reading memory would take if it did nothing else."""
+"""The read ceiling: a kernel that only reads memory, timed in turns with memory-bound contenders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..launch.dlpack import library_of
 from ..toolchain import nvrtc
 
 SOURCE = Path(__file__).with_suffix(".cu")
-THREADS, LOADS = 512, 8  # of a block; of 16 bytes, of a thread
+THREADS, LOADS = 512, 8  # threads per block; 16-byte loads per thread
 DEFINES = {"THREADS": THREADS, "LOADS": LOADS}
 BLOCK_BYTES = 16 * THREADS * LOADS
-MOST = 4 << 30  # bytes: of more a GPU reads no more a second
+MOST = 4 << 30  # bytes: the rate does not increase beyond this size
 
 
 def bytes_to_read(nbytes: int, device: str = "cuda:0") -> Any:
-    """So many bytes at random, or `MOST`, a tensor of PyTorch's; rounded up to what a block reads, 64 KiB."""
+    """A PyTorch tensor of `nbytes` random bytes, at most `MOST`, rounded up to the 64 KiB that a block reads."""
     import torch
 
     size = cdiv(min(nbytes, MOST), BLOCK_BYTES) * BLOCK_BYTES
@@ -29,7 +29,7 @@ def bytes_to_read(nbytes: int, device: str = "cuda:0") -> Any:
 
 
 def reader(data: Any) -> Callable[[], None]:
-    """A launch that reads all of what `bytes_to_read` gave."""
+    """A launch that reads all of `data`, made by `bytes_to_read`."""
     import torch
 
     gpu, blocks = driver.device(data.device.index), data.nbytes // BLOCK_BYTES
@@ -38,10 +38,10 @@ def reader(data: Any) -> Callable[[], None]:
     arguments = PackedArguments([ctypes.c_void_p(x.data_ptr()) for x in (data, sums)])
     function = driver.CudaFunction(nvrtc.compile(SOURCE, "read_all", arch, DEFINES).cubin, "read_all", gpu)
     launch = function.launcher((blocks, 1, 1), (THREADS, 1, 1), 0, arguments)
-    stream, held = library_of(data).stream(gpu.ordinal), (data, sums)
+    stream, keep_alive = library_of(data).stream(gpu.ordinal), (data, sums)
 
     def read() -> None:
-        assert held, "what is read lives as long as whoever reads it"
+        assert keep_alive, "the closure keeps the tensors alive"
         launch((), stream())
 
     return read

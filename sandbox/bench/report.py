@@ -1,4 +1,4 @@
-"""Rows of a benchmark -> a table and the ratios to a peer, for people."""
+"""Benchmark rows as a table, with the ratios to a peer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Row = Mapping[str, Any]
 
 
 def pick_peer(rows: Sequence[Row], wanted: str | None = None) -> str | None:
-    """The contender to compare kernels with: `wanted`, else the first peer that has a time. Raises
-    UnsupportedProblem when the wanted one is not among the rows."""
+    """The contender to compare kernels with: `wanted`, else the first peer with a time. Raises UnsupportedProblem if
+    `wanted` is not among the rows."""
     timed = [row["contender"] for row in rows if row["kind"] == "peer" and row["ms"]]
     if wanted and wanted not in (row["contender"] for row in rows):
         raise UnsupportedProblem(f"{wanted} is not among the contenders: {', '.join(dict.fromkeys(timed)) or 'none'}")
@@ -26,7 +26,7 @@ def pick_peer(rows: Sequence[Row], wanted: str | None = None) -> str | None:
 
 
 def _ratio(kernel: Row | None, peer: Row | None) -> float | None:
-    """How many times as fast as the peer, in one run: a ratio across commits or devices would say nothing."""
+    """Speed relative to the peer; None if the two rows are from different commits, devices or modes."""
     if not kernel or not peer or not kernel["ms"] or not peer["ms"]:
         return None
     same = all(kernel.get(name) == peer.get(name) for name in ("commit", "device", "mode"))
@@ -34,39 +34,39 @@ def _ratio(kernel: Row | None, peer: Row | None) -> float | None:
 
 
 def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
-    """One line a problem: TFLOP/s of each contender, % of the measured matrix product, each kernel's ratio to a peer.
-    Of problems that are a matter of reading keys: GB/s, and % of reading as many bytes, which has a column of its own.
+    """One line per problem: TFLOP/s of each contender, % of the measured matrix product, each kernel's ratio to a peer.
+    For memory-bound problems: GB/s, and % of the read ceiling, which has its own column.
 
-    Where the screen is narrow, the speed alone. Quartiles, errors and the rest are in the rows themselves.
+    On a narrow terminal, only the speed. Quartiles, errors and other data are in the rows.
     """
     contenders = {row["contender"]: row["kind"] for row in rows}
     names = sorted(contenders, key=lambda name: contenders[name] != "kernel")
     kernels = [name for name in names if contenders[name] == "kernel"] if against else []
     wide = width >= 34 + 11 * len(names) + 12 * len(kernels)
     dtypes = {row["dtype"] for row in rows}
-    only = f" {next(iter(dtypes))}" if len(dtypes) == 1 else ""  # said once, in the head
+    only = f" {next(iter(dtypes))}" if len(dtypes) == 1 else ""  # then the dtype is shown in the heading only
     table = Table(caption=_caption(rows), caption_justify="left", box=None, pad_edge=False, header_style="bold")
     unit = unit_of(rows)
-    alone = ["reading\nalone"] if unit == GBPS and any(row.get("ceiling_keys_gbps") for row in rows) else []
+    ceiling = ["read\nceiling"] if unit == GBPS and any(row.get("ceiling_keys_gbps") for row in rows) else []
     table.add_column(f"{unit}{only}", overflow="fold")
-    for name in (*names, *alone, *(f"{name} : {against}" for name in kernels if wide)):
+    for name in (*names, *ceiling, *(f"{name} : {against}" for name in kernels if wide)):
         table.add_column(_broken(name), justify="right", no_wrap=" : " not in name and "," not in name)
     for problem, there in by_problem(rows).items():
         ratios = [_ratio(there.get(name), there.get(against or "")) for name in kernels if wide]
         cells = [_speed(there.get(name), wide, unit) for name in names]
-        cells += [_reading(there) for _ in alone]
+        cells += [_read_ceiling(there) for _ in ceiling]
         said = str(problem).replace(only, "") if only else str(problem)
         table.add_row(said, *cells, *("-" if ratio is None else times(ratio) for ratio in ratios))
     return table
 
 
 def times(ratio: float) -> str:
-    """How many times as fast, for a table."""
+    """A ratio of speeds, as text."""
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
 
 
 def _broken(name: str) -> str:
-    """A contender's name on two lines or three, so that its column is as narrow as its numbers."""
+    """A contender's name on two or three lines, for a narrow column."""
     return name.replace(" : ", "\n: ").replace("-", "-\n", 1).replace("fwd_", "fwd_\n", 1).replace(" BLOCK", "\nBLOCK")
 
 
@@ -74,7 +74,7 @@ GBPS = "GB/s of keys"
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """What the speeds of these rows are told in."""
+    """The unit of speed for these rows."""
     timed = [row for row in rows if row["ms"]]
     return GBPS if timed and all(row.get("gbps") for row in timed) else "TFLOP/s"
 
@@ -89,14 +89,14 @@ def _speed(row: Row | None, share: bool, unit: str) -> Text:
     return Text.assemble(f"{speed:.1f}" if speed < 100 else f"{speed:.0f}", (percent, "dim"))
 
 
-def _reading(there: Mapping[str, Row]) -> Text:
-    """What reading as many bytes reached in the run of the last of a problem's rows."""
+def _read_ceiling(there: Mapping[str, Row]) -> Text:
+    """GB/s of a kernel that only reads as many bytes, from the latest of a problem's rows."""
     found = [row["ceiling_keys_gbps"] for row in there.values() if row.get("ceiling_keys_gbps")]
     return Text(f"{found[-1]:.0f}" if found else "-", "dim")
 
 
 def _caption(rows: Sequence[Row]) -> str:
-    """Where and how, from the last row."""
+    """Environment and mode, from the last row."""
     last, reads = rows[-1], unit_of(rows) == GBPS
     clocks = last.get("clocks") or {}
     parts = (
@@ -105,7 +105,9 @@ def _caption(rows: Sequence[Row]) -> str:
         clocks.get("clocks.sm", ""),
         clocks.get("power.draw", ""),
         {"events": "single launches, L2 flushed", "graph": "CUDA graphs, L2 not flushed"}.get(last.get("mode", ""), ""),
-        "% of reading alone, as many bytes" if reads and last.get("ceiling_keys_gbps") else "",
+        "% of the read ceiling: a kernel that only reads as many bytes"
+        if reads and last.get("ceiling_keys_gbps")
+        else "",
         f"1 GiB is read at {last['ceiling_read_gbps']:.0f} GB/s" if reads and last.get("ceiling_read_gbps") else "",
         f"% of a matrix product of {last['ceiling_tflops']:.0f} TFLOP/s"
         if last.get("ceiling_tflops") and not reads
@@ -116,7 +118,7 @@ def _caption(rows: Sequence[Row]) -> str:
 
 
 def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float, int]]]:
-    """{contender: {head width: (geometric mean of its speed relative to the peer, problems timed)}}."""
+    """{contender: {D: (geometric mean of its speed relative to the peer, problems timed)}}."""
     found: dict[str, dict[int, list[float]]] = {}
     for problem, there in by_problem(rows).items():
         for name, row in there.items():
@@ -129,7 +131,7 @@ def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float
 
 
 def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
-    """Below the table: a line of mean ratios for each kernel, then what has no time and why, each reason once."""
+    """Notes below the table: mean ratios of each kernel, then each reason why a contender has no time, once."""
     kernels = {row["contender"] for row in rows if row["kind"] == "kernel"}
     for name, widths in ratios(rows, against).items() if against else ():
         if name not in kernels:
@@ -140,12 +142,10 @@ def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
     reasons: dict[tuple[str, str], list[Row]] = {}
     for row in (row for there in by_problem(rows).values() for row in there.values()):
         if row["ok"] is not True:
-            plain = re.sub(r"[\d.]+", "", row["message"])  # reasons that differ in numbers alone count as one
+            plain = re.sub(r"[\d.]+", "", row["message"])  # messages that differ only in numbers are one reason
             reasons.setdefault((row["contender"], plain), []).append(row)
     for (name, _), same in reasons.items():
         row = same[0]
-        mark = (
-            Text("not taken", "yellow") if row["ok"] is None else Text("WRONG" if row["bound"] else "FAIL", "bold red")
-        )
+        mark = Text("skip", "yellow") if row["ok"] is None else Text("WRONG" if row["bound"] else "FAIL", "bold red")
         on = f"{problem_of(row)}" + (f" and {len(same) - 1} more" if len(same) > 1 else "")
         yield Text.assemble(mark, f" {name} on {on}: {row['message'].removeprefix(f'{name}: ')}")

@@ -1,4 +1,4 @@
-"""What a benchmark measured, a row for each contender and problem, and files of rows: JSON lines."""
+"""Results of a benchmark: one row per contender and problem, stored as JSON lines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..core.problem import Problem
 from .decode import is_memory_bound, kv_bytes
 from .timing import Timing
 
-_FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # that a row holds
+_FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # in a row
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one problem; `kernel` names a kernel of ours, "" for a peer. Errors are absolute.
+    """One contender on one problem; `kernel` is the name of our kernel, "" for a peer. Errors are absolute.
 
-    `ok` is None where it does not take the problem, False where its result is wrong before or after timing, or where it
-    failed; neither has a time, and `message` says why. `setting` is what the rows of a run share: mode, seed, ceilings
-    (of a matter of reading keys, `ceiling_keys_gbps`: reading as many bytes), clocks, device, driver, versions, commit,
-    time.
+    `ok` is None if the problem is not supported, and False if the result is wrong before or after timing, or the call
+    failed; then there is no time, and `message` gives the reason. `setting` has the common values of a run: mode, seed,
+    ceilings (for memory-bound problems `ceiling_keys_gbps`, the read ceiling), clocks, device, driver, versions,
+    commit, time.
     """
 
     contender: str
@@ -40,24 +40,24 @@ class Row:
     bound: float | None = None
     timing: Timing | None = None
     computes: str = "forward"
-    pairs: int | None = None  # that are seen, where the problem alone does not say it
+    pairs: int | None = None  # visible (query, key) pairs, if the problem alone does not determine them
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tflops(self) -> float | None:
-        """By the field's rule: half of the operations for causal, 2.5 times as many for a backward; in a window, and
-        where a mask or key_lengths hide some, those of the pairs that are seen."""
+        """By the usual convention: half of the operations for causal, 2.5 times as many for a backward. With a window,
+        a mask or key_lengths, only the visible pairs count."""
         return self.problem.flops_of(self.computes, self.pairs) / self.timing.median * 1e-12 if self.timing else None
 
     @property
     def gbps(self) -> float | None:
-        """GB/s of keys and values, of a forward that is a matter of reading them."""
+        """GB/s of keys and values, for a memory-bound forward."""
         if not self.timing or not is_memory_bound(self.problem, self.computes):
             return None
         return kv_bytes(self.problem, self.pairs) / self.timing.median * 1e-9
 
     def as_json(self) -> dict[str, Any]:
-        """Flat, times in milliseconds; NaN and infinity, which JSON cannot write, as None."""
+        """A flat dictionary, times in milliseconds. NaN and infinity, which JSON does not have, become None."""
         t, tflops, gbps = self.timing, self.tflops, self.gbps
         reached, ceiling = (gbps, "ceiling_keys_gbps") if gbps else (tflops, "ceiling_tflops")
         top = self.setting.get(ceiling)
@@ -87,7 +87,7 @@ class Row:
 
 
 def recorded(rows: Iterable[Row], path: Path | None) -> Iterator[dict[str, Any]]:
-    """The rows as JSON has them, each appended to the file as a line before the next is measured."""
+    """The rows as dictionaries. Each is appended to the file as a JSON line before the next is measured."""
     for row in rows:
         line = row.as_json()
         if path:
@@ -114,8 +114,8 @@ def _with_new_names(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, [] if it does not exist; former names of kernels are replaced. An incomplete last line is
-    left out."""
+    """The rows of a file, [] if it does not exist. Former names of kernels are replaced. An incomplete last line is
+    ignored."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
@@ -128,7 +128,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def problem_of(row: Mapping[str, Any]) -> Problem:
-    """The problem that a row is about."""
+    """The problem of a row."""
     return Problem.from_json({name: row[name] for name in _FIELDS if name in row})
 
 

@@ -1,7 +1,7 @@
-"""How long a launch takes on a GPU: samples, what they are worth, and contenders that take turns.
+"""GPU times of launches: interleaved sampling of several contenders, with a noise estimate.
 
-A sample is the GPU time between two events of one stream. Events resolve some 0.5 µs, so that a launch of a few
-microseconds is better timed by `Graphs`, which divides the time of many.
+A sample is the GPU time between two events of one stream. Events have a resolution of about 0.5 µs: launches of a few
+microseconds are better timed by `Graphs`, which times many launches together.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from . import reading
 
 Name = TypeVar("Name", bound=Hashable)
 _FLUSH = 256 << 20  # bytes: twice any L2 there is
-_LEAD = 600_000  # cycles, some 0.3 ms, that the GPU idles before a sample, in which the host gets ahead of it
-_GRAPH_SECONDS = 2e-3  # a graph replays as many launches as fit in this
-_BRIEF = 0.05  # seconds: a longer launch is warm after one
+_LEAD = 600_000  # cycles (about 0.3 ms) of GPU sleep before a sample, so that the host can queue the calls
+_GRAPH_SECONDS = 2e-3  # target duration of a graph's launches
+_SHORT = 0.05  # seconds: a longer launch needs only one warm-up
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop sampling: a contender's noise is low enough, or it had its rounds or its seconds."""
+    """When to stop sampling a contender: at low noise, or after a number of rounds or seconds."""
 
     noise: float = 0.01  # see Timing.noise
     rounds: int = 100
     seconds: float = 0.5  # of GPU time for each contender
-    noise_samples: int = 10  # samples before the noise is believed
-    min_samples: int = 3  # samples, however long they take
-    slow: float = 0.5  # seconds: one launch this long is the only sample
+    noise_samples: int = 10  # samples required before the noise criterion applies
+    min_samples: int = 3  # samples to take regardless of their time
+    slow: float = 0.5  # seconds: a launch that takes longer is sampled once
     warmup: int = 5
 
 
 @dataclass(frozen=True)
 class Timing:
     """Median and quartiles in seconds. `noise` is the half-width of the median's 95% interval relative to the median,
-    1.57·(q3 − q1)/√samples (McGill, Tukey and Larsen 1978); inf where fewer than three samples say nothing."""
+    1.57·(q3 − q1)/√samples (McGill, Tukey and Larsen 1978); inf for fewer than three samples."""
 
     median: float
     q1: float
@@ -49,7 +49,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Of at least one sample."""
+        """The statistics of at least one sample."""
         if len(samples) < 2:
             return cls(samples[0], samples[0], samples[0], 1, math.inf)
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
@@ -65,7 +65,7 @@ class Timed(NamedTuple):
 
 
 class Stopwatch(Protocol):
-    """One way to time: `ready` prepares a launch for it, `sample` calls each once, in order -> seconds a launch."""
+    """A timing method: `ready` prepares a launch, `sample` calls each once, in order -> seconds per launch."""
 
     def ready(self, launch: Callable[[], object]) -> Timed: ...
     def sample(self, timed: Sequence[Timed]) -> list[float]: ...
@@ -73,26 +73,26 @@ class Stopwatch(Protocol):
 
 
 def measure(contenders: Mapping[Name, Timed], stopwatch: Stopwatch, limits: Limits) -> dict[Name, list[float]]:
-    """Seconds a launch, sampled in rounds: every contender that needs more has one turn in each, and each round begins
-    with another of them. The first rounds warm up and do not count."""
+    """Seconds per launch, sampled in rounds: in each round every contender that needs more samples is called once, and
+    each round starts with another contender. The first rounds are warm-up."""
 
     def one_round(names: Sequence[Name]) -> dict[Name, float]:
         return dict(zip(names, stopwatch.sample([contenders[name] for name in names]), strict=True))
 
     first = one_round(list(contenders))
     samples = {name: [seconds] if seconds >= limits.slow else [] for name, seconds in first.items()}
-    brief = [name for name, seconds in first.items() if seconds < _BRIEF]
-    for _ in range(limits.warmup - 1 if brief else 0):
-        one_round(brief)
-    turn = 0
+    short = [name for name, seconds in first.items() if seconds < _SHORT]
+    for _ in range(limits.warmup - 1 if short else 0):
+        one_round(short)
+    rounds = 0
     while True:
         names = [name for name in contenders if _may_go_on(samples[name], contenders[name].launches, limits)]
-        if all(_settled(samples[name], limits) for name in names):  # also when nobody is left
+        if all(_settled(samples[name], limits) for name in names):  # also if `names` is empty
             return samples
-        start = turn % len(names)
+        start = rounds % len(names)
         for name, seconds in one_round(names[start:] + names[:start]).items():
             samples[name].append(seconds)
-        turn += 1
+        rounds += 1
 
 
 def _may_go_on(samples: list[float], launches: int, limits: Limits) -> bool:
@@ -108,7 +108,7 @@ def _settled(samples: list[float], limits: Limits) -> bool:
 
 
 class Events:
-    """Single launches between CUDA events, each after writing more than L2 holds."""
+    """Single launches between CUDA events, each after an L2 flush."""
 
     def __init__(self, ordinal: int = 0):
         import torch
@@ -118,11 +118,11 @@ class Events:
         self._scratch = torch.empty(max(2 * l2, _FLUSH), dtype=torch.int8, device=f"cuda:{ordinal}")
 
     def ready(self, launch: Callable[[], object]) -> Timed:
-        """As it is."""
+        """The launch itself."""
         return Timed(launch)
 
     def sample(self, timed: Sequence[Timed]) -> list[float]:
-        """One call of each, queued without waiting for the GPU in between."""
+        """Calls each once; the host does not wait for the GPU between the calls."""
         marks = []
         for each in timed:
             self._torch.cuda._sleep(_LEAD)
@@ -147,11 +147,12 @@ class Events:
 
 
 class Graphs(Events):
-    """Replays of CUDA graphs that hold many launches each: no host time in between, but what L2 keeps it keeps, since
-    a flush inside of the graph would be timed with it."""
+    """Replays of CUDA graphs with many launches each: without host time between launches, but also without an L2 flush,
+    because a flush inside the graph would be timed."""
 
     def ready(self, launch: Callable[[], object]) -> Timed:
-        """Captured; the stream that captures warms up first. Raises RuntimeError for what cannot be captured."""
+        """Captures a graph, after a warm-up on the capturing stream. Raises RuntimeError if the launch cannot be
+        captured."""
         torch, aside = self._torch, self._torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -169,13 +170,13 @@ class Graphs(Events):
 
 
 def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: int = 1 << 30) -> dict[str, float]:
-    """What this GPU reaches just now: a matrix product of n³; a copy, counting bytes read and written; and reading."""
+    """Current ceilings of this GPU: a matrix product of n³; a copy, counting bytes read and written; and reading."""
     import torch
 
     kind: dict[str, Any] = {"device": "cuda:0", "dtype": torch.bfloat16 if dtype in FLOAT8 else getattr(torch, dtype)}
     a, b, c = torch.randn(n, n, **kind), torch.randn(n, n, **kind), torch.empty(n, n, **kind)
     multiply: Callable[[], object] = partial(torch.matmul, a, b, out=c)
-    if dtype in FLOAT8:  # e4m3, whatever the problem has: nobody multiplies e5m2 by e5m2
+    if dtype in FLOAT8:  # always e4m3: PyTorch does not multiply e5m2 by e5m2
         one, (x, y) = torch.ones((), device="cuda:0"), (m.to(torch.float8_e4m3fn) for m in (a, b))
         multiply = partial(torch._scaled_mm, x, y.t(), one, one, out_dtype=torch.bfloat16)
     source = reading.bytes_to_read(nbytes)

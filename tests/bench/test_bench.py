@@ -372,7 +372,7 @@ def test_a_contender_that_breaks_while_it_is_timed_loses_its_time() -> None:
     (row,), _ = time_contenders(contender("breaks", break_after=5))
     assert row.ok is False
     assert row.timing is None
-    assert row.message.startswith("right at first, after timing: ")
+    assert row.message.startswith("correct before timing, then: ")
     assert row.as_json()["error"] is None  # infinite, which JSON cannot say
 
 
@@ -625,7 +625,7 @@ def test_table_and_notes() -> None:
             "2.00",
             f"{p.flops / 1e-6 * 1e-12:.1f}",
             "1700 MHz",
-            "not taken",
+            "skip",
             "0.1",
             "not this one",
         ):

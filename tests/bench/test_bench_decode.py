@@ -92,7 +92,7 @@ def test_keys_in_pages(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     p = Problem(2, 2, 1, 64, 8, page_size=16, pages=11, dtype="float16")
     k, v = (torch.randn(2, 2, 64, 8).to(getattr(torch, dtype)) for _ in "kv")
-    found = decode.in_pages(p, k, v)
+    found = decode.make_pages(p, k, v)
     for name, x in (("K", k), ("V", v)):
         pages = found[name].transpose(1, 2).float().numpy()
         assert pages.shape == (11, 16, 2, 8)

@@ -54,5 +54,5 @@ def test_a_table_goes_between_its_markers(tmp_path: Path) -> None:
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     ladder.write_table(page, "ladder", script, "new\n")
     assert page.read_text() == f"before\n{begin}\nnew\n{end}\nafter\n"
-    with pytest.raises(SpecError, match="no place for the table"):
+    with pytest.raises(SpecError, match="no markers for the table"):
         ladder.write_table(page, "another ladder", script, "new\n")
