@@ -1,4 +1,4 @@
-"""Several workers, each with its own environment variables, say its own GPU, that take jobs in turn."""
+"""A pool of workers, each with its own environment variables, such as CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Job = TypeVar("Job")
 
 
 class WorkerPool:
-    """As many workers as `environments`. A job may take `seconds`. Use it in a `with` statement, which ends them."""
+    """One worker per element of `environments`. Time limit of a job: `seconds`. A context manager, which ends the
+    workers."""
 
     def __init__(self, environments: Sequence[Mapping[str, str]], seconds: float):
         self._environments, self._seconds = environments, seconds
@@ -27,8 +28,8 @@ class WorkerPool:
             worker.close()
 
     def map(self, function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[tuple[Job, Any]]:
-        """(job, function(*job)) for every job, a tuple of arguments, as they finish; where a worker died of it, its
-        WorkerDied. Functions and arguments are pickled."""
+        """(job, function(*job)) for every job, a tuple of arguments, in order of completion. If a job ended its worker,
+        the result is WorkerDied. Functions and arguments are pickled."""
         idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
@@ -52,8 +53,8 @@ class WorkerPool:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def perform(job: tuple[Callable[..., Any], Iterable[Any], float], at: ReportStage) -> tuple[Any, bool]:
-    """What a worker of a fleet does: a function, its arguments, and the seconds that they may take."""
+def perform(job: tuple[Callable[..., Any], Iterable[Any], float], report_stage: ReportStage) -> tuple[Any, bool]:
+    """The work function of pool workers. A job is a function, its arguments, and its time limit in seconds."""
     function, arguments, seconds = job
-    at("working", seconds)
+    report_stage("working", seconds)
     return function(*arguments), True

@@ -1,9 +1,9 @@
-"""A process that does jobs and may die of any of them: a fresh one takes its place.
+"""A worker process for jobs that may crash or hang. A new process replaces one that ended.
 
-A kernel can hang, trap, run out of memory or take the whole process with it. So it runs in a worker, which keeps its
-imports and its CUDA context between jobs; its owner waits with a time limit, ends it when that is over, and reports. A
-worker ends when its owner does, even if that was killed. What it prints goes through a pipe and no file, to an owner
-who ends it when that becomes too much.
+A kernel can hang, trap, run out of memory or crash the process. Therefore it runs in a worker, which keeps its imports
+and its CUDA context between jobs. The owner waits with a time limit, ends the worker when it is exceeded, and reports.
+A worker ends with its owner, even if the owner is killed. Its output goes to the owner through a pipe, not a file; the
+owner ends a worker that prints too much.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from ..core.errors import SandboxError
 from ..core.process import HEAD, MOST_OUTPUT, too_much
 
-_START_SECONDS = 120.0  # imports and a CUDA context, on a machine that is busy
+_START_SECONDS = 120.0  # limit for imports and a CUDA context, on a busy machine
 _REASONS = {
     signal.SIGSEGV: "it accessed memory that is not there",
     signal.SIGBUS: "it accessed memory that is not there",
@@ -33,7 +33,7 @@ _REASONS = {
     signal.SIGKILL: "it was killed: is the machine out of memory?",
 }
 _LIBC = ctypes.CDLL(None)
-_LAST_WORDS = 4096  # bytes that are kept of what a process printed before this job
+_KEPT_OUTPUT = 4096  # bytes of output before the current job that are kept
 
 ReportStage = Callable[
     [str, float | None], None
@@ -48,19 +48,19 @@ _spawner: ThreadPoolExecutor
 
 
 def _new_spawner() -> None:
-    """The one thread that starts workers, and lives as long as this process: Linux ends a worker (`_die_with`) together
-    with the thread that started it, and whoever happens to ask for one may be a thread of a passing pool."""
+    """The one thread that starts workers. It lives as long as this process: Linux ends a worker (`_end_with`) when the
+    thread that started it ends, and the calling thread may be short-lived."""
     global _spawner  # noqa: PLW0603
     _spawner = ThreadPoolExecutor(1, "sandbox-spawner")
 
 
 _new_spawner()
-os.register_at_fork(after_in_child=_new_spawner)  # a fork has none of its parent's threads
+os.register_at_fork(after_in_child=_new_spawner)  # a fork does not inherit threads
 
 
 class WorkerDied(SandboxError, RuntimeError):
-    """The worker ended, or was ended, because of a job, which may have raised. `stage` is what it was doing, `hung`
-    whether it took too long, `printed` what it wrote meanwhile."""
+    """The worker ended, or was ended, during a job, or the job raised an exception. `stage`: what the job was doing;
+    `hung`: it exceeded its time limit; `printed`: its output."""
 
     def __init__(self, message: str, *, stage: str = "", hung: bool = False, printed: str = ""):
         super().__init__(message)
@@ -68,8 +68,8 @@ class WorkerDied(SandboxError, RuntimeError):
 
 
 class Worker:
-    """One process at a time that does `work`, a function of a module. When it starts it sets these `environment`
-    variables and calls `prepare`. Close it when done."""
+    """A process that calls `work`, a module-level function, for each job; it is replaced when it ends. At its start it
+    sets the `environment` variables and calls `prepare`. `close` ends it."""
 
     def __init__(self, work: Work, prepare: Prepare | None = None, environment: Mapping[str, str] | None = None):
         self._arguments = work, prepare, dict(environment or {})
@@ -78,7 +78,7 @@ class Worker:
         self._start()
 
     def do(self, job: Any) -> tuple[Any, str]:
-        """(the job's result, what was printed meanwhile). Raises WorkerDied, when a fresh worker is on its way."""
+        """(the job's result, the output during the job). Raises WorkerDied; then a new process has been started."""
         stage: str = "starting"
         limit: float | None = _START_SECONDS
         output = self._output
@@ -112,7 +112,7 @@ class Worker:
             raise WorkerDied(reason, stage=stage, hung=False, printed=printed) from None
 
     def close(self) -> None:
-        """End the process, and whatever it has started; a job that another thread waits for is lost."""
+        """End the process and its children. A running job raises WorkerDied in its thread."""
         with self._lock:
             self._closed = True
             self._end()
@@ -122,16 +122,16 @@ class Worker:
         reader, writer = self._context.Pipe(duplex=False)
         self._output = _Output(reader)
         arguments = (theirs, *self._arguments, writer, os.getpid())
-        self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
+        self._process = self._context.Process(target=_worker_main, args=arguments, daemon=True)
         _spawner.submit(self._process.start).result()
-        theirs.close()  # so that the worker's ends are the only ones, and its death is seen here
+        theirs.close()  # only the worker has these ends now, so that its death closes the pipe
         writer.close()
 
     def _end(self) -> None:
         if self._process.pid and self._process.is_alive():
             try:
-                os.killpg(self._process.pid, signal.SIGKILL)  # compilers too
-            except ProcessLookupError:  # it has not come to be a group of its own
+                os.killpg(self._process.pid, signal.SIGKILL)  # also its children, such as compilers
+            except ProcessLookupError:  # the process has not called setsid yet
                 self._process.kill()
         self._process.join()
         self._process.close()
@@ -149,15 +149,15 @@ class Worker:
         status = self._process.exitcode
         self._output.read()
         if status is None or status >= 0:
-            said = self._output.last_line
-            return f"the worker ended with status {status}{f': {said}' if said else ''}"
+            last = self._output.last_line
+            return f"the worker ended with status {status}{f': {last}' if last else ''}"
         name = signal.Signals(-status)
         return f"{_REASONS.get(name, 'it was ended')} ({name.name})"
 
 
 class _Output:
-    """What a process prints, read from a pipe: no file that it could fill a disk with, and that could be left behind. A
-    process that prints while nobody reads waits."""
+    """The output of a process, read from a pipe rather than a file, which could fill the disk or be left behind. While
+    the pipe is full, the process blocks."""
 
     def __init__(self, reader: Connection):
         self._reader, self._open = reader, True
@@ -165,17 +165,17 @@ class _Output:
         self._before, self._parts, self._size = b"", [b""], 0
 
     def begin(self) -> None:
-        """From here on it counts; of what came before, the end is kept for `last_line`."""
+        """Start of a job. The end of earlier output is kept for `last_line`."""
         self.read()
-        self._before, self._parts, self._size = b"".join(self._parts)[-_LAST_WORDS:], [], 0
+        self._before, self._parts, self._size = b"".join(self._parts)[-_KEPT_OUTPUT:], [], 0
 
     def read(self) -> None:
-        """All that is there now, unless it is too much."""
+        """Read all available output, up to the limit."""
         while self._open and not self.too_much and self._read_part():
             pass
 
     def _read_part(self) -> bool:
-        """Whether there may be more."""
+        """Read once; returns whether there may be more."""
         try:
             part = os.read(self._reader.fileno(), 2**16)
         except BlockingIOError:
@@ -186,8 +186,8 @@ class _Output:
         return self._open
 
     def read_until(self, connection: Connection, seconds: float | None) -> bool:
-        """Whether there is something to receive from `connection` within so many seconds (None: any), and before too
-        much is printed."""
+        """Read output until `connection` has a message. False after `seconds` (None: no limit), or if there is too
+        much output."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -202,43 +202,44 @@ class _Output:
 
     @property
     def too_much(self) -> bool:
-        """Since it began."""
+        """Whether the output of this job exceeds the limit."""
         return self._size > MOST_OUTPUT
 
     @property
     def text(self) -> str:
-        """What was printed since it began."""
+        """The output of this job."""
         return b"".join(self._parts).decode(errors="replace")
 
     @property
     def last_line(self) -> str:
-        """Of all that was printed, "" of nothing."""
-        said = b"".join((self._before, *self._parts)).decode(errors="replace").strip()
-        return said.splitlines()[-1] if said else ""
+        """The last line of all output, "" if there is none."""
+        printed = b"".join((self._before, *self._parts)).decode(errors="replace").strip()
+        return printed.splitlines()[-1] if printed else ""
 
     def close(self) -> None:
-        """Nothing is read any longer."""
+        """Stop reading."""
         self._open = False
         self._reader.close()
 
 
-def _serve(
+def _worker_main(
     connection: Connection, work: Work, prepare: Prepare | None, environment: dict[str, str], output: Connection,
     owner: int,
 ) -> None:  # fmt: skip
-    """The worker: a job, its result, the next job, until nobody asks any more."""
+    """The main loop of the worker process: receives a job, sends its result; returns when the owner closes the
+    connection."""
     os.environ.update(environment)
-    os.setsid()  # a Ctrl-C is for the owner, who ends this whole group
-    _die_with(owner)
+    os.setsid()  # Ctrl-C reaches only the owner, which ends this process group
+    _end_with(owner)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for stream in (1, 2):  # what a kernel prints would spoil the screen
+    for stream in (1, 2):  # output of a kernel must not go to the owner's terminal
         os.dup2(output.fileno(), stream)
     output.close()
-    sys.dont_write_bytecode = True  # a spec may be saved twice within the second that a .pyc's time stamp resolves
+    sys.dont_write_bytecode = True  # a .pyc's time stamp has a resolution of one second; a spec may be saved twice
     if prepare:
         prepare()
 
-    def at(stage: str, limit: float | None) -> None:
+    def report_stage(stage: str, limit: float | None) -> None:
         connection.send(("at", stage, limit))
 
     while True:
@@ -247,17 +248,17 @@ def _serve(
         except EOFError:
             return
         try:
-            done = work(job, at)
-        except Exception as error:  # its text alone: an exception may not survive the pipe
+            done = work(job, report_stage)
+        except Exception as error:  # sent as text, because not every exception can be pickled
             connection.send(("raised", f"{type(error).__name__}: {error}"))
             return
-        _LIBC.fflush(None)  # printf's, in a kernel
+        _LIBC.fflush(None)  # flushes printf output of kernels
         connection.send(("done", *done))
 
 
-def _die_with(owner: int) -> None:
-    """However the owner ends, also by SIGKILL, and whatever is running here (Linux): with the thread that started this
-    process, which is the owner's spawner."""
+def _end_with(owner: int) -> None:
+    """Makes the kernel (Linux) kill this process when the owner ends in any way, also by SIGKILL: more precisely, when
+    the thread ends that started this process, the owner's spawner."""
     set_death_signal = 1
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(set_death_signal, signal.SIGKILL)

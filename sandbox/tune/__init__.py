@@ -1,3 +1,3 @@
-"""The verb tune: a search among a kernel's tiles, and the labs where it measures."""
+"""The command tune: a search for the fastest tile of a kernel, and the executors that measure tiles."""
 
 __all__ = ["executors", "report", "search"]

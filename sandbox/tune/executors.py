@@ -1,7 +1,7 @@
-"""Where `tune` compiles and times: NVRTC in parallel processes, and one worker process for each GPU.
+"""Executors of `tune`: they compile tiles with NVRTC in parallel processes, and time them in one process per GPU.
 
-NVRTC compiles one program at a time in a process, whatever the number of threads (two in two threads: 1.04 times the
-time of one after the other), so that parallel means processes.
+Compiling in parallel needs processes: within a process NVRTC compiles one program at a time (two programs in two
+threads take 1.04 times as long as one after the other).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from ..verify.cases import Case
 from ..verify.check import verify
 from .search import Measured
 
-EMULATION = "cpu emulation"  # in place of a GPU's name
-_COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # after which a worker is given up
+EMULATION = "cpu emulation"  # used as the GPU's name
+_COMPILE_SECONDS, _MEASURE_SECONDS = 120.0, 120.0  # time limits of a worker's job
 
 
 class GpuExecutor:
-    """GPUs of this host, all of one kind, as a `search.Lab`. Use it in a `with` statement.
+    """A `search.Executor` on GPUs of this host, all of the same model. A context manager.
 
-    `ordinals`: which, by default all. Raises GpuUnavailable, ToolchainMissing without PyTorch, and UnsupportedProblem
-    for GPUs that differ.
+    `ordinals`: which GPUs, by default all. Raises GpuUnavailable, ToolchainMissing without PyTorch, and
+    UnsupportedProblem for different GPU models.
     """
 
     def __init__(self, kernel: Kernel, ordinals: Sequence[int] = ()):
@@ -60,30 +60,31 @@ class GpuExecutor:
         names = {device.name for device in devices}
         if len(names) != 1:
             raise UnsupportedProblem(
-                f"times of {', '.join(sorted(names)) or 'no GPU'} cannot be compared: name one kind"
+                f"tuning on {', '.join(sorted(names)) or 'no GPU'} is not supported: times are comparable on one GPU "
+                "model only (choose GPUs of one model with --gpus)"
             )
         self.gpu, self.arch = names.pop(), pipeline.arch_name(kernel, devices[0].arch)
         self._stack = ExitStack()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         handles = [visible[d.ordinal] if len(visible) > d.ordinal and visible[0] else str(d.ordinal) for d in devices]
-        self._fleet = WorkerPool([{"CUDA_VISIBLE_DEVICES": handle} for handle in handles], _MEASURE_SECONDS)
+        self._pool = WorkerPool([{"CUDA_VISIBLE_DEVICES": handle} for handle in handles], _MEASURE_SECONDS)
         self._measure = measure_on_gpu
 
     def __enter__(self) -> GpuExecutor:
-        self._stack.enter_context(self._fleet)
+        self._stack.enter_context(self._pool)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
 
     def describe(self) -> dict[str, Any]:
-        """As `search.Lab` says."""
+        """See `search.Executor`."""
         return environment.describe()
 
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:
-        """As `search.Lab` says."""
+        """See `search.Executor`."""
         jobs = [(kernel.name, problem, tile, self.arch) for tile in tiles]
         with self._compilers(len(jobs)) as pool:
             for job, found in pool.map(compile_tile, jobs):
@@ -95,82 +96,85 @@ class GpuExecutor:
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
     ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
-        """As `search.Lab` says."""
+        """See `search.Executor`."""
         jobs = [(kernel.name, problem, group, samples) for group in groups]
-        for job, found in self._fleet.map(self._measure, jobs):
+        for job, found in self._pool.map(self._measure, jobs):
             lost = isinstance(found, WorkerDied)
             yield job[2], [Measured(False, f"{kernel.name} {t}: {found}", lost=True) for t in job[2]] if lost else found
 
 
 class CpuExecutor(GpuExecutor):
-    """The CPU backend in place of a GPU: to try `tune` itself, since the times of an emulation say nothing."""
+    """The CPU backend in place of a GPU, to test `tune` itself: its times are those of an emulation."""
 
     def __init__(self, kernel: Kernel):
         self.gpu, self.arch = EMULATION, pipeline.DEFAULT_ARCH
         self._stack = ExitStack()
-        self._fleet = WorkerPool([{}], _MEASURE_SECONDS)
+        self._pool = WorkerPool([{}], _MEASURE_SECONDS)
         self._measure = measure_on_cpu
 
 
 class DistributedExecutor(GpuExecutor):
-    """The workers of a Dask cluster, each with one GPU, all of one kind; with `backend` "cpu" without any.
+    """The workers of a Dask cluster, each with one GPU, all of the same model; with `backend` "cpu" without GPUs.
 
-    They compile too, so that this machine needs neither GPU nor NVRTC. Entering raises DistributedUnavailable, also
-    for workers that have another source of the kernel or share a GPU, and UnsupportedProblem for GPUs that differ.
+    They also compile, so that this machine needs neither GPU nor NVRTC. Entering raises DistributedUnavailable (also if
+    a worker has another source of the kernel, or workers share a GPU), and UnsupportedProblem for different GPU models.
     """
 
     def __init__(self, kernel: Kernel, address: str, backend: str | None):
         self._kernel, self._backend = kernel, backend
         self._stack = ExitStack()
-        self._fleet: Any = DistributedPool(address, _MEASURE_SECONDS)
+        self._pool: Any = DistributedPool(address, _MEASURE_SECONDS)
         self._measure = measure_on_cpu if backend == "cpu" else measure_on_gpu
 
     def __enter__(self) -> DistributedExecutor:
         with ExitStack() as stack:
-            stack.enter_context(self._fleet)
-            found = self._fleet.everywhere(worker_info, self._kernel.name, self._backend)
-            self._setting = self._examined(found)
+            stack.enter_context(self._pool)
+            found = self._pool.everywhere(worker_info, self._kernel.name, self._backend)
+            self._setting = self._validated(found)
             self._stack = stack.pop_all()
         return self
 
-    def _examined(self, found: Mapping[str, WorkerInfo | WorkerDied]) -> dict[str, Any]:
-        """Takes `gpu` and `arch` from the workers' stations, if these fit together; where the first measures."""
-        stations: dict[str, WorkerInfo] = {}
+    def _validated(self, found: Mapping[str, WorkerInfo | WorkerDied]) -> dict[str, Any]:
+        """Checks that the workers are consistent, sets `gpu` and `arch`, and returns the first worker's environment."""
+        infos: dict[str, WorkerInfo] = {}
         for worker, it in found.items():
             if isinstance(it, WorkerDied):
                 raise DistributedUnavailable(f"the worker {worker} cannot tune {self._kernel.name}: {it}")
             if it.digest != tuned.digest(self._kernel):
                 raise DistributedUnavailable(
-                    f"the worker {worker} on {it.host} has another source of {self._kernel.name}: let every machine "
-                    "have the same state of the project, in a shared folder, say"
+                    f"the worker {worker} on {it.host} has another source of {self._kernel.name}: use the same version "
+                    "of the project on every machine, for instance in a shared folder"
                 )
-            stations[worker] = it
-        if len(kinds := sorted({it.gpu for it in stations.values()})) != 1:
-            raise UnsupportedProblem(f"times of {', '.join(kinds)} cannot be compared: let the cluster have one kind")
-        places = Counter((it.host, it.handle) for it in stations.values() if it.handle)
-        for (host, handle), workers in places.items():
+            infos[worker] = it
+        if len(models := sorted({it.gpu for it in infos.values()})) != 1:
+            raise UnsupportedProblem(
+                f"tuning on {', '.join(models)} is not supported: times are comparable on one GPU model only (use "
+                "workers with the same model)"
+            )
+        workers_of_gpu = Counter((it.host, it.handle) for it in infos.values() if it.handle)
+        for (host, handle), workers in workers_of_gpu.items():
             if workers > 1:
                 raise DistributedUnavailable(
-                    f"{workers} workers on {host} share GPU {handle}: start `dask cuda worker`, which gives each one "
-                    "of its own, or set CUDA_VISIBLE_DEVICES for each"
+                    f"{workers} workers on {host} share GPU {handle}: start `dask cuda worker`, which assigns one GPU "
+                    "to each worker, or set CUDA_VISIBLE_DEVICES for each"
                 )
-        first = next(iter(stations.values()))
+        first = next(iter(infos.values()))
         self.gpu, self.arch = first.gpu, first.arch
         return first.setting
 
     def describe(self) -> dict[str, Any]:
-        """As `search.Lab` says: of one of the workers."""
+        """The environment of one of the workers."""
         return self._setting
 
     def _compilers(self, jobs: int) -> AbstractContextManager[Any]:
-        return nullcontext(self._fleet)
+        return nullcontext(self._pool)
 
 
 def make_executor(
     kernel: Kernel, backend: str | None, ordinals: Sequence[int], cluster: str | None = None
 ) -> GpuExecutor:
-    """Where to tune: on the Dask `cluster` of that address, or here. Raises GpuUnavailable without a GPU, unless
-    backend is "cpu", and ToolchainMissing."""
+    """The executor: on the Dask cluster with the scheduler address `cluster`, or on this machine. Raises GpuUnavailable
+    without a GPU, unless backend is "cpu", and ToolchainMissing."""
     if cluster:
         return DistributedExecutor(kernel, cluster, backend)
     if backend == "cpu":
@@ -190,7 +194,7 @@ def _need_torch() -> None:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker of a cluster measures with. `handle`: its GPU among those of `host`, "" for the CPU backend."""
+    """The environment of a cluster's worker. `handle`: its GPU on `host`, "" for the CPU backend."""
 
     host: str
     handle: str
@@ -201,7 +205,7 @@ class WorkerInfo:
 
 
 def worker_info(kernel: str, backend: str | None) -> WorkerInfo:
-    """This worker's. Raises GpuUnavailable, UnknownKernel."""
+    """The WorkerInfo of the calling process. Raises GpuUnavailable, UnknownKernel."""
     spec, host, setting = registry.get(kernel), platform.node(), environment.describe()
     if backend == "cpu":
         return WorkerInfo(host, "", EMULATION, pipeline.DEFAULT_ARCH, tuned.digest(spec), setting)
@@ -211,7 +215,7 @@ def worker_info(kernel: str, backend: str | None) -> WorkerInfo:
 
 
 def compile_tile(kernel: str, problem: Problem, tile: Tile, arch: str) -> Resources | str:
-    """What a tile costs, or why it does not compile. The cubin is in the cache afterwards."""
+    """The resources of a tile, or why it does not compile. Afterwards the cubin is in the cache."""
     try:
         compiled = pipeline.compile_problem(registry.get(kernel), problem, tile, arch)
         return Resources.worst(c.resources for c in compiled)
@@ -227,7 +231,7 @@ def _inputs_on_gpu(problem: Problem, computes: str) -> tuple[Any, Any, Events]:
 
 
 def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
-    """Each tile checked, and those that are right timed in turns after an L2 flush, on the one GPU that is visible."""
+    """Checks each tile, and times the correct ones in turns, after L2 flushes, on the only visible GPU."""
     (inputs, option_tensors), expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
     contenders = dict(zip(tiles, benchmark.kernel_contenders([registry.get(kernel)], tiles), strict=True))
     timed, wrong = {}, {}
@@ -235,8 +239,8 @@ def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], sampl
         try:
             ready = contender.prepare(problem, *inputs, **option_tensors)
             verdict = expected.check(ready.poison, ready.launch)
-        except UnsupportedProblem as refusal:
-            wrong[tile] = str(refusal)
+        except UnsupportedProblem as reason:
+            wrong[tile] = str(reason)
         else:
             if verdict.message:
                 wrong[tile] = verdict.message
@@ -248,7 +252,7 @@ def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], sampl
 
 
 def measure_on_cpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
-    """The same on the CPU backend: the median alone."""
+    """The same on the CPU backend, without quartiles."""
     case = Case("tune", problem)
     found = []
     for tile in tiles:

@@ -1,4 +1,4 @@
-"""What a search for tiles found, for people: a table of the best, what became of the others, and a picture."""
+"""The result of a tile search: a table of the best tiles, a summary of the others, and a plot."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _tflops(search: Search, candidate: Candidate) -> float:
 
 
 def ranked(search: Search) -> list[Candidate]:
-    """The right ones, fastest first: finalists, whose times are comparable and long, before the others."""
-    right = [c for c in search.candidates.values() if c.state == "timed" and c.timing]
-    return sorted(right, key=lambda c: (not c.finalist, c.timing.median if c.timing else 0.0))
+    """The correct tiles, fastest first: finalists, which have comparable times of many samples, before the others."""
+    timed = [c for c in search.candidates.values() if c.state == "timed" and c.timing]
+    return sorted(timed, key=lambda c: (not c.finalist, c.timing.median if c.timing else 0.0))
 
 
 def faster(search: Search) -> list[Candidate]:
-    """Finalists whose median is below the winner's: by less than the noise, or one of them would have won."""
+    """Finalists with a lower median than the winner. The difference is within the noise; otherwise they would win."""
     w = search.winner
     if not w or not w.timing:
         return []
@@ -40,7 +40,7 @@ def faster(search: Search) -> list[Candidate]:
 
 
 def tune_table(search: Search, width: int) -> Table:
-    """The best tiles: a column for each of their numbers, or, where the screen is narrow, one for all in that order."""
+    """The best tiles: one column per tile number, or one column for all numbers on a narrow terminal."""
     names = list(search.kernel.tiles[0])
     wide = width >= 62 + 9 * len(names)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -69,12 +69,12 @@ def tune_table(search: Search, width: int) -> Table:
 
 
 def verdict(search: Search) -> list[Text]:
-    """What was tried, what is best, and what it is kept for."""
+    """How many tiles were measured, which is best, and for which problems it is stored."""
     states = Counter(c.state for c in search.candidates.values())
     others = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
     lines = [Text(f"{search.combinations} tiles, {len(search.candidates)} legal: {others}")]
     if search.executor.gpu == executors.EMULATION:
-        lines.append(Text("emulated: these times say nothing of a GPU, and attention does not heed them", "yellow"))
+        lines.append(Text("emulated: not GPU times; attention does not use this result", "yellow"))
     w, own = search.winner, search.own
     if w and w.timing:
         against = ""
@@ -85,13 +85,13 @@ def verdict(search: Search) -> list[Text]:
             gain = w.timing.median / ahead[0].timing.median if ahead[0].timing else 1.0
             against += f": {len(ahead)} more had a median up to {gain - 1:.1%} below its own, which is within the noise"
         head = Text.assemble((search.kernel.name, "bold"), f" on {search.problem}: ", (str(w.tile), "bold"), against)
-        kept = f"kept for {problem_class(search.problem)} on {search.executor.gpu}"
+        kept = f"stored for {problem_class(search.problem)} on {search.executor.gpu}"
         lines += [head, Text(kept, "dim")]
     return lines
 
 
 def as_json(search: Search) -> dict[str, Any]:
-    """All that is known, as JSON has it."""
+    """The complete result, for JSON."""
     candidates = [{**vars(c), "tflops": _tflops(search, c)} for c in search.candidates.values()]
     return {
         "kernel": search.kernel.name,
@@ -105,13 +105,13 @@ def as_json(search: Search) -> dict[str, Any]:
     }
 
 
-# ---- the picture
+# ---- the plot
 
 
 def draw(search: Search, prefix: Path | str) -> list[Path]:
-    """Writes PREFIX.png and PREFIX.svg: the best speed for each pair of the two numbers with most values, and every
-    tile's speed against each number. Raises UnsupportedProblem when nothing was timed, ToolchainMissing without
-    matplotlib."""
+    """Writes PREFIX.png and PREFIX.svg: a heat map of the best speed over the two tile numbers with the most values,
+    and the speed of every tile against each number. Raises UnsupportedProblem if no tile was timed, ToolchainMissing
+    without matplotlib."""
     if not ranked(search):
         raise UnsupportedProblem("there is nothing to plot: no tile was timed")
     values = {name: sorted({tile[name] for tile in search.candidates}) for name in search.kernel.tiles[0]}
@@ -131,7 +131,7 @@ def draw(search: Search, prefix: Path | str) -> list[Path]:
 
 
 def _heat(axis: Any, search: Search, x: str, y: str, values: Mapping[str, Sequence[int]]) -> None:
-    """A cell: the best speed, and the tile's other numbers; where nothing was timed, what became of them."""
+    """Each cell has the best speed and the tile's other numbers, or the states of its tiles if none was timed."""
     import matplotlib
 
     best: dict[tuple[int, int], Candidate] = {}
@@ -140,7 +140,9 @@ def _heat(axis: Any, search: Search, x: str, y: str, values: Mapping[str, Sequen
     speeds = [[_tflops(search, best[i, j]) if (i, j) in best else float("nan") for i in values[x]] for j in values[y]]
     top = max(s for row in speeds for s in row if s == s)
     colours = matplotlib.colormaps["YlGn"].with_extremes(bad="#eeeeee")
-    axis.imshow(speeds, aspect="auto", cmap=colours, origin="lower", vmin=0, vmax=top * 1.6)  # dark text stays legible
+    axis.imshow(
+        speeds, aspect="auto", cmap=colours, origin="lower", vmin=0, vmax=top * 1.6
+    )  # light colours, for dark text
     others = [name for name in search.kernel.tiles[0] if name not in (x, y)]
     for row, j in enumerate(values[y]):
         for column, i in enumerate(values[x]):
@@ -163,13 +165,13 @@ def _heat(axis: Any, search: Search, x: str, y: str, values: Mapping[str, Sequen
 
 def _strip(axis: Any, search: Search, name: str, values: Sequence[int]) -> None:
     points = ranked(search)
-    place = {value: n for n, value in enumerate(values)}
+    position = {value: n for n, value in enumerate(values)}
     axis.scatter(
-        [place[c.tile[name]] for c in points], [_tflops(search, c) for c in points], s=9, color="#2ca02c", alpha=0.5
+        [position[c.tile[name]] for c in points], [_tflops(search, c) for c in points], s=9, color="#2ca02c", alpha=0.5
     )
     if search.winner:
         axis.scatter(
-            [place[search.winner.tile[name]]], [_tflops(search, search.winner)], s=40, color="#d62728", zorder=4
+            [position[search.winner.tile[name]]], [_tflops(search, search.winner)], s=40, color="#d62728", zorder=4
         )
     axis.set_xticks(range(len(values)), values)
     axis.set_xlabel(name)

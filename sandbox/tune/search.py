@@ -1,8 +1,8 @@
-"""Which tile is fastest: the spec's space, less what does not fit or spills, timed by successive halving.
+"""Search for the fastest tile: the spec's space, without tiles that do not fit or spill, timed by successive halving.
 
-Every candidate is timed briefly, the better half twice as long, and so on (Karnin, Koren and Somekh 2013; Jamieson and
-Talwalkar 2016, arXiv:1502.07943); the finalists and the spec's own tile then take turns on one GPU. What has been
-measured is kept at once, so that an interrupted search goes on where it stopped.
+Every candidate is timed with few samples, the faster half with twice as many, and so on (Karnin, Koren and Somekh 2013;
+Jamieson and Talwalkar 2016, arXiv:1502.07943). Then the finalists and the spec's own tile are timed in turns on one
+GPU. Each measurement is stored at once, so that an interrupted search can be resumed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..toolchain.nvrtc import Resources
 
 FIRST, LAST = 4, 100  # samples of a candidate in the first round, of a finalist in the last
 FINALISTS = 4
-STATES = ("timed", "fails", "spills", "too large", "does not compile")  # too large: no block of it fits on an SM
+STATES = ("timed", "fails", "spills", "too large", "does not compile")  # too large: no block fits on an SM
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile and what became of it: one of STATES. `samples`: what its `timing` is the median of; a finalist's times
-    were taken in turns with the others'."""
+    """A tile of the search and its state, one of STATES ("": not timed yet). Finalists are timed in turns with each
+    other."""
 
     tile: Tile
     state: str = ""
@@ -57,30 +57,30 @@ class Measured:
 
 
 class Executor(Protocol):
-    """Where candidates are compiled and timed. `gpu` is the name that results are kept under, `arch` the target."""
+    """Compiles and times candidates. `gpu`: name under which results are stored; `arch`: compile target."""
 
     gpu: str
     arch: str
 
     def describe(self) -> dict[str, Any]:
-        """Where it measures, as `environment.describe`."""
+        """The environment of the measurements, as `environment.describe`."""
 
     def compile(
         self, kernel: Kernel, problem: Problem, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Resources | str]]:
-        """Each tile's resources, or why it does not compile, as they come."""
+        """Each tile's resources, or why it does not compile, in order of completion."""
 
     def measure(
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
     ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
-        """Each group checked and timed on one GPU, its tiles in turns; groups as they come."""
+        """Checks and times each group on one GPU, its tiles in turns. Groups in order of completion."""
 
 
 class Search:
-    """The search for one problem's tile: iterate over it to the end.
+    """The search for one problem. Iterating over it to the end runs the search.
 
-    `fixed`: numbers of the tile that are given; `fresh`: measure again what has been measured before. `candidates`
-    holds what is known so far; `winner`, once that is settled, the best, and `own` the spec's own tile beside it.
+    `fixed`: tile numbers with fixed values; `fresh`: ignore stored measurements. `candidates`: all tiles and their
+    results so far. At the end, `winner` is the best tile and `own` the spec's own tile.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Search:
         self.own: Candidate | None = None
         self._setting = executor.describe()
         self._key = {"digest": tuned.digest(kernel), "gpu": executor.gpu, "problem": problem.as_json()}
-        self._known: dict[tuple[str, int, bool], dict[str, Any]] = {}  # (tile, samples asked for, final) -> row
+        self._known: dict[tuple[str, int, bool], dict[str, Any]] = {}  # (tile, requested samples, final) -> row
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Every candidate when it is dropped, and each time it has been timed.
+        """Yields a candidate when it is dropped, and each time it has been timed.
 
-        Raises UnsupportedProblem when no tile is legal, or none is right.
+        Raises UnsupportedProblem if no tile is legal, or none is correct.
         """
         if not self.fresh:
             self._recall()
@@ -117,7 +117,7 @@ class Search:
                 alive.append(candidate.tile)
         default = next((tile for tile in self.kernel.tiles if tile in alive), None)
         samples = FIRST
-        alive.sort(key=str)  # the same order whoever finished first, so that a resumed search decides alike
+        alive.sort(key=str)  # independent of the order of completion, so that a resumed search is the same
         while len(alive) > FINALISTS and samples < LAST:
             yield from self._timed([(tile,) for tile in alive], samples)
             alive = self._better_half(alive)
@@ -129,16 +129,18 @@ class Search:
         yield from self._timed([tuple(finalists)], LAST)
         self._decide([self.candidates[tile] for tile in finalists], default)
 
-    # ---- what there is to try
+    # ---- the tiles to search
 
     def legal(self) -> list[Tile]:
-        """Tiles of the space, and the spec's own, that the kernel takes for this problem."""
+        """Tiles of the space, and the spec's own tiles, that the kernel supports for this problem."""
         arch = architectures.parse(self.executor.arch)
         if reason := self.kernel.why_unsupported(self.problem, arch):
             raise UnsupportedProblem(reason)
         names = list(self.kernel.tiles[0])
         if unknown := [name for name in self.fixed if name not in names]:
-            raise UnsupportedProblem(f"{self.kernel.name}: a tile has {', '.join(names)} and no {unknown[0]}")
+            raise UnsupportedProblem(
+                f"{self.kernel.name}: {unknown[0]} is not supported: a tile has {', '.join(names)}"
+            )
         choices = {name: tuple({tile[name] for tile in self.kernel.tiles}) for name in names} | dict(self.kernel.space)
         choices |= {name: (value,) for name, value in self.fixed.items()}
         combinations = itertools.product(*(choices[name] for name in names))
@@ -150,7 +152,7 @@ class Search:
         legal = [tile for tile, reason in reasons.items() if reason is None]
         if not legal:
             raise UnsupportedProblem(
-                f"no tile of {len(tiles)} is legal for {self.problem}, for one, {reasons[tiles[0]]}"
+                f"none of {len(tiles)} tiles is legal for {self.problem}; for example, {reasons[tiles[0]]}"
             )
         return legal
 
@@ -171,7 +173,7 @@ class Search:
                 state, message = "too large", f"no block fits on an SM: {occupancy.limiter}"
             yield Candidate(tile, state, message, found, smem, occupancy)
 
-    # ---- timing, and what is kept of it
+    # ---- timing, and stored measurements
 
     def _timed(self, groups: list[tuple[Tile, ...]], samples: int) -> Iterator[Candidate]:
         final = samples == LAST
@@ -198,7 +200,7 @@ class Search:
         }  # fmt: skip
 
     def _recall(self) -> None:
-        """What was measured before with this source, on such a GPU, of this problem."""
+        """Loads the stored measurements of this source, GPU model and problem."""
         for row in jsonl.read(tuned.path(self.kernel, "measurements")):
             if all(row.get(name) == value for name, value in self._key.items()):
                 self._known[row["tile"], row["samples"], row["final"]] = row
@@ -218,14 +220,16 @@ class Search:
         ]
 
     def _decide(self, finalists: list[Candidate], default: Tile | None) -> None:
-        """The fastest wins; the spec's own tile stays unless it is beaten by more than the noise of either."""
-        right = {c.tile: (c, c.timing) for c in finalists if c.timing}
-        if not right:
-            raise UnsupportedProblem(f"{self.kernel.name}: no tile is right on {self.problem}: {finalists[0].message}")
-        best, time = min(right.values(), key=lambda pair: pair[1].median)
-        own, own_time = right.get(default, (None, time)) if default else (None, time)
-        stays = own and own_time.median <= time.median * (1 + max(time.noise, own_time.noise))
-        self.own, self.winner = own, own if stays else best
+        """The fastest tile wins, but the spec's own tile is kept unless it is slower by more than the noise."""
+        correct = {c.tile: (c, c.timing) for c in finalists if c.timing}
+        if not correct:
+            raise UnsupportedProblem(
+                f"{self.kernel.name}: no tile is correct on {self.problem}: {finalists[0].message}"
+            )
+        best, time = min(correct.values(), key=lambda pair: pair[1].median)
+        own, own_time = correct.get(default, (None, time)) if default else (None, time)
+        keep_own = own and own_time.median <= time.median * (1 + max(time.noise, own_time.noise))
+        self.own, self.winner = own, own if keep_own else best
         assert self.winner
         assert self.winner.timing
         row = {

@@ -81,13 +81,13 @@ def test_workers_that_do_not_fit(others: list[dict[str, Any]], error: type[Excep
     executor = executors.DistributedExecutor(KERNEL, "tcp://127.0.0.1:8786", None)
     stations = [STATION, *(executors.WorkerInfo(**{**vars(STATION), **other}) for other in others)]
     with pytest.raises(error, match=message):
-        executor._examined({f"tcp://{n}": worker_info for n, worker_info in enumerate(stations)})
+        executor._validated({f"tcp://{n}": worker_info for n, worker_info in enumerate(stations)})
     lost = {"tcp://0": WorkerDied("GpuUnavailable: no driver")}
     with pytest.raises(
         DistributedUnavailable, match="the worker tcp://0 cannot tune fwd_minimal: GpuUnavailable: no dri"
     ):
-        executor._examined(lost)
-    assert executor._examined({"tcp://0": STATION}) == {"device": "a GPU"}
+        executor._validated(lost)
+    assert executor._validated({"tcp://0": STATION}) == {"device": "a GPU"}
     assert (executor.gpu, executor.arch) == ("a GPU", "sm_90a")
 
 
