@@ -35,13 +35,9 @@ _REASONS = {
 _LIBC = ctypes.CDLL(None)
 _KEPT_OUTPUT = 4096  # bytes of output before the current job that are kept
 
-ReportStage = Callable[
-    [str, float | None], None
-]  # what is about to be done, and how many seconds it may take (None: any)
+ReportStage = Callable[[str, float | None], None]  # the next stage of a job, and its time limit in s (None: no limit)
 Prepare = Callable[[], object]
-Work = Callable[
-    [Any, ReportStage], tuple[Any, bool]
-]  # a job -> its result, and whether this process is fit for another
+Work = Callable[[Any, ReportStage], tuple[Any, bool]]  # a job -> (result, whether the process can run another job)
 
 
 _spawner: ThreadPoolExecutor

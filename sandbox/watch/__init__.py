@@ -1,3 +1,3 @@
-"""The verb watch: examines every save of a kernel, shows it beside earlier ones, and keeps its history."""
+"""The command watch: examines every save of a kernel, compares it with earlier versions, and stores its history."""
 
 __all__ = ["history", "job", "screen", "session"]

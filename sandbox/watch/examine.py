@@ -1,6 +1,6 @@
-"""One version of a kernel, examined: does it compile, is it safe, is it right, how fast is it, what does it cost.
+"""Examines one version of a kernel: compilation, sanitizers, correctness, time and resource usage.
 
-Called in a worker, since the kernel may hang or crash; what it returns can be pickled.
+Runs in a worker process, because the kernel may hang or crash. Its results can be pickled.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from .job import Job, quick_cases, tile_case
 
 T = TypeVar("T")
 Opcodes = dict[str, int]
-COMPILE_SECONDS = 300.0  # what compiling may take; a run has the job's own limit
-REPEATS = 20  # launches that are timed on a GPU
-_PATIENCE = 60.0  # with a large tile under a sanitizer; what hangs has been found by then
+COMPILE_SECONDS = 300.0  # time limit of compiling; a run has the job's limit
+REPEATS = 20  # timed launches on a GPU
+_LARGE_TILE_SECONDS = 60.0  # time limit of a large tile under a sanitizer; hangs have been found earlier
 _QUICK_TOOLS = ("address", "thread")
-_SLOW = ("stack", "spill_stores", "spill_loads")  # of Resources: what is in local memory
+_SLOW = ("stack", "spill_stores", "spill_loads")  # fields of Resources for local memory
 _SMALL_TOOLS = (*_QUICK_TOOLS, "uninitialised")  # unoptimised code, too slow for large tiles
 
 
 def prepare(job: Job) -> None:
-    """What a worker does before it is asked, so that the answer is quick: imports, NVRTC, a CUDA context, the truth."""
-    with suppress(Exception):  # whatever is wrong, the job will say so
+    """Prepares a worker before its first job, to reduce the latency: imports, NVRTC, a CUDA context, the references."""
+    with suppress(Exception):  # the job reports any error
         nvrtc.version()
     with suppress(Exception):
         if job.device != HOST:
@@ -69,20 +69,20 @@ def _cases(kernel: Kernel, job: Job) -> list[Case]:
     return [Case("--shape", job.problem)] if job.problem else quick_cases(kernel, job.device)
 
 
-# nvdisasm takes half a second, whatever it reads: longer than everything after the compiler, and no verdict needs it.
+# nvdisasm takes half a second for any input, longer than everything after the compile. The verdict does not need it.
 _disassembler = ThreadPoolExecutor(1)
-_counts: Future[Opcodes] | None = None  # of the version examined last
+_counts: Future[Opcodes] | None = None  # of the latest version
 
 
-def examine(job: Job | None, at: ReportStage) -> tuple[VersionResult | Opcodes, bool]:
-    """(the examination, whether this process is fit for another job: after some errors a CUDA context is not). Of None,
-    the instructions of the version before, once they are counted."""
+def examine(job: Job | None, report_stage: ReportStage) -> tuple[VersionResult | Opcodes, bool]:
+    """(the result, whether this process can run another job: after some errors the CUDA context is unusable). For the
+    job None, waits for the instruction counts of the latest version and returns them."""
     if job is None:
-        at("counting instructions", COMPILE_SECONDS)
+        report_stage("counting instructions", COMPILE_SECONDS)
         return _counted(), True
     started = time.perf_counter()
     try:
-        found = _examine(job, at)
+        found = _examine(job, report_stage)
     except CompileError as error:
         found = VersionResult("compile", without_options(str(error)))
     except SpecError as error:
@@ -91,40 +91,40 @@ def examine(job: Job | None, at: ReportStage) -> tuple[VersionResult | Opcodes, 
         found = VersionResult("refused", str(error))
     except SandboxError as error:
         found = VersionResult("run", str(error))
-    except Exception as error:  # a spec may do anything
+    except Exception as error:  # a spec may raise anything
         found = VersionResult("spec", f"{type(error).__name__}: {error}")
     return replace(found, seconds=time.perf_counter() - started), device_usable(job.device)
 
 
-def _examine(job: Job, at: ReportStage) -> VersionResult:
-    at("reading the spec", job.seconds)
+def _examine(job: Job, report_stage: ReportStage) -> VersionResult:
+    report_stage("reading the spec", job.seconds)
     registry.forget()
     pipeline.forget()
     kernel = registry.get(job.kernel)
     cases = _cases(kernel, job)
     setting = f"{_device_name(job.device)}: {cases[0].problem}"
-    new, untaken = _new_tiles(kernel, job)
+    new, unsupported = _new_tiles(kernel, job)
     trials = [(case, job.tile) for case in cases] + [(tile_case(kernel, tile), tile) for tile in new]
-    at("compiling", COMPILE_SECONDS)
-    with ThreadPoolExecutor() as pool:  # compilers run side by side
+    report_stage("compiling", COMPILE_SECONDS)
+    with ThreadPoolExecutor() as pool:  # compile in parallel
         started = time.perf_counter()
         cost, notes = _compile(kernel, trials, job, pool)
-        notes += untaken
+        notes += unsupported
         compiling = time.perf_counter() - started
         findings: tuple[Finding, ...] = ()
-        shipped: _Looking = []
+        shipped: _PendingInspections = []
         if job.device == HOST:
             tile = job.tile or sanitize.small_tile(kernel)
             small = [(t, problem) for t in (tile, *new) for problem in sanitize.small_problems(kernel, t)[:1]]
-            at("running it under sanitizers", COMPILE_SECONDS)
-            findings, more = _found(_sanitizing(kernel, small, job, pool, _SMALL_TOOLS))
+            report_stage("running it under sanitizers", COMPILE_SECONDS)
+            findings, more = _collect(_sanitizing(kernel, small, job, pool, _SMALL_TOOLS))
             notes += more
-            if not findings and not job.tile:  # what is shipped, while results are compared
-                patient = replace(job, seconds=max(job.seconds, _PATIENCE))
-                shipped = _sanitizing(kernel, sanitize.shipped_tiles(kernel, None), patient, pool)
-        results = () if findings else _verify(kernel, trials, job, at)
-        at("running the shipped tiles under sanitizers", COMPILE_SECONDS)
-        findings += _found(shipped)[0]
+            if not findings and not job.tile:  # the shipped tiles run while results are compared
+                slow = replace(job, seconds=max(job.seconds, _LARGE_TILE_SECONDS))
+                shipped = _sanitizing(kernel, sanitize.shipped_tiles(kernel, None), slow, pool)
+        results = () if findings else _verify(kernel, trials, job, report_stage)
+        report_stage("running the shipped tiles under sanitizers", COMPILE_SECONDS)
+        findings += _collect(shipped)[0]
         stage, message = _verdict(findings, results)
         counting = _counts is not None and not _counts.done()
         if cost and not counting:
@@ -135,13 +135,13 @@ def _examine(job: Job, at: ReportStage) -> VersionResult:
 
 
 def _new_tiles(kernel: Kernel, job: Job) -> tuple[list[Tile], list[str]]:
-    """The tiles that the spec has now and did not have when watching began; and why some of them are not tried."""
+    """(tiles that were added to the spec since `watch` started, the reasons why others are not supported)."""
     arch, taken, reasons = pipeline.arch_of(job.device), [], []
     for tile in kernel.tiles if job.known is not None and not job.tile else ():
         if tile not in (job.known or ()):
             problem = tile_case(kernel, tile).problem
             if reason := kernel.why_unsupported(problem, arch) or why_tile_unsupported(kernel, problem, tile, arch):
-                reasons.append(f"new tile {tile} is not tried: {reason}")
+                reasons.append(f"new tile {tile} is not run: {reason}")
             else:
                 taken.append(tile)
     return taken, reasons
@@ -161,8 +161,9 @@ def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tupl
 def _compile(
     kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, pool: ThreadPoolExecutor
 ) -> tuple[Cost | None, list[str]]:
-    """Every binary that will be needed. NVRTC's word comes first, also on the CPU backend, as it is the GPU's, and on
-    all of them: one may spill where another does not. The first one's instructions are counted meanwhile.
+    """Compiles every binary that the trials need. NVRTC compiles all variants first, also on the CPU backend, because
+    it decides for the GPU, and one variant may spill where another does not. The instructions of the first variant are
+    counted in the background.
 
     Raises CompileError.
     """
@@ -191,7 +192,8 @@ def _compile(
 
 
 def _opcodes(compiled: Future[tuple[Compiled, ...]]) -> Opcodes:
-    """Of all entries: they are one module. {} when nothing can disassemble, as one that is older than the cubin."""
+    """The instruction counts of all entries, which are one module. {} if there is no disassembler, or it is older than
+    the cubin."""
     with suppress(ToolchainMissing, CompileError):
         return disassembly.opcode_counts(compiled.result()[0].cubin)
     return {}
@@ -202,7 +204,7 @@ def _counted() -> Opcodes:
 
 
 def _cost(kernel: Kernel, problem: Problem, tile: Tile, variants: Sequence[tuple[Compiled, ...]]) -> Cost:
-    """Of the first of the variants, all but stack and spills."""
+    """The cost of the first variant, with the maximum stack and spills of all variants."""
     compiled = variants[0]
     entries = [(entry, made.resources) for entry, made in zip(kernel.entries, compiled, strict=True)]
     arch = architectures.parse(compiled[0].arch)
@@ -216,58 +218,58 @@ def _cost(kernel: Kernel, problem: Problem, tile: Tile, variants: Sequence[tuple
 def _slow_memory(
     kernel: Kernel, variants: Sequence[tuple[Problem, Tile]], compiled: Sequence[tuple[Compiled, ...]]
 ) -> list[str]:
-    """Which variants' threads keep something in local memory, how much, and the likely cause: a sentence each."""
-    said = []
+    """A sentence for each variant that uses local memory: how much, and the likely cause."""
+    found = []
     for (problem, tile), entries in zip(variants, compiled, strict=True):
         for made in entries:
             r, name = made.resources, f"{made.entry} on {problem}, tile {tile}, for {made.arch}"
             if r.spill_stores or r.spill_loads:
                 how = f"{r.spill_stores} bytes of stores and {r.spill_loads} of loads are spilled"
-                said.append(f"{name}: {how} with {r.registers} registers: a thread has too much to keep in them")
+                found.append(f"{name}: {how} with {r.registers} registers: a thread needs more")
             elif r.stack:
                 lines = (i.line for i in disassembly.ptx(made.ptx) if i.opcode.startswith(("ld.local", "st.local")))
                 at = ", ".join(map(str, [*dict.fromkeys(line for line in lines if line)][:3]))
-                cause = f"an array that is indexed by a variable{f', at {at}' if at else ''}, cannot stay in registers"
-                said.append(f"{name}: {r.stack} bytes of stack, in slow local memory: the likely cause is {cause}")
-    return said
+                cause = f"an array that is indexed by a variable{f', at {at}' if at else ''}"
+                found.append(f"{name}: {r.stack} bytes of stack, in slow local memory: the likely cause is {cause}")
+    return found
 
 
-_Looking = list[list[Future[Inspection]]]  # by the tools, at each problem
+_PendingInspections = list[list[Future[Inspection]]]  # for each problem, one per tool
 
 
 def _sanitizing(
     kernel: Kernel, pairs: Iterable[tuple[Tile, Problem]], job: Job, pool: ThreadPoolExecutor,
     tools: Sequence[str] = _QUICK_TOOLS,
-) -> _Looking:  # fmt: skip
-    """Ragged problems in processes of their own: what would end this one is found there, and by its line."""
+) -> _PendingInspections:  # fmt: skip
+    """Starts sanitizers, in separate processes: a fault that would end this process is found there, with its line."""
     return [
         [pool.submit(sanitize.on_host, tool, kernel, problem, tile, job.seconds) for tool in tools]
         for tile, problem in pairs
     ]
 
 
-def _found(looking: _Looking) -> tuple[tuple[Finding, ...], list[str]]:
-    """What there is to mend, and why some tool could not be used."""
-    looked: list[Inspection] = []
-    for futures in looking:
+def _collect(pending: _PendingInspections) -> tuple[tuple[Finding, ...], list[str]]:
+    """(findings, the reason why a tool could not run)."""
+    done: list[Inspection] = []
+    for futures in pending:
         of_problem = _all(futures)
-        looked += [i for i in of_problem if not sanitize.explained_by_stray_store(i.tool, of_problem)]
-    found: dict[object, Finding] = {}  # by their lines: the same fault is met on several problems
-    for i in looked:
+        done += [i for i in of_problem if not sanitize.explained_by_stray_store(i.tool, of_problem)]
+    found: dict[object, Finding] = {}  # by source lines: several problems have the same fault
+    for i in done:
         for finding in i.findings:
             found.setdefault(finding.places or finding.what, replace(finding, on=f"{i.problem}, tile {i.tile}"))
-    return tuple(found.values()), [i.message for i in looked if i.clean is None][:1]
+    return tuple(found.values()), [i.message for i in done if i.clean is None][:1]
 
 
 def _verify(
-    kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, at: ReportStage
+    kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, report_stage: ReportStage
 ) -> tuple[Result, ...]:
-    """Every case; after one that failed to run there is nothing to learn from the next."""
+    """Verifies every case, up to the first that fails to run."""
     results = []
     for i, (case, tile) in enumerate(trials):
-        at(f"preparing {case.problem}", COMPILE_SECONDS)
+        report_stage(f"preparing {case.problem}", COMPILE_SECONDS)
         reference_of(kernel.computes, case)
-        at(f"running {case.problem}", job.seconds)
+        report_stage(f"running {case.problem}", job.seconds)
         repeats = REPEATS if i == 0 and job.device != HOST else 1
         results.append(check.verify(kernel, case, job.device, tile, repeats=repeats))
         if results[-1].ok is False and results[-1].error is None:
@@ -276,7 +278,7 @@ def _verify(
 
 
 def _all(futures: Iterable[Future[T]]) -> list[T]:
-    """Results in order; the first error in that order, after all have ended."""
+    """The results in order. If any failed, raises the first error in that order, after all have ended."""
     started = list(futures)
     for future in started:
         future.exception()

@@ -1,4 +1,4 @@
-"""What `watch` finds out about one version of a kernel, and its figures, which others' are compared with."""
+"""The result of examining one version of a kernel, and its figures: the numbers that versions are compared by."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..toolchain.nvrtc import Resources
 from ..verify.check import Result
 from ..verify.findings import Finding
 
-# Instructions worth a line: tensor cores and what feeds them, memory by width, barriers, exponentials, spills.
+# Instructions with a line of their own: tensor cores and their loads, memory by width, barriers, exponentials, spills.
 _OPCODES = ("HMMA", "HGMMA", "LDSM", "LDGSTS", "UTMALDG", "LDG", "STG", "BAR", "MUFU", "LDL", "STL")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the compiler made of the first problem's kernel for `arch`: of several entries, the largest figures and the
-    lowest occupancy; its stack and spills are the most that any of the problems' has. `opcodes`: all instructions of
-    the first by class; {} when nothing can disassemble, or until it has."""
+    """Resource usage of the first problem's kernel on `arch`: for several entries, the maxima, and the lowest
+    occupancy. Stack and spills are the maxima over all problems. `opcodes`: instruction counts by class; {} without a
+    disassembler, or until it has finished."""
 
     arch: str
     tile: Tile
@@ -31,9 +31,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class VersionResult:
-    """What came of a version. `stage` is where it ended: "spec", "compile", "refused", "sanitize", "run", "hang",
-    "crash", "wrong" (a result exceeds its bound), "ok". `setting`: the device and the problem that figures are about;
-    `notes` say what could not be looked at."""
+    """The result for one version. `stage`: where it ended: "spec", "compile", "refused" (not supported), "sanitize",
+    "run", "hang", "crash", "wrong" (a result exceeds its bound), "ok". `setting`: device and problem of the figures;
+    `notes`: what could not be examined."""
 
     stage: str
     message: str = ""
@@ -44,8 +44,8 @@ class VersionResult:
     notes: tuple[str, ...] = ()
     output: str = ""  # what the kernel printed
     seconds: float = 0.0
-    compiling: float = 0.0  # seconds of them
-    counting: bool = False  # True: the instructions are not counted yet (`examine` with None for a job has them)
+    compiling: float = 0.0  # part of `seconds`
+    counting: bool = False  # True: instructions are still being counted (`examine` with the job None returns them)
 
     @property
     def ok(self) -> bool:
@@ -53,7 +53,7 @@ class VersionResult:
 
 
 def figures(found: VersionResult) -> dict[str, float]:
-    """The numbers of a version that are compared with other versions'. Seconds, bytes, counts."""
+    """The numbers of a version that are compared with other versions: seconds, bytes, counts."""
     numbers: dict[str, float | None] = {}
     if found.cost:
         r = found.cost.resources

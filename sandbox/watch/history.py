@@ -1,7 +1,7 @@
-"""Every version of a kernel that `watch` has seen: its text, what came of it, and the way back to it.
+"""The history of a kernel: every version that `watch` has examined, its texts and result; versions can be restored.
 
-`.sandbox/history/NAME.jsonl` beside the kernels' folder, a line a version. A text is written once, under its digest, by
-the first version that has it. Two terminals may watch one kernel.
+It is stored in `.sandbox/history/NAME.jsonl` next to the kernels' folder, one line per version. A text is stored once,
+under its digest, in the first version that has it. Several processes may watch the same kernel.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Texts = dict[str, str]  # {path below the project: text}
 
 @dataclass(frozen=True)
 class Version:
-    """One version: its number, its texts, and what `watch` said of it.
+    """One version: its number, its texts, and the result of `watch`.
 
-    `setting`: device and problems; figures are compared between versions of one setting. `stage`: how far it got.
+    `setting`: device and problem; figures are comparable between versions with the same setting. `stage`: as in
+    VersionResult.
     """
 
     number: int
@@ -43,8 +44,8 @@ class Version:
 
 
 def read_texts(kernel: Kernel) -> Texts | None:
-    """The `.cu`, its spec and every header of the project that it includes, as they are now; None while one of the two
-    is missing, as in the middle of an editor's save, or cannot be read (see `unreadable`)."""
+    """The current `.cu`, its spec and every project header that it includes. None if `.cu` or spec is missing, as
+    during an editor's save, or cannot be read (see `unreadable`)."""
     project = registry.FOLDER.parent
     try:
         files, _ = sources.included_files(kernel.source, (nvrtc.INCLUDE_DIR,))
@@ -55,8 +56,8 @@ def read_texts(kernel: Kernel) -> Texts | None:
 
 
 def unreadable(kernel: Kernel) -> str:
-    """Why the `.cu` or its spec cannot be read, as when it is a folder or a symbolic link to itself; "" if both can, or
-    are just missing."""
+    """Why the `.cu` or its spec cannot be read, such as a folder or a symbolic link to itself; "" if both are readable
+    or missing."""
     for path in _own_files(kernel):
         try:
             path.read_bytes()
@@ -75,11 +76,11 @@ class History:
         self.path = (folder or registry.FOLDER.parent / ".sandbox" / "history") / f"{kernel.name}.jsonl"
 
     def versions(self) -> list[Version]:
-        """All of them, oldest first; [] before the first."""
+        """All versions, oldest first."""
         return _parsed(jsonl.read(self.path))[0]
 
     def get(self, number: int) -> Version:
-        """Raises HistoryError with the numbers there are."""
+        """The version with that number. Raises HistoryError with the existing numbers."""
         versions = self.versions()
         for version in versions:
             if version.number == number:
@@ -91,7 +92,7 @@ class History:
         self, texts: Texts, *, ok: bool = False, stage: str = "", message: str = "", setting: str = "",
         figures: Mapping[str, float] | None = None,
     ) -> Version:  # fmt: skip
-        """Record a version; the latest one again when neither its texts nor what is said of it are new."""
+        """Record a version. If texts and result are those of the latest version, returns that one instead."""
         with self._locked() as file:
             known, stored = _parsed(jsonl.parse(file.read()))
             latest = known[-1] if known else None
@@ -117,7 +118,7 @@ class History:
             raise HistoryError(f"history {self.path} cannot be written: {error.strerror}") from error
 
     def diff(self, old: Texts, new: Texts, names: tuple[str, str]) -> str:
-        """What changed, as a unified diff of every file."""
+        """A unified diff of all files."""
         changed: list[str] = []
         for path in sorted({*old, *new}):
             before, after = (texts.get(path, "").splitlines(keepends=True) for texts in (old, new))
@@ -125,10 +126,8 @@ class History:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ no newline at end\n" for line in changed)
 
     def restore(self, number: int) -> tuple[Version | None, list[str]]:
-        """Put the kernel's two files back to what they were; (the version that now holds what they were before, headers
-        that have changed since and were left alone: other kernels share them).
-
-        The current text is recorded first, unless a version has it already.
+        """Restores the kernel's `.cu` and spec. Returns (the version that records the replaced text, None if an earlier
+        version has it; headers that have changed since). Headers are not restored, because other kernels share them.
         """
         wanted = self.get(number)
         current = read_texts(self.kernel) or _what_is_there(self.kernel)
@@ -142,7 +141,7 @@ class History:
         return keep, sorted(p for p in wanted.texts if p not in own and current.get(p) != wanted.texts[p])
 
 
-_FIELDS = ("number", "time", "ok", "stage", "message", "setting", "figures")  # of a Version, as they stand in its line
+_FIELDS = ("number", "time", "ok", "stage", "message", "setting", "figures")  # of a Version in its JSON line
 
 
 def _parsed(entries: list[dict[str, Any]]) -> tuple[list[Version], dict[str, str]]:
@@ -150,7 +149,7 @@ def _parsed(entries: list[dict[str, Any]]) -> tuple[list[Version], dict[str, str
     versions: list[Version] = []
     texts: dict[str, str] = {}
     for entry in entries:
-        with suppress(KeyError, TypeError, AttributeError):  # not ours
+        with suppress(KeyError, TypeError, AttributeError):  # an invalid line
             texts |= entry["texts"]
             named = {path: texts[digest] for path, digest in entry["files"].items()}
             versions.append(Version(**{name: entry[name] for name in _FIELDS}, texts=named))
@@ -158,7 +157,7 @@ def _parsed(entries: list[dict[str, Any]]) -> tuple[list[Version], dict[str, str
 
 
 def as_bytes(text: str) -> bytes:
-    """What the file holds, byte for byte: ends of lines as they are, and what is not UTF-8."""
+    """The exact bytes of the file: line ends are kept, and bytes that are not UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -180,7 +179,7 @@ def _what_is_there(kernel: Kernel) -> Texts:
 
 
 def _replace(path: Path, text: str) -> None:
-    """In one step: whoever reads sees the old text or the new one."""
+    """Replaces a file atomically: readers get the old text or the new one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     with os.fdopen(handle, "wb") as file:
         file.write(as_bytes(text))

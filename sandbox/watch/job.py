@@ -1,4 +1,4 @@
-"""What `watch` is to examine, and on which problems."""
+"""The job of `watch`: what to examine, and on which problems."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WIDTHS = (64, 128, 32, 16, 256)
 
 @dataclass(frozen=True)
 class Job:
-    """What to examine: `problem` instead of the quick set; `seconds` that one run may take. Of the spec's tiles, those
-    that are not among `known` are new, and each is tried."""
+    """What to examine. `problem` replaces the quick cases; `seconds`: time limit of one run. Tiles of the spec that are
+    not in `known` are new, and each is examined."""
 
     kernel: str
     device: Device
@@ -28,7 +28,7 @@ class Job:
 
 
 def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
-    """One to time, and small ones with ragged lengths, groups, strides, large scores: two compilations in all."""
+    """One case to time, and small ones with partial tiles, groups, strides, large scores. They need two compiles."""
 
     def of(*sizes: int, **fields: Any) -> Problem:
         return _taken(kernel, *sizes, **fields)
@@ -45,13 +45,13 @@ def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
 
 
 def tile_case(kernel: Kernel, tile: Tile) -> Case:
-    """A small one with two tiles of rows, the second partial, and masked: to try `tile` on."""
+    """A small causal case for `tile`, with two query tiles, the second one partial."""
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
     return Case("new tile", _taken(kernel, 1, 1, M + 1, 2 * N - 1, causal="bottom-right"))
 
 
 def _taken(kernel: Kernel, B: int, H: int, Sq: int, Sk: int, **fields: Any) -> Problem:
-    """The problem with the first head width that the kernel takes."""
+    """The problem with the first head dimension that the kernel supports."""
     dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
     problems = [Problem(B, H, Sq, Sk, D, dtype=dtype, **fields) for D in _WIDTHS]
     return next((p for p in problems if not kernel.why_unsupported(p)), problems[0])

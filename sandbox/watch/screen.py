@@ -1,4 +1,5 @@
-"""`watch`'s screen: a verdict, what is wrong and where, and figures beside the previous good and the best version's."""
+"""The screen of `watch`: the verdict, faults with their location, and figures compared with the last correct version
+and the best one."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ _TITLES = {
     "run": ("FAILS", "bold red"),
     "hang": ("HANGS", "bold red"),
     "crash": ("CRASHES", "bold red"),
-    "refused": ("NOT TAKEN", "bold yellow"),
+    "refused": ("NOT SUPPORTED", "bold yellow"),
     "replaced": ("replaced", "dim"),
 }
-_LOWER, _HIGHER = -1, 1  # which way is better; 0: it depends
+_LOWER, _HIGHER = -1, 1  # which is better; 0: neither
 _FIGURES: dict[str, tuple[str, int, Callable[[float], str]]] = {
     "seconds": ("time", _LOWER, si_time),
     "tflops": ("TFLOP/s", _HIGHER, lambda x: f"{x:.2f}"),
@@ -43,13 +44,13 @@ _COUNT = (0, lambda x: f"{x:.0f}")
 
 
 def figure(name: str) -> tuple[str, Callable[[float], str]]:
-    """A figure's title, and how its numbers are written."""
+    """The title of a figure, and the function that formats it."""
     title, _, show = _FIGURES.get(name, (name, *_COUNT))
     return title, show
 
 
 def word(stage: str) -> str:
-    """What a version that got so far is called."""
+    """The title of a stage."""
     return _TITLES.get(stage, (stage, ""))[0]
 
 
@@ -72,7 +73,7 @@ def screen(now: Iteration) -> RenderableType:
 
 def _headline(now: Iteration) -> Text:
     word, style = _TITLES[now.found.stage]
-    # What a sanitizer finds has a problem of its own, and the setting is said above the figures, which are about it.
+    # Sanitizer findings have their own problem; then the setting is shown above the figures.
     about = f"\n{now.found.setting}" if now.found.setting and not now.found.findings else ""
     compiling = f", {si_time(now.found.compiling)} of it compiling" if now.found.compiling else ""
     name = f"{now.kernel} #{now.number}" if now.number else now.kernel
@@ -91,13 +92,13 @@ def _faults(found: VersionResult) -> Iterator[RenderableType]:
                 yield line
         yield ""
     elif not found.ok:
-        for said in _shortened(found.message).splitlines():
-            yield Text(said, "bold red" if found.stage != "compile" or "error:" in said else "")
+        for text in _shortened(found.message).splitlines():
+            yield Text(text, "bold red" if found.stage != "compile" or "error:" in text else "")
         yield ""
 
 
 def _shortened(message: str) -> str:
-    """Paths from the project on, which leaves room for the excerpt."""
+    """The message with paths relative to the project."""
     return message.replace(f"{registry.FOLDER.parent}/", "")
 
 
@@ -111,13 +112,13 @@ def _cases_table(results: Iterable[Result]) -> Table:
 
 
 def _gist(message: str) -> str:
-    """One line of it: the compiler's first error, else how it begins."""
+    """One line of a message: the compiler's first error, else the first line."""
     lines = _shortened(message).strip().splitlines() or [""]
     return next((line for line in lines if "error:" in line), lines[0])
 
 
 def _figures_table(now: Iteration) -> Table:
-    """One line a figure; changes are green where they are for the better."""
+    """One line per figure; improvements are green."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("now", justify="right")
@@ -144,13 +145,13 @@ def _limited(title: str, found: VersionResult) -> str:
 
 
 def _order(figures: Iterable[str], others: Iterable[Version]) -> list[str]:
-    """The named figures first, then instructions; also those that are gone."""
+    """The named figures first, then instructions, including those of the other versions."""
     seen = dict.fromkeys([*figures, *(name for version in others for name in version.figures)])
     return [name for name in _FIGURES if name in seen] + [name for name in seen if name not in _FIGURES]
 
 
 def _change(old: float | None, new: float | None, better: int) -> Text:
-    """Relative where it can be, else by how much."""
+    """The change: relative, or absolute if the old value is 0."""
     if old is None or new is None or old == new:
         return Text("")
     shown = f"{new - old:+.4g}" if not old else f"×{new / old:.0f}" if new > 10 * old else f"{(new - old) / old:+.1%}"
@@ -159,7 +160,7 @@ def _change(old: float | None, new: float | None, better: int) -> Text:
 
 
 def history_lines(versions: Iterable[Version]) -> Iterator[Text]:
-    """What `watch --history` prints, two lines a version, the newest last."""
+    """The output of `watch --history`: two lines per version, the newest last."""
     for v in versions:
         word, style = _TITLES.get(v.stage, (v.stage, ""))
         shown = [f"{_FIGURES[name][0]} {_FIGURES[name][2](v.figures[name])}" for name in _BRIEF if name in v.figures]

@@ -19,15 +19,15 @@ from .history import History, Texts, Version, read_texts, unreadable
 from .job import Job
 
 _DEBOUNCE_MS = 20  # an editor's save is several events
-_START_MS = 200  # how long the library is given to begin
+_START_MS = 200  # time for the library to start
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """A version and what came of it. `latency`: seconds from the save (or the start) to this verdict. `previous` is the
-    latest good version before it, `best` the best before it, of the same device and problem.
+    """A version and its result. `latency`: seconds from the save (or the start) to this verdict. `previous`: the latest
+    correct version before it; `best`: the best one before it; both on the same device and problem.
 
-    `number` is 0 of a verdict that is given before the version is recorded: while its instructions are counted."""
+    `number` is 0 for a verdict before the version is recorded, while its instructions are counted."""
 
     number: int
     kernel: str
@@ -41,13 +41,14 @@ class Iteration:
 def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteration | None, None, None]:
     """Examine the kernel now, and again after every save of its `.cu`, its spec or a header, until closed.
 
-    None is yielded when a save has been seen, before its verdict; and a verdict twice where the instructions are not
-    counted yet: at once, and when they are. Raises ToolchainMissing without the watchfiles package, unless `once`.
+    Yields None when it detects a save, and then the verdict. If the instructions are not counted yet, it yields the
+    verdict immediately, and again with the counts. Raises ToolchainMissing without the watchfiles package, unless
+    `once`.
     """
     history = History(kernel)
     with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
-        saved_again = iter(()) if once else saves(registry.FOLDER)  # from here on no save is missed
-        seen: Texts | str | None = None  # or why they could not be read
+        saved_again = iter(()) if once else saves(registry.FOLDER)  # created now, so that no save is missed
+        seen: Texts | str | None = None  # the latest texts, or the reason why they could not be read
         while True:
             texts = read_texts(kernel)
             if texts is None and (reason := unreadable(kernel)) and reason != seen:
@@ -59,7 +60,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
                 yield None
                 found = _examined(worker, job)
                 latency = time.time() - saved
-                if read_texts(kernel) == texts:  # else nobody knows which text it was about, and a save is waiting
+                if read_texts(kernel) == texts:  # otherwise the result may be of another text, and a save is pending
                     if found.counting:
                         yield _compared(history, 0, found, latency)
                         found = _with_counts(worker, found)
@@ -70,17 +71,17 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
 
 
 def saves(folder: Path) -> Iterator[None]:
-    """An item after every save below `folder`, from now on."""
+    """Yields after every save below `folder`, from now on."""
     try:
         import watchfiles
     except ImportError as error:
         raise ToolchainMissing(
-            'watch needs the watchfiles package: pip install "attention-sandbox[watch]" (watch --once needs it not)'
+            'watch needs the watchfiles package: pip install "attention-sandbox[watch]" (watch --once does not need it)'
         ) from error
     events = watchfiles.watch(
         folder, step=_DEBOUNCE_MS, debounce=10 * _DEBOUNCE_MS, rust_timeout=_START_MS, yield_on_timeout=True
     )
-    next(events)  # the library begins to look when it is first asked
+    next(events)  # the library starts watching at the first call
     return (None for changed in events if changed)
 
 
@@ -96,7 +97,7 @@ def _examined(worker: Worker, job: Job) -> VersionResult:
 
 
 def _with_counts(worker: Worker, found: VersionResult) -> VersionResult:
-    """The same with the instructions, unless the worker has died of something meanwhile."""
+    """The result with instruction counts, unless the worker has died in the meantime."""
     try:
         opcodes, _ = worker.do(None)
     except WorkerDied:
@@ -113,7 +114,7 @@ def _recorded(history: History, texts: Texts, found: VersionResult, latency: flo
 
 
 def _compared(history: History, number: int, found: VersionResult, latency: float) -> Iteration:
-    """What was found of a version beside those before it: all of them if it has no number yet."""
+    """The result of a version with the earlier versions to compare; with number 0, all versions are earlier."""
     comparable = [v for v in history.versions() if v.ok and v.setting == found.setting]
     earlier = [v for v in comparable if not number or v.number < number]
     best = min(earlier, key=_rank, default=None)
@@ -122,7 +123,7 @@ def _compared(history: History, number: int, found: VersionResult, latency: floa
 
 
 def _rank(version: Version) -> tuple[float, ...]:
-    """Fastest first; without times, as on the CPU backend, by what a compiler can say. Of equals, the earlier."""
+    """Sort key: fastest first; without times, as on the CPU backend, by compiler figures; then by number."""
     f = version.figures
     return (
         f.get("seconds", 0.0), f.get("spills", 0.0), -f.get("occupancy", 0.0), f.get("instructions", 0.0),
@@ -131,7 +132,7 @@ def _rank(version: Version) -> tuple[float, ...]:
 
 
 def _saved_at(texts: Texts) -> float:
-    """When the newest of the files was written; now, if one of them is gone again."""
+    """The newest modification time of the files; the current time if a file is missing."""
     try:
         return max((registry.FOLDER.parent / name).stat().st_mtime for name in texts)
     except OSError:

@@ -72,7 +72,7 @@ def test_tune_on_a_cluster(address: str, own_cache: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [
-        ([{"gpu": "another GPU", "handle": "1"}], UnsupportedProblem, "times of a GPU, another GPU cannot be compared"),
+        ([{"gpu": "another GPU", "handle": "1"}], UnsupportedProblem, "tuning on a GPU, another GPU is not supported"),
         ([{}], DistributedUnavailable, "2 workers on a share GPU 0: start `dask cuda worker`"),
         ([{"digest": "another"}], DistributedUnavailable, "the worker tcp://1 on a has another source of fwd_minimal"),
     ],

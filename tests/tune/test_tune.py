@@ -258,14 +258,14 @@ def test_numbers_held_fixed(own_cache: Path) -> None:
     assert {tile.BLOCK_N for tile in search.candidates} == {8}
     assert search.combinations == 4
     assert search.own is None
-    with pytest.raises(UnsupportedProblem, match=r"fwd_minimal: a tile has BLOCK_M, BLOCK_N and no WARPS"):
+    with pytest.raises(UnsupportedProblem, match=r"fwd_minimal: WARPS is not supported: a tile has BLOCK_M, BLOCK_N"):
         finished(FakeLab(), fixed={"WARPS": 4})
 
 
 def test_no_tile_is_legal_or_right(own_cache: Path) -> None:
-    with pytest.raises(UnsupportedProblem, match=r"no tile of 4 is legal for .* needs \d+ bytes of shared memory"):
+    with pytest.raises(UnsupportedProblem, match=r"none of 4 tiles is legal for .* needs \d+ bytes of shared memory"):
         Search(MINIMAL, dataclasses.replace(PROBLEM, D=256), FakeLab(), {"BLOCK_M": 256}).legal()
-    with pytest.raises(UnsupportedProblem, match=r"no tile is right on .*: error 1 against a bound of 0"):
+    with pytest.raises(UnsupportedProblem, match=r"no tile is correct on .*: error 1 against a bound of 0"):
         finished(FakeLab(), fixed=dict(FakeLab.wrong))
     with pytest.raises(
         UnsupportedProblem, match=r"no tile can be timed on .* spills: 8 bytes of registers are spilled"

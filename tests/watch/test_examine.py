@@ -64,7 +64,7 @@ def test_a_tile_that_is_new_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.stage == "ok", found
     assert [r.tile for r in found.results if r.case == "new tile"] == [new]
     (note,) = [note for note in found.notes if "tile" in note]
-    assert note.startswith(f"new tile {wide} is not tried: fwd_minimal: BLOCK_M=2048 is too large")
+    assert note.startswith(f"new tile {wide} is not run: fwd_minimal: BLOCK_M=2048 is too large")
     assert not [r for r in examined(more, monkeypatch).results if r.case == "new tile"]
 
 

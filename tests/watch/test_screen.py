@@ -94,7 +94,9 @@ FAULTS = {
     "CRASHES": VersionResult("crash", "it accessed memory that is not there (SIGSEGV) while running B1"),
     "SPEC": VersionResult("spec", f"{registry.FOLDER}/mine.py, line 5: TypeError: no"),
     "FAILS": VersionResult("run", "cuCtxSynchronize(after mine): CUDA_ERROR_ILLEGAL_ADDRESS"),
-    "NOT TAKEN": VersionResult("refused", "mine: D=3 is not built", notes=("NVRTC is missing",), output="row 1\n"),
+    "NOT SUPPORTED": VersionResult(
+        "refused", "mine: D=3 is not supported", notes=("NVRTC is missing",), output="row 1\n"
+    ),
 }
 
 
@@ -118,7 +120,7 @@ def test_what_a_sanitizer_finds_is_on_a_problem_of_its_own() -> None:
 
 
 def test_notes_and_prints_are_shown() -> None:
-    shown = plain(screen(FAULTS["NOT TAKEN"]))
+    shown = plain(screen(FAULTS["NOT SUPPORTED"]))
     assert "note: NVRTC is missing" in shown
     assert shown[shown.index("the kernel printed") + 1] == "row 1"
 
