@@ -81,7 +81,7 @@ def run_measure(limits: Limits | None = None, **seconds: Iterator[float]) -> tup
     return measure(contenders, stopwatch, limits or Limits()), stopwatch.order
 
 
-def test_contenders_take_turns_and_the_first_changes() -> None:
+def test_contenders_are_interleaved_and_the_first_changes() -> None:
     quiet = {name: alternating(1e-3, 0.001) for name in "abc"}
     samples, order = run_measure(Limits(warmup=4, noise_samples=6), **quiet)
     assert order[:4] == [["a", "b", "c"]] * 4  # warm-up, which does not count
@@ -89,7 +89,7 @@ def test_contenders_take_turns_and_the_first_changes() -> None:
     assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 6)
 
 
-def test_sampling_stops_when_everybody_is_quiet_or_the_rounds_are_over() -> None:
+def test_sampling_stops_at_low_noise_or_after_all_rounds() -> None:
     samples, _ = run_measure(quiet=alternating(1e-3, 0.001), loud=alternating(1e-3, 0.3))
     assert len(samples["loud"]) == len(samples["quiet"]) == Limits().rounds
     samples, _ = run_measure(quiet=alternating(1e-3, 0.001), middling=alternating(1e-3, 0.02))
@@ -121,7 +121,7 @@ def test_seconds_count_for_every_launch_of_a_sample() -> None:
     assert {name: len(values) for name, values in samples.items()} == {"a": 50, "b": 5}
 
 
-def test_nobody_to_time() -> None:
+def test_no_contenders() -> None:
     assert run_measure() == ({}, [[]])
 
 
@@ -351,7 +351,7 @@ def test_a_wrong_contender_gets_no_time() -> None:
     assert stopwatch.calls == Limits().warmup + Limits().noise_samples  # of the right one alone
 
 
-def test_reading_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_ceiling_is_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many bytes as there are of keys and values, as often as whoever reads them; only where that is the matter."""
     asked: list[int] = []
     monkeypatch.setattr(benchmark.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))

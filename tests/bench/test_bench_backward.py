@@ -71,7 +71,7 @@ def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
         assert ("dQ", "dK", "dV")[wrong] in expected.check(lambda: None, launch).message
 
 
-def test_an_element_that_nobody_wrote_is_found_wherever_it_lies() -> None:
+def test_an_unwritten_element_is_found_anywhere() -> None:
     problem = Problem(2, 8, 300, 300, 16, dtype="float16")
     inputs = inputs_of(problem)
     expected = sampled_gradients.expect_gradients(problem, *inputs)

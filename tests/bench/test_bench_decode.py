@@ -39,7 +39,7 @@ def test_bytes_a_second_of_what_counts() -> None:
     assert row("fwd_x", FEW, 1e-5, computes="backward").gbps is None
 
 
-def test_the_grid_is_a_matter_of_reading() -> None:
+def test_the_grid_is_memory_bound() -> None:
     grid = benchmark.GRIDS["decode"]("bfloat16")
     kernel = registry.get("fwd_decode")
     assert all(decode.is_memory_bound(p, "forward") and kernel.why_unsupported(p, (9, 0)) is None for p in grid)
@@ -87,7 +87,7 @@ def test_table_and_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-def test_keys_in_pages(dtype: str) -> None:
+def test_make_pages(dtype: str) -> None:
     """The same keys, wherever their pages lie."""
     torch = pytest.importorskip("torch")
     p = Problem(2, 2, 1, 64, 8, page_size=16, pages=11, dtype="float16")

@@ -31,7 +31,7 @@ def test_a_table_is_of_one_run() -> None:
     assert ladder.newest_run([]) == []
 
 
-def test_who_has_no_time_has_no_line() -> None:
+def test_contenders_without_times_have_no_line() -> None:
     rows = [row("fwd_mma", 0.5), row("sdpa-flash", 1.0), row("fa3", None), row("fa4", 0.25), row("fwd_mma_fp8", None)]
     lines = ladder.ladder_markdown(rows, "sdpa-flash").splitlines()[2:-2]
     assert [line.split("|")[2].strip() for line in lines] == ["`fwd_mma`", "FlashAttention-2", "FlashAttention-4"]

@@ -100,7 +100,7 @@ def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device
     ("rows", "causal"), [((300, 300), "bottom-right"), ((64, 128), "top-left")], ids=["later", "nothing"]
 )
 @pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma")], ids=by_name)
-def test_who_sees_nothing_passes_the_first_tile_over(
+def test_keys_without_visible_queries_skip_the_first_tile(
     kernel: Kernel, rows: tuple[int, int], causal: Literal["bottom-right", "top-left"], device: Device
 ) -> None:
     """Keys 64 to 127 of a block see nothing of 64 queries on its diagonal: sums begin a tile later, or are zeros."""
@@ -109,7 +109,7 @@ def test_who_sees_nothing_passes_the_first_tile_over(
 
 
 @pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma"), registry.get("bwd_wgmma_deterministic")], ids=by_name)
-def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_come_in_l2_groups(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pieces are of different length, first all first pieces of a few heads: every head once, none too many. In
     order sections are walked up and down in turn."""
     tile = kernel.tiles[0]
@@ -124,7 +124,7 @@ def test_heads_come_in_sections(kernel: Kernel, device: Device, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_pieces_follow_one_another(blocks: int, device: Device) -> None:
+def test_persistent_blocks_process_several_work_tiles(blocks: int, device: Device) -> None:
     """In a block that stays: some that nobody sees, and of a NaN in a query nothing comes into another piece."""
     kernel = registry.get("bwd_wgmma_persistent")
     tile = Tile(**{**kernel.tiles[0], "BLOCKS": blocks})

@@ -36,7 +36,7 @@ def pointed() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("kernel", "case"), list(pointed()))
-def test_pointed(kernel: Kernel, case: Case, device: Device) -> None:
+def test_isolating_inputs(kernel: Kernel, case: Case, device: Device) -> None:
     right(kernel, case, device)
 
 
@@ -90,7 +90,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_what_is_written_beside_an_output_is_noticed(beside: str, tmp_path: Path) -> None:
+def test_writes_outside_an_output_are_detected(beside: str, tmp_path: Path) -> None:
     """A kernel whose outputs are right, and who writes something else as well."""
     kernel = registry.get("fwd_minimal")
     text, store = kernel.source.read_text(), "= total.lse;"

@@ -32,7 +32,7 @@ def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("inputs", ["large", "hidden"])
-def test_pieces_follow_one_another(rows: int, inputs: str, device: Device) -> None:
+def test_persistent_blocks_process_several_work_tiles(rows: int, inputs: str, device: Device) -> None:
     """Right, and how many a block has changes no bit: of 18 pieces with rows in two tiles, of nine else. With NaN
     behind the mask too, for the next piece as for the first."""
     options = {"Dv": 72} if rows == 64 else {"key_lengths": inputs == "hidden", "sink": inputs == "large"}

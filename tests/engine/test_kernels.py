@@ -181,7 +181,7 @@ def test_wide_heads_share_tiles_of_keys_where_it_was_faster() -> None:
     [(4, (1, 2, 500, 2000, 128)), (5, (1, 2, 500, 2000, 128)), (2, (1, 3, 100, 2000, 256))],
     ids=str,
 )
-def test_what_no_round_is_left_for_is_parted(blocks: int, shape: tuple[int, ...], device: Device) -> None:
+def test_stream_k_splits_the_last_wave(blocks: int, shape: tuple[int, ...], device: Device) -> None:
     """Of six pieces four blocks share two, five blocks one; of three, which have two consumers, two blocks one."""
     kernel = registry.get("fwd_wgmma_fp8")
     problem = Problem(*shape, dtype="float8_e4m3")
@@ -231,7 +231,7 @@ def test_few_blocks_do_all_the_work(name: str, D: int, causal: Causal, device: D
             assert output.tobytes() == again.outputs[output_name].tobytes(), output_name
 
 
-def test_short_rows_of_narrow_heads_are_taken_by_blocks_that_stay() -> None:
+def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> None:
     """Where it was measured, and there are more pieces than blocks; or by heads, where the host is the slower."""
     few = {"B": 1, "H": 4, "Hk": 4}
     window = {"Sq": 8192, "Sk": 8192, "window": (512, None)}
@@ -259,7 +259,9 @@ def test_short_rows_of_narrow_heads_are_taken_by_blocks_that_stay() -> None:
 
 
 @pytest.mark.parametrize("D", [64, 96, 136])
-def test_the_ordered_backward_in_sections_up_and_down(D: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deterministic_backward_in_serpentine_head_groups(
+    D: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head a section, walked down, up and down: right, and how many pieces run at a time changes no bit."""
     kernel, problem = (
         registry.get("bwd_wgmma_deterministic"),
@@ -288,7 +290,7 @@ FEW_PIECES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"mask":
 
 
 @pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_PIECES, ids=str)
-def test_sums_of_dq_begin_with_who_comes_first(
+def test_the_first_block_stores_dq(
     Sq: int, Sk: int, options: dict, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some rows see no key, so that nobody comes. Scratch is ones before: where keys are hidden, rows of NaN are

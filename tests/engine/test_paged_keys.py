@@ -93,7 +93,7 @@ LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 
 @pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (7, 1), (264, 1), (7, 4)])
 @pytest.mark.parametrize("of", LENGTHS)
-def test_blocks_are_dealt_by_lengths(of: str, blocks: int, cluster: int) -> None:
+def test_blocks_are_assigned_by_lengths(of: str, blocks: int, cluster: int) -> None:
     """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer.
     Teams are not dealt: as many for each."""
     out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks, cluster)
@@ -125,7 +125,7 @@ def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None
 
 
 @pytest.mark.parametrize("options", [{"window": (60, 0)}, {"causal": True}], ids=["window", "causal"])
-def test_tiles_of_rows_are_dealt(options: dict) -> None:
+def test_query_tiles_are_assigned(options: dict) -> None:
     """Several of a key/value head, none of which sees all of the keys."""
     out, lse, expected, expected_lse = by_lengths(np.array([150, 0, 331, 7]), 21, 7, **options)
     assert np.allclose(out, expected, atol=2e-3)
@@ -165,7 +165,7 @@ def test_twice_as_many_rows_where_they_are_narrow() -> None:
     assert chosen == ["fwd_decode", "fwd_wgmma", "fwd_wgmma_fp8"]
 
 
-def test_dealt_blocks_are_enough() -> None:
+def test_assigned_blocks_fit_the_grid() -> None:
     """What is dealt on the device never exceeds the grid: a part of every entry's last block may be empty."""
     rng = random.Random(SEED)
     (tile, *_) = KERNEL.tiles
@@ -243,7 +243,7 @@ def test_pages_that_make_no_sense(fields: dict, said: str) -> None:
         Problem(**{"B": 1, "H": 1, "Sq": 1, "Sk": 160, "D": 64, **fields})
 
 
-def test_a_problem_in_pages_is_told_again() -> None:
+def test_a_paged_problem_survives_a_round_trip() -> None:
     assert Problem.from_json(PAGED.as_json()) == PAGED
     assert PAGED.key_lengths
     assert not PAGED.plain

@@ -172,7 +172,7 @@ def test_checked_kernels_say_what_is_wrong_with_offsets(name: str, offsets: tupl
     assert said in done.stdout + done.stderr
 
 
-def test_pieces_are_counted_anew_at_each_launch() -> None:
+def test_the_tile_counter_is_cleared_at_each_launch() -> None:
     """Whatever the counter's memory held."""
     kernel, problem = (
         registry.get("fwd_wgmma"),
@@ -204,7 +204,7 @@ def test_pieces_are_counted_anew_at_each_launch() -> None:
         ),
     ],
 )
-def test_who_is_launched_when(
+def test_launch_order_of_entries(
     name: str, lengths: Any, wanted: dict[str, bool], zeroed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What finds pieces, or clears their counter, before all others; who may begin early does, beside the one before,
@@ -283,7 +283,7 @@ extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_piece_is_dealt_once_and_long_ones_first(run_cuda: Callable[..., None], seed: int) -> None:
+def test_every_work_tile_is_scheduled_once_and_long_ones_first(run_cuda: Callable[..., None], seed: int) -> None:
     """Query tiles by the last key that they see, key tiles by how many queries see them."""
     sample, of_keys = random.Random(seed), seed >= 5
     M, N, H = sample.choice((16, 64)), sample.choice((16, 48)), sample.choice((1, 4, 16))

@@ -68,7 +68,7 @@ def test_options_sampled(kernel: Kernel, device: Device) -> None:
 
 @pytest.mark.parametrize("more", OF_FLOAT8, ids=["heads", "float32", "of two kinds", "all"])
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if {*k.dtypes} == {*FLOAT8}], ids=by_name)
-def test_what_float8_has_besides(kernel: Kernel, more, device: Device) -> None:
+def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
     """Descale in each form, a V of the other type, and what O may be; each with some option, on several tiles."""
     problem = Problem(2, 4, 140, 170, 48, Hk=2, dtype=kernel.dtypes[OF_FLOAT8.index(more) % 2], causal="bottom-right")
     result = check.verify(kernel, Case("float8", dataclasses.replace(problem, **more(problem))), device)
@@ -127,7 +127,7 @@ FEW_BLOCKS = [Tile(BLOCK_M=192, BLOCK_N=32, STAGES=2, BLOCKS=3), Tile(BLOCK_M=12
 
 @pytest.mark.parametrize("tile", FEW_BLOCKS, ids=str)
 @pytest.mark.parametrize("names", ["left window", "window", "alibi", "alibi + left window", "Dv"])
-def test_warpgroups_walk_what_others_see(names: str, tile: Tile) -> None:
+def test_warpgroups_skip_tiles_that_only_others_see(names: str, tile: Tile) -> None:
     """Of a piece's tiles some come before a warpgroup's first, and some after its last: turns are passed on."""
     kernel = registry.kernels()["fwd_wgmma"]
     problem = asked(tuple(names.split(" + ")), Problem(1, 2, 450, 520, 32, dtype="float16", causal="bottom-right"))
@@ -185,7 +185,7 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
 
 @pytest.mark.parametrize("name", ["mask", "key_lengths"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-def test_nan_in_hidden_keys_reaches_nobody(kernel: Kernel, name: str, device: Device) -> None:
+def test_nan_in_hidden_keys_reaches_no_result(kernel: Kernel, name: str, device: Device) -> None:
     """Also where a kernel begins again, row by row."""
     problem = asked((name,), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0]))
     if reason := kernel.why_unsupported(problem):
@@ -239,7 +239,7 @@ def test_a_row_whose_bias_is_minus_infinity(kernel: Kernel, device: Device) -> N
     assert np.isfinite(found["O"].astype(np.float32)).all()
 
 
-def test_nothing_is_compiled_in_that_is_not_asked_for() -> None:
+def test_unused_options_are_not_compiled_in() -> None:
     plain = Problem(1, 1, 9, 9, 64, dtype="float16", causal="bottom-right")
     assert options.macros(plain) == {}
     assert options.macros(dataclasses.replace(plain, window=(None, 5))) == {}  # causal says the same

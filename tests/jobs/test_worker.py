@@ -141,7 +141,7 @@ def test_its_children_end_with_it(worker: Worker) -> None:
     assert ends(int(died.value.stage))
 
 
-def test_whoever_waits_for_a_closed_one_is_told() -> None:
+def test_a_job_of_a_closed_worker_raises() -> None:
     """A job in another thread, as in a fleet that is interrupted."""
     worker, told = Worker(work), []
 

@@ -51,7 +51,7 @@ def test_calls_go_in_order_to_one_stream() -> None:
     assert driver.called == [(name, at, to) for at, _, to in expected for name in ("first", "second")]
 
 
-def test_nobody_refills_what_another_thread_launches_with() -> None:
+def test_threads_do_not_change_each_others_arguments() -> None:
     slot, found = ctypes.c_void_p(), []
 
     def call() -> int:

@@ -228,7 +228,7 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
     assert [slot.times for slot in slots] == [3, 3]  # the last launch refilled nothing
 
 
-def test_a_launch_that_may_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programmatic_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is as any launch. And
     that blocks are teams."""
     told: list[object] = []

@@ -167,7 +167,7 @@ def test_tiles_of_either_mask_are_shipped(causal: Causal) -> None:
 
 @needs_sanitizers
 @pytest.mark.parametrize("command", ["sanitize", "watch"])
-def test_what_is_shipped_is_examined(command: str, project_copy: Path) -> None:
+def test_shipped_tiles_are_examined(command: str, project_copy: Path) -> None:
     """A fault of the shipped tile alone: the smallest does not show it."""
     assert sanitize.small_tile(registry.get("fwd_minimal")).BLOCK_M == 32
     source = project_copy / "kernels_cu" / "fwd_minimal.cu"
