@@ -1,4 +1,4 @@
-"""One suite, two backends: a test that takes `device` runs on the CPU backend, and on a GPU where there is one."""
+"""Fixtures. A test with the fixture `device` runs on the CPU backend, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Before NumPy: the reference's small products take a hundred times as long where BLAS's threads wait for a core each.
+# Set before NumPy is imported: with more BLAS threads than free cores, small products are a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of this run's own, shared by its workers; `$SANDBOX_TEST_CACHE_DIR` if it is to outlive them."""
+    """A cache for this run, shared by its workers; `$SANDBOX_TEST_CACHE_DIR` to keep it for later runs."""
     base = tmp_path_factory.getbasetemp()
     own = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sandbox-cache"
     path = Path(os.environ.get("SANDBOX_TEST_CACHE_DIR", own))
@@ -48,14 +48,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """No test meets what another compiled: PyTorch compiles a function eight times at most, then gives up on it."""
+    """Resets PyTorch's compiler before each test: it compiles a function at most eight times."""
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.keyword:
-        leave_to_a_gpu(config, items)
+        deselect_seldom_used_kernels(config, items)
     try:
         driver.device()
         reason = ""
@@ -66,26 +66,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def leave_to_a_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Most tests of kernels that are seldom asked for are deselected on the CPU backend."""
-    left = [item for item in items if random.Random(f"{SEED} {item.nodeid}").randrange(emulations(item))]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+def deselect_seldom_used_kernels(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects most CPU-backend tests of the kernels in SELDOM."""
+    deselected = [item for item in items if random.Random(f"{SEED} {item.nodeid}").randrange(sampling_period(item))]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
-def emulations(item: pytest.Item) -> int:
-    """Of how many such tests one is run: 1 of those that do not run such a kernel on the CPU backend."""
-    asked = getattr(item, "callspec", None)
-    if not asked or item.path.parent.name not in ("engine", "cpu"):
+def sampling_period(item: pytest.Item) -> int:
+    """One of this many tests like `item` runs: 1 if it does not run a kernel of SELDOM on the CPU backend."""
+    callspec = getattr(item, "callspec", None)
+    if not callspec or item.path.parent.name not in ("engine", "cpu"):
         return 1
-    elsewhere = item.get_closest_marker("gpu") or "spill" in item.name  # by a GPU, by NVRTC
+    not_emulated = item.get_closest_marker("gpu") or "spill" in item.name  # runs on a GPU, or only compiles
     complete = ALL_WIDTHS and item.path.name == "test_widths.py"
-    return 1 if elsewhere or complete else SELDOM.get(getattr(asked.params.get("kernel"), "name", ""), 1)
+    return 1 if not_emulated or complete else SELDOM.get(getattr(callspec.params.get("kernel"), "name", ""), 1)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
-    """Where to run: ("cpu", 0), and ("cuda", 0) where there is a GPU."""
+    """The device of the test: ("cpu", 0), and ("cuda", 0) if there is a GPU."""
     return HOST if request.param == "cpu" else ("cuda", 0)
 
 
@@ -95,7 +95,7 @@ def run_cuda(tmp_path: Path, device: Device):
 
     run_cuda(text, entry, *args, grid=1, block=32, smem=0, defines={}, cluster=1)
 
-    An argument may also be a function that is given the addresses of the arrays, by their positions, and `device`.
+    An argument may also be a function of the addresses of the arrays, by their positions, and of `device`.
     """
 
     def run(
@@ -129,7 +129,7 @@ def run_cuda(tmp_path: Path, device: Device):
 
 
 def raw_view(array: np.ndarray) -> dlpack.ArrayView:
-    """A contiguous array of any dtype as bytes-compatible view (the dtype only counts for its size)."""
+    """A contiguous array of any dtype as a view of float16 elements, for copying its bytes."""
     assert array.flags.c_contiguous
     flat = array.reshape(-1).view(np.uint8)
     if flat.nbytes % 2:
@@ -139,7 +139,7 @@ def raw_view(array: np.ndarray) -> dlpack.ArrayView:
 
 @pytest.fixture
 def project_copy(tmp_path: Path) -> Path:
-    """The project's own packages and tests, copied, to add files to."""
+    """A copy of the project's packages and tests, to which a test may add files."""
     copy = tmp_path / "project"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("sandbox", "kernels_cu", "tests"):

@@ -1,4 +1,4 @@
-"""What tests share: where the project is, and commands and kernels in a copy of it (`project_copy`)."""
+"""Shared helpers of tests: sampling, and commands and kernels in a copy of the project (`project_copy`)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 from sandbox.spec import Kernel
 
-# Where combinations are too many they are drawn sampled, the same for everybody, so that a verdict can be repeated:
-# SANDBOX_SEED=N draws another one.
+# Seed for sampling where there are too many combinations. It is fixed, so that results are reproducible;
+# SANDBOX_SEED=N selects another sample.
 SEED = int(os.environ.get("SANDBOX_SEED", "20261121"))
-# SANDBOX_WIDTHS=all: tests/engine/test_widths.py tries every pair of head widths on the CPU backend too.
+# SANDBOX_WIDTHS=all: tests/engine/test_widths.py runs every pair of head dimensions on the CPU backend.
 ALL_WIDTHS = os.environ.get("SANDBOX_WIDTHS") == "all"
 # SANDBOX_MAGNITUDES=all: tests/engine/test_magnitudes.py tries as much on the CPU backend as on a GPU.
 ALL_MAGNITUDES = os.environ.get("SANDBOX_MAGNITUDES") == "all"
-# Kernels that are asked for few problems, or are another one's source compiled another way: the CPU backend runs one in
-# so many of their tests, sampled, unless `-k` asks for them; a GPU runs all.
+# {kernel: n}: kernels for few problems, or that share their source with another kernel. The CPU backend runs a random
+# sample of one in n of their tests, unless `-k` is used; a GPU runs all.
 SELDOM = {"bwd_wgmma_head": 10, "bwd_wgmma_deterministic": 3, "bwd_wgmma_persistent": 10, "fwd_decode_wgmma": 3}
 ROOT = Path(__file__).resolve().parent.parent
-# Before a command that a test sends SIGINT: that may be ignored here, as after a shell's `&`, which is inherited.
+# Prefix of a command that receives SIGINT: restores its handler, because an ignored SIGINT (after a shell's `&`) is
+# inherited.
 INTERRUPTIBLE = (
     sys.executable,
     "-c",
@@ -30,12 +31,12 @@ INTERRUPTIBLE = (
 
 
 def dtype_of(kernel: Kernel) -> str:
-    """The one that single cases are tried in: with the least room for what is too large."""
+    """The dtype of single test cases: float16 if supported, which has the smallest range."""
     return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
 
 
 def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """`python -m …` with the copy's own packages, its tables as wide as they need to be."""
+    """`python -m …` with the packages of the copy, and tables of full width."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     return subprocess.run(
         [sys.executable, "-m", *command],
@@ -44,7 +45,7 @@ def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]
 
 
 def new_kernel(project: Path, name: str, **edits: str) -> None:
-    """fwd_minimal once more under another name, its spec edited: small, so that a sweep is quick."""
+    """A copy of fwd_minimal with another name and edits of its spec: its sweep is fast."""
     folder = project / "kernels_cu"
     for suffix in (".cu", ".py"):
         text = (ROOT / "kernels_cu" / f"fwd_minimal{suffix}").read_text().replace("fwd_minimal", name)
@@ -55,7 +56,8 @@ def new_kernel(project: Path, name: str, **edits: str) -> None:
 
 
 def leave_process_group() -> None:
-    """Of gloo, whose threads PyTorch (2.13) joins with the GIL held. They may want it to end: let them first."""
+    """Destroys a gloo process group. PyTorch (2.13) joins its threads while holding the GIL, which they may need to
+    end: give them time first."""
     import torch
 
     time.sleep(0.2)

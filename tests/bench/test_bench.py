@@ -1,4 +1,5 @@
-"""`bench` without a GPU: statistics, turns, grids, the check on samples, rows, tables, plots. A real run is `gpu`."""
+"""`bench` without a GPU: statistics, interleaving, grids, the check on samples, rows, tables, plots. One test runs it
+on a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ SMALL = Problem(1, 2, 48, 48, 16, dtype="float16")
 
 
 class Stopwatch:
-    """A clock that needs no GPU: `seconds[name]` gives each sample; `order` is who was called, in which round."""
+    """A stopwatch without a GPU: `seconds[name]` has the samples; `order` records the calls of each round."""
 
     def __init__(self, seconds: dict[str, Iterator[float]] | None = None):
         self.seconds, self.order = seconds or {}, []
@@ -64,7 +65,7 @@ def alternating(value: float, spread: float) -> Iterator[float]:
         yield value * (1 + spread)
 
 
-# ---- statistics and turns
+# ---- statistics and interleaving
 
 
 def test_quartiles_and_noise() -> None:
@@ -114,7 +115,7 @@ def test_slow_contenders_get_fewer_samples() -> None:
 
 
 def test_seconds_count_for_every_launch_of_a_sample() -> None:
-    """A graph of many launches spends its time as fast as single launches that take as long."""
+    """The time limit counts the launches inside a graph."""
     stopwatch = Stopwatch({name: alternating(1e-3, 0.1) for name in "ab"})
     contenders = {"a": Timed(lambda: "a"), "b": Timed(lambda: "b", launches=100)}
     samples = measure(contenders, stopwatch, Limits(seconds=0.5, rounds=50))
@@ -126,7 +127,7 @@ def test_no_contenders() -> None:
 
 
 class FakeTorch:
-    """Records what `Events` and `Graphs` ask of PyTorch; every launch takes 0.25 ms."""
+    """Records the PyTorch calls of `Events` and `Graphs`; every launch takes 0.25 ms."""
 
     def __init__(self) -> None:
         log = self.log = []
@@ -252,7 +253,8 @@ def test_right_results_pass(problem: Problem) -> None:
 
 
 def test_wrong_results_do_not() -> None:
-    """Also where the largest outputs, of the first causal rows, would hide it, and outside of the samples."""
+    """Also errors below the bound of the largest outputs, those of the first causal rows; and NaN outside of the
+    sample."""
     torch = pytest.importorskip("torch")
     S = 1024
     problem = Problem(1, 8, S, S, 16, dtype="float16", causal="bottom-right")
@@ -275,11 +277,11 @@ def test_wrong_results_do_not() -> None:
     assert "LSE" in sampled.compare(expected, right, lse + 20 * tolerance).message
 
 
-# ---- a round of contenders, on the CPU
+# ---- contenders, on the CPU
 
 
 def contender(name: str, factor: float = 1.0, kernel: str = "", break_after: int = 10**9) -> peers.Contender:
-    """Plain attention times `factor`; from call `break_after` on, it writes nothing."""
+    """Plain attention times `factor`; from call `break_after` on it writes nothing."""
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any) -> peers.Ready:
         eager, calls = peers.PEERS["eager"].prepare(problem, q, k, v), []
@@ -297,7 +299,7 @@ def contender(name: str, factor: float = 1.0, kernel: str = "", break_after: int
 
 
 def test_work_that_a_mask_hides_does_not_count() -> None:
-    """In the speed of kernels and of peers alike."""
+    """In the TFLOP/s of both kernels and peers."""
     problem = dataclasses.replace(SMALL, key_lengths=True)
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any) -> peers.Ready:
@@ -319,7 +321,7 @@ def refusing(error: Exception, kernel: str = "") -> peers.Contender:
 
 
 class Counting(Stopwatch):
-    """Calls everybody, and says how often."""
+    """Counts the calls of all contenders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,19 +354,20 @@ def test_a_wrong_contender_gets_no_time() -> None:
 
 
 def test_the_read_ceiling_is_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as there are of keys and values, as often as whoever reads them; only where that is the matter."""
-    asked: list[int] = []
-    monkeypatch.setattr(benchmark.reading, "bytes_to_read", lambda n: asked.append(n) or SimpleNamespace(nbytes=n))
+    """It reads the bytes of keys and values, and is called as often as the contender; only for memory-bound
+    problems."""
+    sizes: list[int] = []
+    monkeypatch.setattr(benchmark.reading, "bytes_to_read", lambda n: sizes.append(n) or SimpleNamespace(nbytes=n))
     monkeypatch.setattr(benchmark.reading, "reader", lambda data: lambda: "read")
     (row,), stopwatch = time_contenders(
         contender("k", kernel="k"), problem=Problem(1, 4, 1, 64, 16, Hk=2, dtype="float16")
     )
-    assert asked == [2 * 64 * 2 * 16 * 2]
-    assert row.setting["ceiling_keys_gbps"] == pytest.approx(asked[0] / 1e-3 * 1e-9)
+    assert sizes == [2 * 64 * 2 * 16 * 2]
+    assert row.setting["ceiling_keys_gbps"] == pytest.approx(sizes[0] / 1e-3 * 1e-9)
     assert row.as_json()["percent_of_ceiling"] == pytest.approx(100)
     assert stopwatch.calls == 2 * (Limits().warmup + Limits().noise_samples)
     (row,), _ = time_contenders(contender("k", kernel="k"))
-    assert asked[1:] == []
+    assert sizes[1:] == []
     assert "ceiling_keys_gbps" not in row.setting
 
 
@@ -383,12 +386,12 @@ def test_refusals_and_failures_are_rows() -> None:
     assert (peer.ok, peer.message) == (None, "refusing: too much")
     (ours,), _ = time_contenders(refusing(RuntimeError("broken"), kernel="k"))
     assert (ours.ok, ours.message) == (False, "refusing: broken")
-    with pytest.raises(KeyError):  # a mistake of this package is no result
+    with pytest.raises(KeyError):  # a bug of this package is not a result
         time_contenders(refusing(KeyError("oops"), kernel="k"))
 
 
 def dropping(name: str, **changed: Any) -> peers.Contender:
-    """Our own attention on the CPU backend, as a kernel of ours; `changed`: of the options it is asked for."""
+    """Our attention on the CPU backend as a kernel contender; `changed`: options that it uses instead."""
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> peers.Ready:
         options = {**asked_of(problem, option_tensors), **changed}
@@ -531,7 +534,7 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
     list(rows.recorded([row("c", problems[0])], path))
     assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c"]
     assert rows.read_rows(tmp_path / "none") == []
-    with jsonl.locked(path) as file:  # by somebody who resumes the same file at the same time
+    with jsonl.locked(path) as file:  # by another process that writes the same file
         file.seek(0, 2)
         file.write(b'{"contender": "d", "half')
         file.flush()
@@ -547,7 +550,7 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
 
 
 def test_two_dirty_trees_are_two_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--resume` takes rows of one and the same state alone."""
+    """`--resume` uses only rows of the same source state."""
 
     def git(*arguments: str) -> None:
         command = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *arguments)
@@ -589,7 +592,7 @@ def test_speed_is_of_the_median() -> None:
     assert (timed.as_json()["ms"], timed.as_json()["q1_ms"], timed.as_json()["q3_ms"]) == (2, 1, 4)
 
 
-# ---- for people
+# ---- tables and plots
 
 
 def test_ratios_are_of_one_run() -> None:
@@ -757,7 +760,7 @@ def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert invoke("--resume").exit_code == 2
 
 
-# ---- the real thing
+# ---- on a GPU
 
 
 @pytest.mark.gpu
@@ -767,8 +770,8 @@ def test_on_a_gpu(mode: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA")
     problems = [Problem(2, 4, 512, 512, 64, dtype="float16", causal=c) for c in (False, "bottom-right")]  # type: ignore[arg-type]
-    everybody = [peers.PEERS[name] for name in peers.DEFAULT]
-    found = list(benchmark.run([registry.get("fwd_minimal")], problems, everybody, mode=mode, limits=Limits(rounds=20)))
+    others = [peers.PEERS[name] for name in peers.DEFAULT]
+    found = list(benchmark.run([registry.get("fwd_minimal")], problems, others, mode=mode, limits=Limits(rounds=20)))
     assert len(found) == 2 * 6
     for r in found:
         line = r.as_json()

@@ -1,4 +1,4 @@
-"""The backward in `bench`: its reference on samples, peers through autograd, a round of contenders."""
+"""The backward in `bench`: its sampled reference, peers through autograd, contenders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain_gradients(problem: Problem, q: Any, k: Any, v: Any, dout: Any) -> tupl
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_strips_are_the_whole_reference(problem: Problem) -> None:
-    """With dO zero outside of the strips, the reference on everything gives what the strips add up to."""
+    """If dO is zero outside of the strips, the reference for all rows equals the sum over the strips."""
     q, k, v, dout = inputs_of(problem)
     expected = sampled_gradients.expect_gradients(problem, q, k, v, dout)
     whole = dout.clone()

@@ -1,4 +1,4 @@
-"""The grid `decode`: bytes of keys a second, their table and plot, and keys in pages."""
+"""The grid `decode`: GB/s of keys and values, their table and plot, and paged keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def row(name: str, problem: Problem, seconds: float, **more: Any) -> Row:
 
 
 def test_bytes_a_second_of_what_counts() -> None:
-    """Of half of the keys half the bytes; of many queries, and of a backward, none are told."""
+    """Half of the keys are half of the bytes. Problems with many queries and backwards have no GB/s."""
     found = row("fwd_x", FEW, 1e-5).as_json()
     assert found["gbps"] == pytest.approx(BYTES / 1e-5 * 1e-9)
     assert found["percent_of_ceiling"] == pytest.approx(found["gbps"] / 40)
@@ -47,7 +47,7 @@ def test_the_grid_is_memory_bound() -> None:
 
 
 def test_reading(run_cuda) -> None:
-    """Every word once."""
+    """The kernel reads every word exactly once."""
     data = np.random.default_rng(0).integers(0, 2**32, 3 * reading.BLOCK_BYTES // 4, np.uint32)
     sums = np.zeros(3 * reading.THREADS // 32, np.uint32)
     text = reading.SOURCE.read_text()
@@ -57,7 +57,7 @@ def test_reading(run_cuda) -> None:
 
 @pytest.mark.gpu
 def test_nothing_reads_faster_than_reading() -> None:
-    """A ceiling that a sum of PyTorch's exceeds would be none; and it has its turns with the contenders."""
+    """PyTorch's sum is not faster than the read ceiling, which is timed in turns with the contenders."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA")
@@ -88,7 +88,7 @@ def test_table_and_plot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 def test_make_pages(dtype: str) -> None:
-    """The same keys, wherever their pages lie."""
+    """The pages contain the same keys."""
     torch = pytest.importorskip("torch")
     p = Problem(2, 2, 1, 64, 8, page_size=16, pages=11, dtype="float16")
     k, v = (torch.randn(2, 2, 64, 8).to(getattr(torch, dtype)) for _ in "kv")

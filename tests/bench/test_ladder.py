@@ -1,4 +1,4 @@
-"""The ladders' tables: which rows of a file they take, and which contenders have a line."""
+"""Ladder tables: which rows of a file they use, and which contenders have a line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandbox.spec import Problem
 
 
 def row(contender: str, seconds: float | None, D: int = 64, **setting: object) -> dict[str, object]:
-    """As `bench` stores it; without seconds, of a contender that does not take the problem."""
+    """A row as stored by `bench`; without seconds, the contender does not support the problem."""
     where = {"device": "a GPU", "cuda": "13.0", "commit": "one", "mode": "events", "ceiling_tflops": 700.0} | setting
     timing = Timing(seconds, seconds, seconds, 10, 0.0) if seconds else None
     kernel = contender if contender.startswith("fwd") else ""
@@ -23,7 +23,7 @@ def row(contender: str, seconds: float | None, D: int = 64, **setting: object) -
 
 
 def test_a_table_is_of_one_run() -> None:
-    """Rows of an earlier commit, of another GPU or CUDA stay in the file and out of the table."""
+    """The table excludes rows of an earlier commit, another GPU or another CUDA version."""
     others: tuple[dict[str, object], ...] = ({"commit": "zero"}, {"device": "another"}, {"cuda": "12"})
     earlier = [row("fwd_mma", 1.0, **setting) for setting in others]
     newest = [row("fwd_mma", 0.5), row("sdpa-flash", 1.0), row("fwd_mma", 0.5, D=128)]
@@ -41,7 +41,7 @@ def test_contenders_without_times_have_no_line() -> None:
 
 
 def test_a_table_says_what_a_matrix_product_reached() -> None:
-    """Where it varied, as from GPU to GPU of a run, from where to where."""
+    """If it varies, for instance between GPUs, the table has the range."""
     one = [row("fwd_mma", 0.5), row("sdpa-flash", 1.0)]
     assert "reaches 700 in the same run" in ladder.ladder_markdown(one, "sdpa-flash")
     two = [*one, row("fwd_mma", 0.5, D=128, ceiling_tflops=690.4)]

@@ -1,4 +1,4 @@
-"""attention_backward: gradients of the caller's kind, semantics at the edges, scratch, and refusals."""
+"""attention_backward: array libraries, semantics in edge cases, scratch memory, and error messages."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def arrays(*shape: int, Hk: int = 0, Sk: int | None = None, seed: int = 0, causa
 
 
 def close(gradients, dout, q, k, v, tolerance: float = 1e-4, **options) -> None:
-    """They agree with the reference; the bound proper is `check`'s business."""
+    """The gradients agree with the reference within `tolerance`; `check` applies the exact bound."""
     refs = reference.attention_backward(*(np.asarray(x) for x in (dout, q, k, v)), **options)
     for gradient, ref in zip(gradients, refs, strict=True):
         assert np.abs(np.asarray(gradient, np.float64) - ref).max(initial=0) <= tolerance
 
 
 def on(device: Device, *numpy_arrays: np.ndarray):
-    """The same as PyTorch tensors there."""
+    """The arrays as PyTorch tensors on `device`."""
     return tuple(torch.from_numpy(x).to(device[0]) for x in numpy_arrays)
 
 
 def test_numpy(device: Device) -> None:
-    """NumPy in, NumPy out, on either backend; k's and v's heads are shared."""
+    """NumPy in, NumPy out, on either backend, with grouped heads."""
     given = arrays(2, 4, 33, 24, Hk=2, Sk=50)
     gradients = sandbox.attention_backward(*given, backend=device[0])
     for gradient, x in zip(gradients, given[1:4], strict=True):
@@ -59,7 +59,7 @@ def test_numpy(device: Device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pytorch(dtype, device: Device) -> None:
-    """Against PyTorch's autograd; each gradient lies as its input does, a (B, S, H, D) tensor too, without a copy."""
+    """Compared with PyTorch's autograd. Each gradient has the strides of its input, also for a (B, S, H, D) tensor."""
     dout, q, k, v = (x.to(dtype).transpose(1, 2) for x in on(device, *arrays(2, 37, 3, 32)[:4]))
     out, lse = sandbox.attention_forward(q, k, v, causal=True)
     gradients = sandbox.attention_backward(dout, q, k, v, out, lse, causal=True)
@@ -86,7 +86,7 @@ def test_cupy() -> None:
 @pytest.mark.parametrize(("Sq", "Sk"), [(7, 12), (12, 7), (1, 1), (1, 9), (0, 4), (4, 0)])
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
 def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device: Device) -> None:
-    """Sq and Sk differ both ways and vanish; a row without keys, and a key without rows, have gradient 0, not NaN."""
+    """Sq < Sk, Sq > Sk, and 0. A row without keys, and a key without rows, have gradient 0, not NaN."""
     dtype = np.dtype(kernel.dtypes[0])
     given = arrays(2, 2, Sq, 8, Sk=Sk, causal=causal, dtype=dtype)
     gradients = sandbox.attention_backward(*given, causal=causal, kernel=kernel, backend=device[0])
@@ -103,15 +103,16 @@ def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device
 def test_keys_without_visible_queries_skip_the_first_tile(
     kernel: Kernel, rows: tuple[int, int], causal: Literal["bottom-right", "top-left"], device: Device
 ) -> None:
-    """Keys 64 to 127 of a block see nothing of 64 queries on its diagonal: sums begin a tile later, or are zeros."""
+    """Keys 64 to 127 of a block are hidden from the 64 queries on its diagonal: their sums start a tile later, or are
+    zero."""
     problem = spec.Problem(1, 2, *rows, 128, dtype="float16", causal=causal)
     assert check.verify(kernel, Case("passed over", problem), device).ok
 
 
 @pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma"), registry.get("bwd_wgmma_deterministic")], ids=by_name)
 def test_heads_come_in_l2_groups(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pieces are of different length, first all first pieces of a few heads: every head once, none too many. In
-    order sections are walked up and down in turn."""
+    """With work tiles of different length, the first tiles of a few heads run first. Every head occurs exactly once.
+    The deterministic kernel visits head groups in serpentine order."""
     tile = kernel.tiles[0]
     for heads, rows in ((1, 1), (5, 300), (96, 1024), (128, 2048), (16, 8191), (7, 100000)):
         width, tiles, sections = kernel.grid(spec.Problem(1, heads, rows, rows, 64, causal="bottom-right"), tile)
@@ -119,20 +120,20 @@ def test_heads_come_in_l2_groups(kernel: Kernel, device: Device, monkeypatch: py
         assert tiles == -(-rows // tile.BLOCK_N)
     monkeypatch.setitem(kernel.grid.__globals__, "BLOCKS", 7)
     problem = spec.Problem(1, 5, 300, 300, 64, dtype="float16", causal="bottom-right")
-    assert kernel.grid(problem, tile) == (2, 3, 3)  # a head more than there are
+    assert kernel.grid(problem, tile) == (2, 3, 3)  # one head more than the problem has
     assert check.verify(kernel, Case("sections", problem), device).ok
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_persistent_blocks_process_several_work_tiles(blocks: int, device: Device) -> None:
-    """In a block that stays: some that nobody sees, and of a NaN in a query nothing comes into another piece."""
+    """Some work tiles have no visible pairs, and a NaN in a query does not reach the next work tile of its block."""
     kernel = registry.get("bwd_wgmma_persistent")
     tile = Tile(**{**kernel.tiles[0], "BLOCKS": blocks})
     for options in ({"causal": "top-left"}, {"window": (60, 30)}):
         problem = spec.Problem(1, 3, 140, 400, 40, Hk=1, dtype="float16", **options)
         assert check.verify(kernel, Case("stays", problem), device, tile).ok
     case = Case("stays", spec.Problem(1, 3, 140, 400, 40, dtype="float16", causal="top-left"))
-    for row in (100, 130):  # of the second: the next piece of a block alone is one that nobody sees
+    for row in (100, 130):  # of the second head: the next work tile of a single block has no visible pairs
         given = inputs_of("backward", case)
         whole = trial.launch(kernel, tile, case.problem, given, device).outputs
         given["Q"][:, 1, row] = np.nan
@@ -156,15 +157,15 @@ def test_each_gradient_lies_as_its_input(device: Device) -> None:
 
 
 def test_empty_batches_and_heads() -> None:
-    """Nothing to do is not an error."""
+    """An empty problem is not an error."""
     for B, H in ((0, 2), (2, 0)):
         x, lse = np.zeros((B, H, 5, 8), np.float32), np.zeros((B, H, 5), np.float32)
         assert [g.shape for g in sandbox.attention_backward(x, x, x, x, x, lse)] == [x.shape] * 3
 
 
 def test_any_strides_of_dout(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """Transposed, broadcast and reversed it is read as it lies; without a unit stride in D it is copied, as the log
-    says once for each kind."""
+    """A transposed, broadcast or reversed dout is read without a copy. Without a unit stride in D it is copied, and
+    the copy is logged once for each kind of array."""
     dout, q, k, v, out, lse = arrays(2, 3, 20, 16)
     readable = {
         "transposed": np.ascontiguousarray(dout.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
@@ -222,7 +223,7 @@ extern "C" __global__ void adds_dq(const float* dQ_accum, View<dtype> dQ, Score 
 
 @pytest.fixture
 def adds(tmp_path: Path) -> Kernel:
-    """A backward that adds delta to each of its row's elements of dQ_accum, and copies them to dQ afterwards."""
+    """A backward that adds delta to each element of its row of dQ_accum, and then copies them to dQ."""
     source = tmp_path / "adds.cu"
     source.write_text(ACCUMULATE)
     geometry = {"grid": lambda p, t: (p.H, 1, 1), "block": lambda t: (1, 1, 1), "smem_bytes": lambda p, t: 0}
@@ -235,7 +236,7 @@ def adds(tmp_path: Path) -> Kernel:
 
 
 def test_an_accumulator_is_zero_before_each_launch(adds: Kernel, device: Device) -> None:
-    """Whoever had the memory before; and delta, and the entries, are launched in order."""
+    """Independent of the memory's previous content. Preprocess and the entries are launched in order."""
     dout, q, k, v, out, lse = on(device, *arrays(1, 2, 5, 8))
     delta = (dout * out).sum(-1, keepdim=True)
     for _ in range(3):
@@ -250,7 +251,7 @@ def test_an_accumulator_is_zero_before_each_launch(adds: Kernel, device: Device)
 
 @pytest.fixture
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each array that a plan has made."""
+    """Bytes of each array that a plan allocates."""
     sizes: list[int] = []
     real = dlpack._PyTorch.allocator
 
@@ -270,7 +271,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kernel", [*BACKWARD, None], ids=lambda kernel: kernel.name if kernel else "adds")
 def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, allocated: list[int]) -> None:
-    """delta, and at most one fp32 accumulator of dQ's shape (where that is whole tiles), and few counters."""
+    """delta, at most one fp32 accumulator of dQ's shape (here of whole tiles), and a few counters."""
     kernel = kernel or adds
     dtype = getattr(torch, kernel.dtypes[0])
     dout, q, k, v, out, lse = (torch.from_numpy(x) for x in arrays(1, 2, 128, 64))
@@ -280,7 +281,7 @@ def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, a
     gradients = sandbox.attention_backward(*given, kernel=kernel)
     beyond = sum(allocated) - sum(x.nbytes for x in gradients)
     accumulator = any("dQ_accum" in entry.args for entry in kernel.entries)
-    counters = beyond - lse.nbytes - accumulator * 4 * q.numel()  # of a kernel that adds in order
+    counters = beyond - lse.nbytes - accumulator * 4 * q.numel()  # semaphores of a deterministic kernel
     assert 0 <= counters <= (q.nbytes // 50 if kernel.scratch else 0), f"{counters} bytes"
     sandbox.reload()
 
@@ -288,7 +289,7 @@ def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, a
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
 def test_gpu_memory_beyond_inputs_and_results(kernel: Kernel) -> None:
-    """The same, as PyTorch's allocator sees it."""
+    """The same, as counted by PyTorch's allocator."""
     dtype = getattr(torch, kernel.dtypes[-1])
     q, k, v, dout = (torch.randn(2, 8, 1024, 64, device="cuda", dtype=dtype) for _ in range(4))
     out, lse = sandbox.attention_forward(q, k, v)
@@ -299,18 +300,18 @@ def test_gpu_memory_beyond_inputs_and_results(kernel: Kernel) -> None:
     gradients = sandbox.attention_backward(dout, q, k, v, out, lse, kernel=kernel)
     beyond = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
     accumulator = any("dQ_accum" in entry.args for entry in kernel.entries)
-    counters = 64 + 2 * 8 * 1024 // 32 if kernel.scratch else 0  # of pieces, and two for each query tile of 64 rows
+    counters = 64 + 2 * 8 * 1024 // 32 if kernel.scratch else 0  # tile counters, and two per query tile of 64 rows
     rounded = 2 * 512  # delta and dQ_accum, to whole steps of the allocator
     assert beyond <= lse.nbytes + accumulator * 4 * q.numel() + 4 * counters + rounded
 
 
-# ---- streams, graphs, the other side
+# ---- streams, graphs, the other backend
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [*BACKWARD, None], ids=lambda kernel: kernel.name if kernel else "adds")
 def test_a_cuda_graph_captures_it(kernel: Kernel | None, adds: Kernel) -> None:
-    """Nothing waits for the device, and an accumulator is zeroed at each replay."""
+    """No call synchronises with the device, and an accumulator is zeroed at each replay."""
     kernel = kernel or adds
     dtype = getattr(torch, kernel.dtypes[0])
     given = [torch.from_numpy(x).cuda() for x in arrays(1, 2, 64, 64)]
@@ -329,7 +330,7 @@ def test_a_cuda_graph_captures_it(kernel: Kernel | None, adds: Kernel) -> None:
 
 @pytest.mark.gpu
 def test_the_callers_stream_is_honoured(adds: Kernel) -> None:
-    """Queued behind slow work on a side stream, the backward reads what that work writes, and zeroes no earlier."""
+    """After slow work on a side stream, the backward reads its results, and zeroes scratch only then."""
     given = [torch.from_numpy(x).cuda() for x in arrays(1, 2, 64, 64)]
     for kernel in (None, adds):
         expected = sandbox.attention_backward(*given, kernel=kernel)
@@ -353,7 +354,7 @@ def test_device_arrays_on_the_cpu_backend() -> None:
     close([x.cpu() for x in gradients], *given[:4])
 
 
-# ---- determinism and refusals
+# ---- determinism and error messages
 
 
 def refused(message: str, *args, error=sandbox.UnsupportedProblem, **options) -> None:
@@ -363,7 +364,7 @@ def refused(message: str, *args, error=sandbox.UnsupportedProblem, **options) ->
 
 
 def test_deterministic(adds: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the kernels, one that sums by atomics is not chosen, and named it is refused with one that is taken."""
+    """A kernel that sums with atomics is not selected. If it is requested, the error names a deterministic one."""
     given = arrays(1, 2, 5, 8)
     chosen = choose.choose_kernel(spec.Problem(1, 2, 5, 5, 8), "backward", None, deterministic=True)
     refused(f"adds is not deterministic: it sums by atomics, in any order; {chosen.name} does not", *given,
@@ -382,7 +383,7 @@ def test_deterministic(adds: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusals_name_the_value_and_the_remedy() -> None:
-    """As the forward's, and that dout, out and lse go with q."""
+    """As for the forward, and for dout, out and lse that do not match q."""
     dout, q, k, v, out, lse = given = arrays(2, 4, 9, 16)
     refused("dout has shape (2, 4, 9, 8): it must be (2, 4, 9, 16) to go with q", dout[..., :8], q, k, v, out, lse)
     refused("out has shape (2, 4, 8, 16): it must be", dout, q, k, v, out[:, :, :8], lse)

@@ -1,4 +1,4 @@
-"""The block map: right bit by bit, walked by in both directions, and seen to be, by what a false one does."""
+"""The block map: every bit is correct, forward and backward use it, and a wrong map changes the result."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FORWARD = {"fwd_mma": "BLOCK_M=64,BLOCK_N=64,SUB_N=32,WARPS=4,MIN_BLOCKS=2",
 BACKWARD = {"bwd_mma": "BLOCK_M=64,BLOCK_N=64,WARPS=4,MIN_BLOCKS=2", "bwd_wgmma": "BLOCK_M=64,BLOCK_N=128,STAGES=2"}
 S = 300
 DOC = (np.arange(S) // 128).astype(np.int32)
-# Whole tiles of 64, hidden or seen; the last is shorter.
+# Tiles of 64 are hidden or fully visible; the last is partial.
 DOCUMENTS = Score(mask="doc(i) == doc(j)", tensors={"doc": DOC})
-# No tile as a whole; of the later rows some columns of 16 keys, in tiles of which others are seen in part.
+# No tile is fully visible; in later rows some columns of 16 keys are visible in partly visible tiles.
 UNEVEN = Score(
     mask="part(i) == part(j) || (i >= 128 && j % 100 < 40)",
     tensors={"part": (np.arange(S) * 7 // 400).astype(np.int32)},
@@ -62,14 +62,14 @@ def test_every_bit(options: dict, device: Device) -> None:
 @pytest.mark.parametrize("score", [DOCUMENTS, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 def test_kernels_walk_by_it(name: str, score: Score, device: Device) -> None:
-    """Tiles that hold nothing, something and everything; among them rows that see nothing at all in a window. Of the
-    even ones the CPU backend takes one sampled."""
+    """Hidden, partly visible and fully visible tiles; with a window, some rows see no key. For the even map the CPU
+    backend runs one sampled case."""
     kernel = registry.get(name)
     plain = Problem(1, 2, S, S, 32, Hk=1, dtype="float16", score=score)
-    tried: list[dict] = [{"causal": "top-left"}, {"window": (70, 10)}, {"key_lengths": True, "B": 2, "alibi": (2,)}]
+    variants: list[dict] = [{"causal": "top-left"}, {"window": (70, 10)}, {"key_lengths": True, "B": 2, "alibi": (2,)}]
     if device == HOST and score is DOCUMENTS:
-        tried = [random.Random(f"{SEED} {name}").choice(tried)]
-    for options in tried:
+        variants = [random.Random(f"{SEED} {name}").choice(variants)]
+    for options in variants:
         problem = dataclasses.replace(plain, **options)
         inputs = "hidden" if "window" in options else "normal"
         result = check.verify(kernel, Case(f"block map {options}", problem, inputs), device)
@@ -89,7 +89,7 @@ def test_each_head_of_a_group_has_bits_of_its_own(name: str, sees_more: int, dev
 
 @pytest.mark.parametrize("name", ["fwd_wgmma", "bwd_wgmma"])
 def test_kernels_read_the_pairs_of_a_mask(name: str, device: Device) -> None:
-    """A bit each, of heads that differ, beside what ranges hide."""
+    """One bit per pair, with a mask per head and a window."""
     kernel = registry.get(name)
     problem = Problem(1, 2, S, S - 60, 32, Hk=1, dtype="float16", mask=(1, 2, S, S - 60), window=(170, 30))
     result = check.verify(kernel, Case("mask", problem), device)
@@ -98,7 +98,7 @@ def test_kernels_read_the_pairs_of_a_mask(name: str, device: Device) -> None:
 
 @pytest.mark.parametrize("name", ["block_map", "fwd_wgmma", "bwd_wgmma"])
 def test_pairs_that_are_not_written_are_not_read(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 512 keys that a row of the map sees whole, or that it and its neighbour do not see; one of them may."""
+    """Those of 512 keys that a row of the map sees fully, or that it and its neighbour do not see."""
     seen = np.random.default_rng(0).random((5, 3)) < 0.5
     mask = seen.repeat(64, 0)[:S].repeat(512, 1)[:, :1300]
     mask[70, 9] = ~mask[70, 9]
@@ -114,7 +114,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_what_it_hides_is_not_visited(name: str) -> None:
-    """The map of other documents on a mask that hides nothing: what comes out is the map's doing."""
+    """The map of DOCUMENTS with a mask that hides nothing: only the map determines the result."""
     q, k, v = drawn(1, 2, S, 32), drawn(1, 2, S, 32), drawn(1, 2, S, 32)
     told = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
     score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(told)
@@ -123,12 +123,12 @@ def test_what_it_hides_is_not_visited(name: str) -> None:
     true, true_lse = sandbox.reference.attention(q, k, v, score=DOCUMENTS)
     assert np.abs(out[:, :, :256] - true[:, :, :256]).max() < 2e-3
     assert np.abs(lse[:, :, :256] - true_lse[:, :, :256]).max() < 1e-3
-    assert np.isnan(out[:, :, 256:]).all()  # who sees NaN has it
+    assert np.isnan(out[:, :, 256:]).all()  # these rows see NaN
 
 
 def test_lists_of_many_tiles(device: Device) -> None:
-    """Of 16 keys, so that a piece's tiles take several lists in turn: all, none, one alone, few here and many there;
-    and more pieces than blocks."""
+    """Tiles of 16 keys, so that a work tile needs several tile lists: with all tiles, none, one, few or many; and more
+    work tiles than blocks."""
     if device != HOST and driver.device(device[1]).arch != (9, 0):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
     rows, tiles = 6, 107
@@ -164,7 +164,7 @@ def test_what_it_shows_whole_is_not_looked_up() -> None:
     every = np.full(Problem(1, 1, S, S, 32, score=DOCUMENTS).block_map, -1, np.int32)
     for name, tile in FORWARD.items():
         out, _ = sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(every), kernel=name, tile=tile)
-        # The last tile of keys ends beyond the last: fwd_mma asks the mask there too.
+        # The last key tile is partial: there fwd_mma evaluates the mask, too.
         seen = np.arange(S)[None] < (256 if name == "fwd_mma" else S)
         true, _ = sandbox.reference.attention(q, k, v, mask=(seen | (DOC[:, None] == DOC[None]))[None, None])
         assert np.abs(out - true).max() < 2e-3, name
@@ -203,7 +203,7 @@ def drawn_for(problem: Problem) -> tuple[np.ndarray, ...]:
     return drawn(B, H, problem.Sq, D), drawn(B, H, problem.Sk, D), drawn(B, H, problem.Sk, D)
 
 
-# What of the mask counts, the problem that a map is made for, others that it does not fit.
+# (mask, fields of the problem that a map is made for, fields of problems that it does not fit)
 OTHERS = {
     "Sk": ("j <= i + 30", {"Sk": S}, [{"Sk": S - 10}, {"Sk": S + 212}]),
     "Sq": ("j <= i + 30", {"Sq": S}, [{"Sq": S - 10}, {"Sq": S + 20}]),
@@ -216,7 +216,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("planned", [False, True], ids=["first", "after the right one"])
 def test_a_map_of_another_problem_is_refused(name: str, planned: bool) -> None:
-    """Rounded up to tiles most sizes have the same shape. Also where a plan with a map of that shape exists, by
+    """Even if the shape of the map, rounded up to tiles, fits. Also if a plan with a map of that shape exists, through
     PyTorch's operators, and from a pickle."""
     torch = pytest.importorskip("torch")
     mask, own, others = OTHERS[name]
@@ -241,7 +241,7 @@ def test_a_map_of_another_problem_is_refused(name: str, planned: bool) -> None:
 
 
 def test_what_the_mask_does_not_name_may_differ() -> None:
-    """One map for all batch entries and heads, and of padding for every number of queries."""
+    """One map serves all batch entries and heads; one of padding serves every number of queries."""
     for mask, sizes in (("j <= i + 30", {"B": 2, "H": 3}), ("j < 200", {"B": 2, "H": 3, "Sq": 70})):
         score = Score(mask=mask)
         given = score.with_blocks(sandbox.block_map(score, Problem(1, 1, S, S, 32)))
@@ -251,7 +251,7 @@ def test_what_the_mask_does_not_name_may_differ() -> None:
 
 
 def test_a_map_by_hand_goes_by_its_shape() -> None:
-    """Nobody knows what a copy was made for."""
+    """For a copy of a map, the original problem is unknown."""
     told = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
     assert DOCUMENTS.with_blocks(told).made_for == (1, 1, S, S)
     assert DOCUMENTS.with_blocks(told.copy()).made_for is None
@@ -270,7 +270,7 @@ def test_nothing_is_kept_of_maps_that_are_gone() -> None:
 
 
 def test_key_lengths_with_a_mask_that_names_Sk() -> None:
-    """Of one batch entry the shapes agree, and the map was made with all keys."""
+    """With one batch entry the shapes agree, but the map was made for all keys."""
     score = Score(mask="j >= Sk - 40")
     told = sandbox.block_map(score, Problem(1, 1, S, S, 32))
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
@@ -285,7 +285,7 @@ def test_key_lengths_with_a_mask_that_names_Sk() -> None:
 
 @pytest.mark.parametrize("kind", ["a row of a wider one", "every second", "Fortran's", "not aligned", "of int64"])
 def test_a_map_that_lies_otherwise_is_refused(kind: str) -> None:
-    """Kernels read it 16 bytes at a time, without strides."""
+    """Kernels read the map in units of 16 bytes, without strides."""
     sandbox.reload()
     told = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
     memory = np.empty(told.nbytes + 32, np.uint8)
@@ -304,7 +304,7 @@ def test_a_map_that_lies_otherwise_is_refused(kind: str) -> None:
 
 
 def test_the_compiler_carries_a_map() -> None:
-    """And the sizes that it was made for."""
+    """Together with the sizes that it was made for."""
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(x) for x in drawn_for(Problem(1, 2, S, S, 32)))
     sandbox.attention(q, k, v)

@@ -1,4 +1,4 @@
-"""Every kernel on single cases, each made for one fault: what the sweep tries in hundreds, found in a second."""
+"""Every kernel on single cases that each isolate one kind of fault: faster than the sweep's hundreds of cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_isolating_inputs(kernel: Kernel, case: Case, device: Device) -> None:
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"], ids=["all", "bottom-right", "top-left"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_groups(kernel: Kernel, causal, device: Device) -> None:
-    """h // group, h % Hk and h are three different things."""
+    """Cases in which h // group, h % Hk and h differ."""
     problems = (Problem(2, 4, 40, 33, D, Hk=2, dtype=dtype_of(kernel), causal=causal) for D in (48, 64))
     right(kernel, Case("groups", next(p for p in problems if not kernel.why_unsupported(p))), device)
 
@@ -55,7 +55,7 @@ LYING += [("bshd", 12)]  # some heads begin at a multiple of 16 bytes, all end b
 @pytest.mark.parametrize(("layout", "D"), LYING)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
-    """Wherever the inputs' rows lie; where they have gaps, the outputs' have others."""
+    """All layouts of the inputs. If their rows have gaps, those of the outputs have other gaps."""
     case = Case(layout, Problem(2, 4, 70, 45, D, Hk=2, dtype=dtype_of(kernel)), layout=layout)
     if kernel.why_unsupported(dataclasses.replace(case.problem, alignment=2 if layout == "unaligned" else 16)):
         assert check.verify(kernel, case, device).ok is None
@@ -65,15 +65,15 @@ def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
 
 @pytest.mark.parametrize(("D", "causal"), [(88, False), (120, "bottom-right")])
 def test_a_tile_in_shares(D: int, causal, device: Device) -> None:
-    """`fwd_mma` asks for the next tile's chunks beside its products: rows and columns that end within a tile."""
+    """`fwd_mma` interleaves the loads of the next tile with its products: with partial tiles of rows and columns."""
     problem = Problem(1, 2, 160, 250, D, Hk=1, dtype="float16", causal=causal)
     right(registry.kernels()["fwd_mma"], Case("shares", problem, layout="offset"), device)
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(32, 64), (96, 128), (8, 256)])
 def test_rows_of_o_that_are_wider_than_those_of_q(D: int, Dv: int, device: Device) -> None:
-    """O takes the place of Q in shared memory. With a single tile of keys and no mask a warp may have its rows of O
-    before another has read its rows of Q, which are where the wider ones of O go."""
+    """O reuses the shared memory of Q, and its rows are wider. With a single key tile and no mask, a warp may store its
+    rows of O before another warp has read its rows of Q at the same addresses."""
     problem = Problem(1, 2, 200, 30, D, Hk=1, Dv=Dv, dtype="float16")
     right(registry.kernels()["fwd_mma"], Case("Dv", problem), device)
 
@@ -82,7 +82,7 @@ BESIDE = {
     "a row before": "if (query_row == 0) O.row(b, h, -1)[0] = dtype(0.0f);",
     "a row after": "if (query_row + 1 == score.Sq) O.row(b, h, score.Sq)[0] = dtype(0.0f);",
     "a column after": "O.row(b, h, query_row)[HEAD_DIM] = dtype(0.0f);",
-    # which without a gap is the next row's first, and right again once that row is written
+    # without a gap this is the first element of the next row, which later overwrites it
     "a column between rows": "if (query_row + 1 < score.Sq) O.row(b, h, query_row)[HEAD_DIM] = dtype(0.0f);",
     "a number before": "if (query_row == 0 && b == 0 && h == 0) LSE[-1] = 0.0f;",
     "a number after": "LSE[gridDim.z * gridDim.y * score.Sq] = 0.0f;",
@@ -91,15 +91,15 @@ BESIDE = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_writes_outside_an_output_are_detected(beside: str, tmp_path: Path) -> None:
-    """A kernel whose outputs are right, and who writes something else as well."""
+    """A kernel with correct outputs that also writes outside of them."""
     kernel = registry.get("fwd_minimal")
     text, store = kernel.source.read_text(), "= total.lse;"
     assert text.count(store) == 1
     (tmp_path / "fwd_minimal.cu").write_text(text.replace(store, f"{store}\n    {BESIDE[beside]}"))
-    trespasser = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
+    faulty = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
     case = Case("offset", Problem(1, 2, 5, 5, 8), layout="offset")
     assert check.verify(kernel, case, HOST).message == ""
-    result = check.verify(trespasser, case, HOST)
+    result = check.verify(faulty, case, HOST)
     assert result.ok is False
     assert result.message == f"memory beside {'LSE' if 'number' in beside else 'O'} was written"
     assert result.error <= result.bound
@@ -109,8 +109,8 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a file there is ne
 
 
 def far_apart(x: Array, axis: int) -> Array:
-    """A copy whose batch entries or heads are more than 2^31 elements apart, or as many of its rows as a thread block
-    loads at a time; in a file that has only the pages that somebody wrote to."""
+    """A copy in which batch entries, heads, or groups of rows that a block loads at a time are more than 2^31 elements
+    apart. It is in a sparse file."""
     strides = [x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3], 1]
     strides[axis] = 2**31 + 4096 if axis < 2 else 2**28 + 4096
     extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
@@ -124,8 +124,8 @@ def far_apart(x: Array, axis: int) -> Array:
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_offsets_beyond_32_bits(kernel: Kernel, axis: int) -> None:
-    """More than 2^31 elements between what is near in a small problem, in all inputs. Needs no GPU."""
-    heads = (2, 2) if axis < 2 else (1, 1)  # a row of its own page takes its time
+    """Inputs with more than 2^31 elements between consecutive entries, heads or rows. Needs no GPU."""
+    heads = (2, 2) if axis < 2 else (1, 1)  # slow: each row has its own memory page
     problems = (Problem(*heads, 70, 70, D, dtype=dtype_of(kernel)) for D in (8, 16))
     case = Case("far", next(p for p in problems if not kernel.why_unsupported(p)))
     near = inputs_of(kernel.computes, case)

@@ -1,4 +1,4 @@
-"""fwd_decode_wgmma: few queries of many heads, one after the other."""
+"""fwd_decode_wgmma: few queries and many heads, with persistent blocks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("inputs", ["large", "hidden"])
 def test_persistent_blocks_process_several_work_tiles(rows: int, inputs: str, device: Device) -> None:
-    """Right, and how many a block has changes no bit: of 18 pieces with rows in two tiles, of nine else. With NaN
-    behind the mask too, for the next piece as for the first."""
+    """The results are correct, and the number of work tiles per block changes no bit: there are 18 if the rows need two
+    tiles, else nine. NaN behind the mask does not reach the next work tile of a block."""
     options = {"Dv": 72} if rows == 64 else {"key_lengths": inputs == "hidden", "sink": inputs == "large"}
     case = Case(inputs, dataclasses.replace(FEW, **options), inputs)
     given, found = inputs_of("forward", case), []
@@ -49,7 +49,7 @@ def test_persistent_blocks_process_several_work_tiles(rows: int, inputs: str, de
 
 
 def test_maxima_that_rise_from_tile_to_tile() -> None:
-    """Keys are walked from the last one on; where they grow towards the first, m is raised tile after tile."""
+    """Tiles are visited from the last key to the first. With keys that grow towards the first, every tile raises m."""
     rng = np.random.default_rng(0)
     shapes = ((1, 4, 5, 64), (1, 2, 400, 64), (1, 2, 400, 64))
     q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in shapes)
@@ -60,7 +60,7 @@ def test_maxima_that_rise_from_tile_to_tile() -> None:
 
 
 def test_heads_of_a_tile_have_their_own_options(device: Device) -> None:
-    """Slopes, sinks, a bias and a mask of each head, whose rows share a tile; some rows see no key."""
+    """Slopes, sinks, bias and mask per head, for heads whose rows share a tile; some rows see no key."""
     shape = (FEW.B, FEW.H, FEW.Sq, FEW.Sk)
     bias, mask = {"bias": shape, "softcap": 9.0}, {"mask": shape, "window": (90, 0)}
     for options in ({"alibi": (FEW.H,), "sink": True}, bias, mask):
@@ -70,7 +70,7 @@ def test_heads_of_a_tile_have_their_own_options(device: Device) -> None:
 
 
 def test_nan_stays_in_the_rows_that_see_it(device: Device) -> None:
-    """Of several heads in a tile, and of the piece that has it: the next one's rows are none of its business."""
+    """With several heads in a tile. The next work tile of the block is unaffected."""
     inputs = inputs_of("forward", Case("nan", FEW))
     inputs["V"][1, 2, 298] = np.nan  # seen by the last two queries
     inputs["K"][2, 0, 299, 3] = np.nan  # by the last
@@ -83,8 +83,8 @@ def test_nan_stays_in_the_rows_that_see_it(device: Device) -> None:
 
 
 def test_attention_chooses_it_where_heads_are_many() -> None:
-    """Of 16 packed rows where they are dealt out evenly; with as many rows in a tile as options leave room for, and, of
-    32, three stages where they are dealt out evenly."""
+    """With 16 packed rows if the work tiles divide evenly among the blocks. The tile has as many rows as the options
+    leave registers for; with 32 rows and an even division it has three stages."""
     of = lambda B, Sq, **options: Problem(B, 32, Sq, 8192, Hk=8, **{"D": 128, "dtype": "bfloat16", **options})  # noqa: E731
     found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(8, 32, causal="bottom-right"), of(64, 32, D=64),
              of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Dropout in every kernel: the elements that the reference keeps, the same ones each time."""
+"""Dropout in every kernel: it keeps the same elements as the reference, in every run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of
 
 DROPPED = Problem(1, 1, 1, 1, 64, dtype="float16", dropout=0.5)
-KERNELS = [  # those that are built with dropout
+KERNELS = [  # those that support dropout
     kernel
     for kernel in registry.kernels().values()
     if kernel.computes in ("forward", "backward")
@@ -34,7 +34,7 @@ def outputs(kernel: Kernel, problem: Problem, inputs: dict, device: Device) -> d
 
 
 def width(kernel: Kernel) -> int:
-    """A D that it takes with dropout."""
+    """A head dimension that the kernel supports with dropout."""
     return next(
         D for D in (64, 128) if not kernel.why_unsupported(Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[0], dropout=0.5))
     )
@@ -42,7 +42,7 @@ def width(kernel: Kernel) -> int:
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
 def test_each_element_is_kept_or_not_as_the_definition_says(kernel: Kernel, device: Device) -> None:
-    """Scores 0 and V the identity: O is P, a number of each element."""
+    """With scores 0 and V the identity, O is P."""
     p = 0.3
     for causal in (False, "top-left"):
         problem = Problem(2, 3, 70, 64, 64, dtype=kernel.dtypes[0], causal=causal, dropout=p)
@@ -57,7 +57,8 @@ def test_each_element_is_kept_or_not_as_the_definition_says(kernel: Kernel, devi
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_dropout_by_the_reference(kernel: Kernel, device: Device) -> None:
-    """Tails, groups and tiles at any place of the 16 x 16 blocks, with causality and a window."""
+    """Partial tiles, groups, and tiles at any offset in the 16 x 16 blocks of random numbers, causal and with a
+    window."""
     D = width(kernel)
     cases = (
         Problem(2, 2, 49, 83, D, Hk=1, dtype=kernel.dtypes[0], dropout=0.5),

@@ -24,15 +24,15 @@ from sandbox.verify.cases import Case, inputs_of, isolating_cases, make_inputs, 
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward"]
-# Compiled for: one of so many variants of each tile, and without a GPU one of ten times as many, and of so many tiles.
+# {arch: n}: one of n variants of each tile is compiled; without a GPU one of 10 n variants, and one of n tiles.
 ARCHS = {"sm_80": 1, "sm_89": 3, "sm_90a": 1, "sm_100a": 3, "sm_120": 3}
 SPILLS = {("fwd_block2d", "sm_100a"): 12}  # bytes, with some releases of NVRTC: docs/limits.md
 by_name = lambda kernel: kernel.name  # noqa: E731
 
 
 def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
-    """Every tile with head widths, dtypes and masks to compile it for, sampled: one of the 16-bit dtypes, which differ
-    in conversions alone, and few for architectures that differ little from others."""
+    """A sample of (problem, tile) to compile: one of the 16-bit dtypes, which differ only in conversions, and fewer
+    samples for architectures that are similar to others."""
     draw, target, found = random.Random(f"{SEED} {kernel.name} {arch_name}"), arch.parse(arch_name), []
     share = ARCHS[arch_name]
     for tile in kernel.tiles:
@@ -56,7 +56,7 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
 @pytest.mark.parametrize("arch_name", ARCHS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
-    """Registers are the scarce thing: a spill at a shipped tile is a mistake, on any architecture. Needs no GPU."""
+    """No shipped tile spills registers on any architecture. Needs no GPU."""
     chosen = variants(kernel, arch_name)
     assert chosen or kernel.why_unsupported(Problem(1, 1, 1, 1, 64, dtype=kernel.dtypes[-1]), arch.parse(arch_name))
     for p, tile in chosen:
@@ -64,7 +64,7 @@ def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> N
 
 
 def no_spills(kernel: Kernel, p: Problem, tile: Tile, arch_name: str) -> None:
-    """Compiles every entry, and fails where registers are spilled, the stack is used or the compiler warns."""
+    """Compiles every entry. Fails if registers are spilled, the stack is used or the compiler warns."""
     for compiled in pipeline.compile_problem(kernel, p, tile, arch_name):
         r, what = compiled.resources, f"{compiled.entry} {arch_name} {p} {tile}: {compiled.resources}"
         assert r.spill_stores <= SPILLS.get((kernel.name, arch_name), 0), what
@@ -75,8 +75,8 @@ def no_spills(kernel: Kernel, p: Problem, tile: Tile, arch_name: str) -> None:
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_no_default_tile_of_plain_problems_spills(kernel: Kernel, arch_name: str) -> None:
-    """The tile that `attention` uses, at the usual head widths, with and without a causal mask: all combinations, not a
-    sample, since a spill may be in one of them alone. NVRTC releases the GIL: compiled in threads."""
+    """The tile that `attention` uses, at D = 64, 128 and 256, with and without a causal mask: all combinations, because
+    only one of them may spill. NVRTC releases the GIL, so that threads compile in parallel."""
     target, found = arch.parse(arch_name), {}
     for D, causal in itertools.product((64, 128, 256), (False, "bottom-right")):
         problem = Problem(2, 16, 4096, 4096, D, dtype=dtype_of(kernel), causal=causal)
@@ -92,8 +92,8 @@ def test_no_default_tile_of_plain_problems_spills(kernel: Kernel, arch_name: str
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 @pytest.mark.parametrize("dtype", list(ITEMSIZE))
 def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
-    """Lengths, masks, groups, layouts, pointed inputs, options, ragged batches: everything `check` tries, where a GPU
-    tries it."""
+    """All cases of `check` on a GPU, a sample on the CPU backend: lengths, masks, groups, layouts, isolating inputs,
+    options, ragged batches."""
     cases = [case for case in sweep_cases(kernel) if case.problem.dtype == dtype]
     if device == HOST and cases:
         cases = drawn(kernel, dtype, cases)
@@ -109,17 +109,16 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
 
 
 def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
-    """What the CPU backend tries, since each head width and mask is a compilation.
+    """The cases for the CPU backend, a random sample: each head dimension and mask needs a compile.
 
-    Pointed cases, which `test_cases.py` tries in one dtype, in the others: every second one, those that the neighbour
-    leaves out. Of other plain ones the head widths whose turn it is in this dtype, so that each is tried in one, up to
-    three cases of each under one mask; two of many tiles of narrow heads, and two of the rest, of which
-    `test_scores.py` and `test_ragged.py` have more. By lot. Of a kernel for few problems three of all, of block
-    maps three that map something.
+    Isolating cases, which `test_cases.py` runs in one dtype, in the other dtypes: every second one, alternating between
+    dtypes. Cases without options: each head dimension in one of the dtypes, up to three cases with one mask. Also two
+    cases with many tiles and small D, and two with options or ragged batches, which `test_scores.py` and
+    `test_ragged.py` test further. For kernels in SELDOM three cases, for block maps three with a mask.
     """
     sample = random.Random(f"{SEED} {kernel.name} {dtype}")
     if kernel.computes == "block_map":
-        cases = [case for case in cases if case.problem.block_map]  # no other has anything to map
+        cases = [case for case in cases if case.problem.block_map]  # the others have no map
     if kernel.name in SELDOM or kernel.computes == "block_map":
         return sample.sample(cases, min(len(cases), 3))
     own, several = kernel.dtypes.index(dtype), len(kernel.dtypes)
@@ -139,7 +138,7 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
-    """Not the best tile only."""
+    """All tiles of the spec, not only the best."""
     for tile in kernel.tiles:
         masks: tuple[Causal, ...] = ("bottom-right", False)
         problems = [
@@ -152,7 +151,7 @@ def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
 
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
 def test_wide_heads_share_tiles_of_keys(causal: Causal, device: Device) -> None:
-    """fwd_mma's tile whose steps are a loop, which only problems larger than those of the sweep choose."""
+    """The tile of fwd_mma with a loop over steps, selected only for problems larger than those of the sweep."""
     kernel = registry.get("fwd_mma")
     tile = next(tile for tile in kernel.tiles if tile.WARPS == 8)
     for inputs, Sk, D in (("rising", 331, 256), ("inf_value", 130, 232)):
@@ -195,7 +194,7 @@ def test_stream_k_splits_the_last_wave(blocks: int, shape: tuple[int, ...], devi
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
 def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
-    """A race shows once in hundreds of runs; the CPU backend, whose order is fixed, needs few."""
+    """A race may appear once in hundreds of runs. The CPU backend has a fixed order and needs few."""
     case = Case("repeat", Problem(1, 2, 203, 131, 64, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right"))
     inputs = inputs_of(kernel.computes, case)
     tile = choose.choose_tile(kernel, case.problem, None)
@@ -209,10 +208,10 @@ def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 @pytest.mark.parametrize(("name", "D"), [("fwd_wgmma", 64), ("fwd_wgmma", 200), ("fwd_wgmma_fp8", 64)])
 def test_few_blocks_do_all_the_work(name: str, D: int, causal: Causal, device: Device) -> None:
-    """Blocks that stay on their SM: who takes which piece in which round, and over how many heads, changes no bit.
+    """The number of persistent blocks, and with it the assignment of work tiles and the head groups, changes no bit.
 
-    To one block alone heads are long, and stay apart. Of a wide head only half of O has room. Float8's pieces of 192
-    leave 64 rows of a head, which causal ones see few keys of."""
+    With one block, the heads are not grouped. With a large D, only half of O fits. With float8, the last of the 192-row
+    tiles of a head has 64 rows."""
     kernel, usual = registry.get(name), name == "fwd_wgmma"
     Sk = (200 if D == 64 else 100) if usual else 392
     problem = Problem(2, 3, 392, Sk, D, dtype="float16" if usual else "float8_e4m3", causal=causal)
@@ -232,7 +231,8 @@ def test_few_blocks_do_all_the_work(name: str, D: int, causal: Causal, device: D
 
 
 def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> None:
-    """Where it was measured, and there are more pieces than blocks; or by heads, where the host is the slower."""
+    """For problems where it was measured to be faster, with more work tiles than blocks; and `bwd_wgmma_head` where the
+    launch overhead dominates."""
     few = {"B": 1, "H": 4, "Hk": 4}
     window = {"Sq": 8192, "Sk": 8192, "window": (512, None)}
     short = Problem(32, 32, 512, 512, 64, dtype="float16", causal="bottom-right")
@@ -262,7 +262,7 @@ def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> N
 def test_the_deterministic_backward_in_serpentine_head_groups(
     D: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head a section, walked down, up and down: right, and how many pieces run at a time changes no bit."""
+    """One head per group, in serpentine order: correct, and the number of concurrent work tiles changes no bit."""
     kernel, problem = (
         registry.get("bwd_wgmma_deterministic"),
         Problem(1, 3, 150, 200, D, dtype="float16", causal="bottom-right"),
@@ -286,17 +286,17 @@ PLAIN = [
     for Sq, Sk in ((2049, 70), (260, 300), (300, 130), (70, 0), (60, 300))
     for causal in (False, "bottom-right")
 ]
-FEW_PIECES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"mask": (1, 1, 2049, 70)})]
+FEW_WORK_TILES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"mask": (1, 1, 2049, 70)})]
 
 
-@pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_PIECES, ids=str)
+@pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_WORK_TILES, ids=str)
 def test_the_first_block_stores_dq(
     Sq: int, Sk: int, options: dict, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some rows see no key, so that nobody comes. Scratch is ones before: where keys are hidden, rows of NaN are
-    computed anew, and rightly.
+    """The first block that adds to a dQ tile stores instead, so that no zeroing is needed: scratch is 1 before. Rows
+    without keys have no such block; rows with NaN behind a mask are recomputed.
 
-    Of two blocks at a time the CPU backend lets what is stored come when the other can do nothing more without it.
+    With two concurrent blocks, the CPU backend delays a store until the other block cannot continue without it.
     """
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
     filled = trial._filled
@@ -309,7 +309,7 @@ def test_the_first_block_stores_dq(
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
 def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> None:
-    """A masked value's P is 0, and 0 * NaN must not count."""
+    """P of a masked key is 0, and 0 * NaN must not reach O."""
     problem = Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right")
     q, k, v = make_inputs(Case("nan", problem))
     v[:, :, 40] = np.nan
@@ -324,7 +324,7 @@ def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> No
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "backward"], ids=by_name)
 def test_nan_stays_in_the_gradients_that_it_reaches(kernel: Kernel, device: Device) -> None:
-    """Of a query row, or its dO: that row of dQ, and of dK and dV the keys that it sees."""
+    """NaN in a query row, or in its dO, reaches that row of dQ, and dK and dV of the keys that it sees."""
     case = Case("nan", Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right"))
     tile = choose.choose_tile(kernel, case.problem, None)
     for name in ("Q", "dO"):
@@ -339,7 +339,7 @@ def test_nan_stays_in_the_gradients_that_it_reaches(kernel: Kernel, device: Devi
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_a_wrong_result_is_caught(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: with the scale forgotten, an element of any output left unwritten, or too large, it does."""
+    """`verify` fails with a wrong scale, an unwritten element of any output, or an element that is too large."""
     mask = (1, 1, 64, 64) if kernel.computes == "block_map" else ()  # nothing to map without
     case = Case("normal", Problem(1, 1, 64, 64, 64, dtype=kernel.dtypes[0], mask=mask))
     real = trial.launch
@@ -388,7 +388,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_driver_and_compiler_agree_on_resources(kernel: Kernel) -> None:
-    """Registers that the driver reports are those that the log says; so is occupancy, by our own rule."""
+    """The driver reports the registers of the compiler's log, and the occupancy that we compute."""
     from sandbox.launch import driver
 
     gpu = driver.device()
@@ -420,7 +420,7 @@ def test_program_name_is_the_source(tmp_path) -> None:
 
 
 def test_each_entry_is_compiled_by_its_name() -> None:
-    """One cubin holds them all."""
+    """One cubin has all entries."""
     for kernel in KERNELS:
         dtype = kernel.dtypes[0]
         compiled = [pipeline.compile(entry.name, D=64, dtype=dtype, arch="sm_90a") for entry in kernel.entries]
@@ -430,7 +430,7 @@ def test_each_entry_is_compiled_by_its_name() -> None:
 
 @pytest.mark.parametrize("arch_name", ["sm_75", "sm_80", "sm_89", "sm_90a", "sm_120", None])
 def test_a_tile_may_take_all_the_shared_memory_there_is(arch_name: str | None) -> None:
-    """And not a byte more; of several entries the one that takes most counts."""
+    """And no more; for several entries the maximum counts."""
     target = arch.parse(arch_name) if arch_name else None
     have = arch.limits(target).smem_per_block if target else arch.LARGEST_SMEM
     kernel, problem = registry.get("fwd_minimal"), Problem(1, 1, 64, 64, 64)

@@ -1,4 +1,4 @@
-"""Keys in pages, and keys that several blocks share: fwd_decode, and what the engine knows for it."""
+"""Paged keys and split-KV: fwd_decode, and the engine's support for it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def right(case: Case, device: Device, tile: Tile | None = None) -> None:
 
 
 def test_pages_sampled(device: Device) -> None:
-    """Shuffled, NaN in all that does not count, and no page where the table need not name one."""
+    """Shuffled pages, with NaN in all rows beyond the key length and invalid table entries for unused pages."""
     every = [*paged_problems(KERNEL, SEED, 20)]
     for name, problem in random.Random(SEED).sample(every, 4) if device == HOST else every:
         right(Case(name, problem), device)
 
 
 def test_pages_are_as_keys_in_a_row() -> None:
-    """The same bits, whatever the pages' size."""
+    """The same bits for every page size."""
     found = []
     for page_size in (0, 16, 160):
         problem = dataclasses.replace(PAGED, page_size=page_size, pages=0, key_lengths=True)
@@ -68,7 +68,7 @@ def test_splits(blocks: int, cluster: int, Sk: int, splits: int, device: Device)
 
 
 def by_lengths(lengths: np.ndarray, Sq: int, blocks: int, cluster: int = 1, **options: Any) -> tuple[Any, ...]:
-    """What keys of these numbers come to in so many blocks, and the truth. The last key counts for one alone."""
+    """The results with these key lengths and number of blocks, and the reference."""
     rng, most = np.random.default_rng(0), int(lengths.max(initial=1))
     shapes = ((4, Sq), (2, most), (2, most))
     q, k, v = (rng.standard_normal((len(lengths), *shape, 64)).astype(np.float16) for shape in shapes)
@@ -94,8 +94,8 @@ LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 @pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (7, 1), (264, 1), (7, 4)])
 @pytest.mark.parametrize("of", LENGTHS)
 def test_blocks_are_assigned_by_lengths(of: str, blocks: int, cluster: int) -> None:
-    """Each entry as it is alone: of no keys, of many among others of hardly any; more blocks than rounds, and fewer.
-    Teams are not dealt: as many for each."""
+    """Each batch entry has the result it has alone: with no keys, or with many keys among entries with few; with more
+    blocks than needed, and with fewer. Clusters are not assigned by length: each entry has the same number."""
     out, lse, expected, expected_lse = by_lengths(LENGTHS[of], 3, blocks, cluster)
     assert np.allclose(out, expected, atol=2e-3)
     assert np.allclose(lse, expected_lse, atol=1e-3)
@@ -126,7 +126,7 @@ def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None
 
 @pytest.mark.parametrize("options", [{"window": (60, 0)}, {"causal": True}], ids=["window", "causal"])
 def test_query_tiles_are_assigned(options: dict) -> None:
-    """Several of a key/value head, none of which sees all of the keys."""
+    """Several query tiles per key/value head, none of which sees all keys."""
     out, lse, expected, expected_lse = by_lengths(np.array([150, 0, 331, 7]), 21, 7, **options)
     assert np.allclose(out, expected, atol=2e-3)
     assert np.allclose(lse, expected_lse, atol=1e-3)
@@ -134,7 +134,7 @@ def test_query_tiles_are_assigned(options: dict) -> None:
 
 @pytest.mark.parametrize("of", ["splits", "lengths", "pages"])
 def test_float8(of: str, device: Device) -> None:
-    """V as halves, its columns in the order in which they come; numbers of its own for each head, and keys split."""
+    """V is converted to half, with its columns in memory order; descale per head, and split keys."""
     dtype, other = ("float8_e4m3", "float8_e5m2")[:: 1 if of == "pages" else -1]
     descale = ((2, 4), (2, 2), (1, 2)) if of in ("splits", "pages") else (1.0, 0.5, 2.0)
     problem = Problem(2, 4, 5, 352, 96, Hk=2, dtype=dtype, descale=descale, causal="bottom-right")
@@ -147,7 +147,7 @@ def test_float8(of: str, device: Device) -> None:
 
 
 def test_what_float8_is_read_by() -> None:
-    """As many bytes on their way as of 16 bits; chosen for few queries, as of 16 bits."""
+    """As many bytes in flight as with 16-bit keys; selected for few queries, as with 16-bit keys."""
     problem = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="float8_e4m3", descale=(1.0, 1.0, 1.0))
     paged, wide = dataclasses.replace(problem, page_size=16), dataclasses.replace(problem, D=256, Dv=256)
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in (problem, paged, wide)]
@@ -158,7 +158,7 @@ def test_what_float8_is_read_by() -> None:
 
 
 def test_twice_as_many_rows_where_they_are_narrow() -> None:
-    """Up to D = 64 of 16 bits, where many heads keep every multiprocessor busy."""
+    """Up to D = 64 with 16-bit keys, if there are enough heads for all multiprocessors."""
     few = Problem(16, 32, 32, 8192, 64, Hk=8, dtype="bfloat16", causal="bottom-right", key_lengths=True)
     others = (few, dataclasses.replace(few, D=72, Dv=72), dataclasses.replace(few, dtype="float8_e4m3"))
     chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in others]
@@ -166,7 +166,7 @@ def test_twice_as_many_rows_where_they_are_narrow() -> None:
 
 
 def test_assigned_blocks_fit_the_grid() -> None:
-    """What is dealt on the device never exceeds the grid: a part of every entry's last block may be empty."""
+    """The assignment on the device never exceeds the grid: part of every entry's last block may be empty."""
     rng = random.Random(SEED)
     (tile, *_) = KERNEL.tiles
     for _ in range(200):
@@ -212,7 +212,7 @@ def test_clusters() -> None:
 
 
 def test_attention_chooses_it_for_few_queries() -> None:
-    """And for none of the problems with many."""
+    """And not for problems with many queries."""
     few = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="bfloat16")
     many = [dataclasses.replace(few, Sq=Sq, causal="bottom-right") for Sq in (512, 4096)]
     chosen = [choose.choose_kernel(p, "forward", arch).name for arch in ((8, 0), (9, 0)) for p in (few, *many)]
@@ -220,7 +220,7 @@ def test_attention_chooses_it_for_few_queries() -> None:
 
 
 def test_a_tile_has_as_many_blocks_as_the_gpu_multiprocessors() -> None:
-    """Of what the spec ships; a tile that somebody gave stays as it is."""
+    """For tiles of the spec; an explicit tile is unchanged."""
     problem = Problem(1, 4, 1, 4096, 128, dtype="float16")
     assert choose.choose_tile(KERNEL, problem, (8, 0), multiprocessors=108).BLOCKS == 108
     assert choose.choose_tile(KERNEL, problem, (8, 0), KERNEL.tiles[0], multiprocessors=108) == KERNEL.tiles[0]
@@ -264,7 +264,7 @@ def test_gather_pages() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("Sk", [0, 1, 4097, 131072])
 def test_long_keys(Sk: int) -> None:
-    """Up to the longest that people ask for, in splits and in pages."""
+    """Up to very long contexts, with splits and with pages."""
     problem = Problem(1, 16, 2, Sk, 128, Hk=2, dtype="bfloat16", causal="bottom-right")
     right(Case("long", problem), ("cuda", 0))
     if Sk % 16 == 0:

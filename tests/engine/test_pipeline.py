@@ -1,4 +1,4 @@
-"""What a compiler has refused is compiled again once it is edited, in the same process, without a reload."""
+"""A source with a compile error is compiled again after an edit, in the same process, without a reload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBLEM = Problem(1, 1, 8, 8, 8)
 
 @pytest.fixture
 def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Kernel]:
-    """A kernel whose source and headers, in each place where one may lie, hold `TEXT`."""
+    """A function that returns a kernel, after appending text to its source or to one of its headers."""
     original = registry.get("fwd_minimal")
     (tmp_path / "include").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -76,7 +76,7 @@ def test_a_source_that_was_broken_and_then_fixed_is_loaded(
 
 
 def test_a_source_whose_headers_are_not_known_is_compiled_again(edited: Callable[[str, str], Kernel]) -> None:
-    """An #include whose name a macro computes: nothing says whether it was edited."""
+    """An #include whose name is a macro: an edit of the header cannot be detected."""
     computed = '#define HEADER "own.cuh"\n#include HEADER\n'
     broken = edited("source", computed + "#error broken\n")
     with pytest.raises(CompileError, match="#error broken"):

@@ -1,4 +1,4 @@
-"""Ragged batches on every kernel that takes them: each sequence as if it were alone, bit for bit."""
+"""Ragged batches with every kernel that supports them: each sequence has the same bits as alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYS = ("K", "V", "dK", "dV")
 
 
 def drawn(kernel: Kernel, seed: int) -> Problem:
-    """Lengths around the tiles', no row and one row among them."""
+    """Lengths around multiples of the tiles, including 0 and 1."""
     sample, tile = random.Random(seed), kernel.tiles[-1]
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
     lengths = [
@@ -83,7 +83,7 @@ def test_each_sequence_is_as_if_alone(kernel: Kernel, seed: int, device: Device)
 
 
 def test_a_third_consumer_changes_no_bit(device: Device) -> None:
-    """Of few blocks, which are dealt piece after piece; some consumers have no rows of their own, or other tiles."""
+    """With few blocks, each of which processes several work tiles; some consumers have no rows, or other tiles."""
     lengths = ((200, 200), (63, 300), (0, 7), (385, 385), (65, 1))
     problem = Problem(0, 2, 0, 0, 32, Hk=1, dtype="float16", lengths=lengths, causal="bottom-right")
     kernel, given = registry.get("fwd_wgmma"), inputs_of("forward", Case("consumers", problem))
@@ -95,7 +95,7 @@ def test_a_third_consumer_changes_no_bit(device: Device) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Device) -> None:
-    """Neighbours' rows share tiles: none may be multiplied, even by 0, nor move a maximum."""
+    """Tiles contain rows of neighbouring sequences: these must not be multiplied, even by 0, nor change a maximum."""
     lengths = ((33, 40), (70, 50), (1, 1), (20, 90))
     problem = Problem(0, 2, 0, 0, 32, Hk=1, dtype=kernel.dtypes[-1], lengths=lengths, causal="bottom-right")
     tile, given = chosen(kernel, problem, device), inputs_of(kernel.computes, Case("nan", problem))
@@ -119,7 +119,7 @@ def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Dev
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_sweep_of_ragged_batches(kernel: Kernel, device: Device) -> None:
-    """The first of each kind of lengths; `check` tries them all."""
+    """The first case of each kind of lengths; `check` runs all."""
     cases = list(ragged_cases(kernel))[: 3 if device == HOST else None]
     results = [check.verify(kernel, case, device) for case in cases]
     assert not [result for result in results if result.ok is False]
@@ -130,7 +130,7 @@ def test_sweep_of_ragged_batches(kernel: Kernel, device: Device) -> None:
     ("offsets", "said"), [((3, 40, 60), "begin with 0"), ((0, 50, 40), "falls"), ((0, 40, 99), "beyond")]
 )
 def test_offsets_that_make_no_sense(offsets: tuple[int, ...], said: str, device: Device) -> None:
-    """An error on the CPU backend; a GPU touches nothing outside of the tensors, whose borders are looked at."""
+    """An error on the CPU backend. On a GPU, nothing outside of the tensors is written."""
     problem = Problem(0, 1, 0, 0, 32, lengths=((40, 40), (20, 20)))
     for kernel in (registry.get("fwd_minimal"), registry.get("fwd_block2d")):
         given = inputs_of("forward", Case("offsets", problem))
@@ -164,7 +164,7 @@ trial.launch(kernel, tile, problem, given, ("cuda", 0))
     [((0, 40, 60), ""), ((3, 40, 60), "begin with 0"), ((0, 50, 40), "falls"), ((0, 9, 99), "beyond")],
 )
 def test_checked_kernels_say_what_is_wrong_with_offsets(name: str, offsets: tuple[int, ...], said: str) -> None:
-    """Apart, since the GPU's context is lost."""
+    """In a separate process, because the CUDA context is lost."""
     environment = {**os.environ, "SANDBOX_CHECKED": "1"}
     command = [sys.executable, "-c", CHECKED, name, repr(offsets)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -173,7 +173,7 @@ def test_checked_kernels_say_what_is_wrong_with_offsets(name: str, offsets: tupl
 
 
 def test_the_tile_counter_is_cleared_at_each_launch() -> None:
-    """Whatever the counter's memory held."""
+    """Independent of the previous value in its memory."""
     kernel, problem = (
         registry.get("fwd_wgmma"),
         Problem(0, 2, 0, 0, 32, dtype="float16", lengths=((300, 300), (70, 70))),
@@ -207,8 +207,8 @@ def test_the_tile_counter_is_cleared_at_each_launch() -> None:
 def test_launch_order_of_entries(
     name: str, lengths: Any, wanted: dict[str, bool], zeroed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What finds pieces, or clears their counter, before all others; who may begin early does, beside the one before,
-    but nobody beside what others have launched."""
+    """Entries that list work tiles or clear the tile counter are first. Entries with programmatic launch overlap with
+    the preceding entry, but the first one does not overlap with earlier work of the stream."""
     kernel, (B, S) = registry.get(name), (0, 0) if lengths else (2, 70)
     problem = Problem(B, 2, S, S, 96, dtype="float16", lengths=lengths)
     given = inputs_of(kernel.computes, Case("when", problem))
@@ -227,12 +227,12 @@ def test_launch_order_of_entries(
 def test_a_kernel_that_does_not_take_them_says_so() -> None:
     problem = Problem(0, 1, 0, 0, 64, dtype="float16", lengths=((5, 5),))
     for kernel in registry.kernels().values():
-        assert kernel.ragged or "ragged batches are not built" in (kernel.why_unsupported(problem) or "")
+        assert kernel.ragged or "ragged batches are not" in (kernel.why_unsupported(problem) or "")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_tile_has_its_number(seed: int) -> None:
-    """The numbers that include/seqlen.cuh gives to tiles: enough for each sequence, and no more than the grid has."""
+    """The tile numbers of include/seqlen.cuh: enough for each sequence, and no more than the grid has."""
     sample = random.Random(seed)
     lengths = [sample.choice((0, 1, sample.randrange(300))) for _ in range(sample.randrange(1, 9))]
     problem, size = Problem(0, 1, 0, 0, 8, lengths=tuple((n, n) for n in lengths)), sample.choice((16, 64, 192))
@@ -284,7 +284,7 @@ extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_work_tile_is_scheduled_once_and_long_ones_first(run_cuda: Callable[..., None], seed: int) -> None:
-    """Query tiles by the last key that they see, key tiles by how many queries see them."""
+    """Query tiles are ordered by the last key that they see, key tiles by the number of queries that see them."""
     sample, of_keys = random.Random(seed), seed >= 5
     M, N, H = sample.choice((16, 64)), sample.choice((16, 48)), sample.choice((1, 4, 16))
     causal: Any = sample.choice((False, "bottom-right", "top-left"))

@@ -1,4 +1,4 @@
-"""Every option of a score, in every kernel: compiled without spills, and right, drawn sampled where there are many."""
+"""Every score option in every kernel: compiled without spills, and correct; large sets of cases are sampled."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def sample(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_options_sampled(kernel: Kernel, device: Device) -> None:
-    """SANDBOX_SEED=N draws the lot of an earlier run again."""
+    """SANDBOX_SEED=N repeats the sample of an earlier run."""
     for what, problem, inputs in sample(kernel, 2 if device == HOST else 40):
-        if kernel.why_unsupported(problem):  # a width that it is not built for
+        if kernel.why_unsupported(problem):  # an unsupported head dimension
             continue
         # Of one key dS is 0, and what is left is how O, of which delta is made, was rounded: no bound knows that.
         if problem.dropout and problem.Sq == 1 and kernel.computes == "backward":
@@ -69,7 +69,8 @@ def test_options_sampled(kernel: Kernel, device: Device) -> None:
 @pytest.mark.parametrize("more", OF_FLOAT8, ids=["heads", "float32", "of two kinds", "all"])
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if {*k.dtypes} == {*FLOAT8}], ids=by_name)
 def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
-    """Descale in each form, a V of the other type, and what O may be; each with some option, on several tiles."""
+    """Descale in each form, V of the other float8 type, and each dtype of O; each with another option, on several
+    tiles."""
     problem = Problem(2, 4, 140, 170, 48, Hk=2, dtype=kernel.dtypes[OF_FLOAT8.index(more) % 2], causal="bottom-right")
     result = check.verify(kernel, Case("float8", dataclasses.replace(problem, **more(problem))), device)
     assert result.ok, result
@@ -78,14 +79,14 @@ def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
 @pytest.mark.parametrize("target", spills.TARGETS)
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
 def test_no_option_spills(kernel: Kernel, target: str) -> None:
-    """Of every tile with every option alone two sampled. What may spill: docs/limits.md."""
+    """For every tile and single option, two sampled cases. docs/limits.md lists what may spill."""
     jobs = [job for job in spills.jobs(kernel, target) if (kernel.name, job.option) not in spills.MAY]
     for job in random.Random(f"{SEED} {kernel.name} {target}").sample(jobs, min(2, len(jobs))):
         assert spills.spilled(job) == [], f"SANDBOX_SEED={SEED}"
 
 
 def test_the_hopper_backward_takes_tiles_of_a_bias(device: Device) -> None:
-    """Of each head of a group, and of all; beside a softcap, and rows and keys that end within a tile."""
+    """A bias per head of a group, and one for all heads; with a softcap, and with partial tiles of rows and keys."""
     for name, H, softcap in (("bwd_wgmma", 2, 0.0), ("bwd_wgmma_deterministic", 1, 3.0)):
         plain = Problem(1, 2, 70, 136, 72, Hk=1, dtype="float16", causal="bottom-right")
         problem = dataclasses.replace(plain, bias=(1, H, 70, 136), softcap=softcap)
@@ -94,7 +95,8 @@ def test_the_hopper_backward_takes_tiles_of_a_bias(device: Device) -> None:
 
 
 def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
-    """Its columns up to k's width are zeros, and nobody writes them: a row of dV ends where the next begins."""
+    """Columns of V up to k's head dimension are read as zeros, and those of dV are not written: they would overlap the
+    next row."""
     problem = Problem(1, 2, 140, 152, 192, Hk=1, dtype="bfloat16", causal="bottom-right", Dv=104)
     result = check.verify(registry.kernels()["bwd_wgmma"], Case("Dv", problem), device)
     assert result.ok, result
@@ -103,7 +105,7 @@ def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
 @pytest.mark.parametrize("D", [128, 256])
 @pytest.mark.parametrize("names", ["softcap + left window", "alibi + mask", "score + dropout"])
 def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
-    """In the Hopper backward, whose consumers divide a tile in another way at each width."""
+    """In the Hopper backward, whose consumers divide a tile differently for each head dimension."""
     kernel = registry.kernels()["bwd_wgmma"]
     problem = asked(
         tuple(names.split(" + ")), Problem(1, 2, 140, 150, D, Hk=1, dtype="bfloat16", causal="bottom-right")
@@ -114,7 +116,7 @@ def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
 
 @pytest.mark.parametrize("option", ["window", "right window", "lengths"])
 def test_a_wide_tile_of_ranges(option: str, device: Device) -> None:
-    """The one of 256 columns that does not spill with them."""
+    """The tile for D = 256 that does not spill with windows and key lengths."""
     tile = Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=16, WARPS=8, MIN_BLOCKS=1)
     plain = Problem(1, 2, 190, 210, 256, Hk=1, dtype="bfloat16")
     case = Case(option, dataclasses.replace(plain, **spills.ALONE[option](plain)))
@@ -128,14 +130,15 @@ FEW_BLOCKS = [Tile(BLOCK_M=192, BLOCK_N=32, STAGES=2, BLOCKS=3), Tile(BLOCK_M=12
 @pytest.mark.parametrize("tile", FEW_BLOCKS, ids=str)
 @pytest.mark.parametrize("names", ["left window", "window", "alibi", "alibi + left window", "Dv"])
 def test_warpgroups_skip_tiles_that_only_others_see(names: str, tile: Tile) -> None:
-    """Of a piece's tiles some come before a warpgroup's first, and some after its last: turns are passed on."""
+    """Some key tiles of a work tile are before a warpgroup's n_block range, and some after it: the ping-pong order is
+    kept."""
     kernel = registry.kernels()["fwd_wgmma"]
     problem = asked(tuple(names.split(" + ")), Problem(1, 2, 450, 520, 32, dtype="float16", causal="bottom-right"))
     assert check.verify(kernel, Case(names, problem), HOST, tile).ok
 
 
 C, TILE = "bottom-right", Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=2)
-# Rows end within a piece; keys are fewer than rows, which see none then, or more; windows from one key to all of them.
+# Rows end within a work tile; fewer keys than rows, so that some rows see none, or more; windows from one key to all.
 WINDOWS = {
     "causal": (Problem(1, 4, 450, 700, 32, Hk=2, dtype="float16", causal=C, window=(300, 0)), TILE),
     "both sides": (Problem(2, 1, 450, 520, 32, dtype="float16", window=(330, 30), sink=True), TILE),
@@ -157,7 +160,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_warpgroups_of_a_window_begin_together(name: str, device: Device) -> None:
-    """Where the ring has stages to spare. The CPU backend takes the first two and one sampled."""
+    """If the pipeline has spare stages. The CPU backend runs the first two cases and a sampled one."""
     kernel, (problem, tile) = registry.get("fwd_wgmma"), WINDOWS[name]
     if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
@@ -172,7 +175,7 @@ SHAPES = [(2, 4, 40, 70), (1, 4, 40, 70), (2, 1, 1, 70), (1, 1, 40, 1), (1, 4, 1
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, ...], device: Device) -> None:
-    """In any shape, the same bits each time."""
+    """For every shape, with the same bits each time."""
     kernel = registry.kernels()["bwd_minimal"]
     problem = Problem(2, 4, 40, 70, 24, Hk=2, causal="bottom-right", bias=shape, softcap=3.0)
     case = Case("bias", problem)
@@ -186,7 +189,7 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
 @pytest.mark.parametrize("name", ["mask", "key_lengths"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_nan_in_hidden_keys_reaches_no_result(kernel: Kernel, name: str, device: Device) -> None:
-    """Also where a kernel begins again, row by row."""
+    """Also in the non-finite fallback."""
     problem = asked((name,), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0]))
     if reason := kernel.why_unsupported(problem):
         pytest.skip(reason)
@@ -228,7 +231,7 @@ def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "forward"], ids=by_name)
 def test_a_row_whose_bias_is_minus_infinity(kernel: Kernel, device: Device) -> None:
-    """As if it saw no key; the other rows of its tile know nothing of that."""
+    """The row has the result of a row without keys; other rows of its tile are unaffected."""
     problem = Problem(1, 1, 40, 170, 64, dtype=kernel.dtypes[0], bias=(1, 1, 40, 170))
     given = inputs_of("forward", Case("bias", problem))
     given["bias"][:, :, 2] = -np.inf
@@ -255,7 +258,7 @@ def test_a_bias_with_strides_between_keys_is_refused() -> None:
 
 
 def test_a_mistake_in_an_expression_shows_where(own_cache: object) -> None:
-    """By column; NVRTC shows the expression, too, with a mark below it."""
+    """With its column; NVRTC also shows the expression, with a caret below it."""
     kernel = registry.kernels()["fwd_minimal"]
     problem = Problem(1, 1, 4, 4, 8, score=Score("x + slop(h)", tensors={"slope": TensorLike((1,), "float32")}))
     tile = choose.choose_tile(kernel, problem, None)

@@ -1,7 +1,8 @@
-"""Every kernel at head widths of q and k (D) and of v (Dv) that are multiples of 8, with either of them the wider one.
+"""Every kernel with head dimensions D and Dv that are multiples of 8, with D < Dv and D > Dv.
 
-Without a GPU under the address sanitizer of the CPU backend: a few pairs, drawn, or with SANDBOX_WIDTHS=all every one
-(some hours of a core; `-n` divides them). On a GPU every pair is launched without a sanitizer and verified.
+Without a GPU they run under the address sanitizer of the CPU backend: a random sample of pairs, or every pair with
+SANDBOX_WIDTHS=all (several hours on one core; use `-n`). On a GPU every pair is launched without a sanitizer and
+verified.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from sandbox.verify.sanitize import launch_on_host
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes != "block_map"]
 WIDTHS = range(8, 257, 8)
-# Always tried: bwd_mma pads the columns of dQ where v is wide, of which its scratch knew nothing.
+# Always included: bwd_mma pads the columns of dQ for a large Dv, which its scratch once did not account for.
 ALWAYS = {"bwd_mma": [(16, 128)]}
 by_name = lambda kernel: kernel.name  # noqa: E731
 
 
 def problem(kernel: Kernel, D: int, Dv: int) -> Problem:
-    """Several blocks and lengths that no tile divides, or a single tile of keys; dtype and mask are drawn."""
+    """Several blocks and partial tiles, or a single key tile; dtype and mask are random."""
     draw = random.Random(f"{SEED} {kernel.name} {D} {Dv}")
     Sk, causal = draw.choice((127, 30)), draw.choice((False, "bottom-right", "top-left"))
     return Problem(1, 2, 130, Sk, D, Hk=1, Dv=Dv, dtype=draw.choice(kernel.dtypes), causal=causal)
 
 
 def taken(kernel: Kernel, D: int | None, device: Device = HOST) -> Iterator[tuple[Problem, Tile]]:
-    """The problems of one width D, or of all, that the kernel takes, each with its default tile."""
+    """The supported problems with head dimension D, or with all, each with its default tile."""
     for pair in itertools.product(WIDTHS if D is None else (D,), WIDTHS):
         with contextlib.suppress(UnsupportedProblem):
             p = problem(kernel, *pair)
@@ -49,7 +50,7 @@ def taken(kernel: Kernel, D: int | None, device: Device = HOST) -> Iterator[tupl
 
 
 def drawn(kernel: Kernel) -> list[tuple[Problem, Tile]]:
-    """One problem, of different widths if the kernel takes such, and those of ALWAYS."""
+    """One problem, with D != Dv if the kernel supports it, and those of ALWAYS."""
     every = [*taken(kernel, None)]
     sides = ([pair for pair in every if sign * (pair[0].Dv - pair[0].D) > 0] for sign in (1, -1))
     draw, differ = random.Random(f"{SEED} {kernel.name}"), [side for side in sides if side]  # the wider one by a coin
@@ -74,7 +75,7 @@ def test_widths_on_a_gpu(kernel: Kernel, D: int) -> None:
 
 
 def verified(kernel: Kernel, D: int, device: Device) -> None:
-    """Compiled side by side first, which takes most of the time."""
+    """Compiles all pairs in parallel first, which takes most of the time, and verifies them."""
     pairs = [*taken(kernel, D, device)]
     with ThreadPoolExecutor() as pool:
         [*pool.map(lambda pair: pipeline.load(kernel, pair[1], pair[0], device), pairs)]
@@ -83,7 +84,7 @@ def verified(kernel: Kernel, D: int, device: Device) -> None:
 
 
 def test_sums_of_dq_have_room_for_every_tile() -> None:
-    """Of bwd_mma, whichever legal tile is given: the number of warps decides how far columns are padded."""
+    """For every legal tile of bwd_mma: the number of warps determines the padding of columns."""
     kernel = registry.get("bwd_mma")
     for D, Dv, M, N, warps in itertools.product(
         (8, 16, 32, 64, 128), (8, 64, 128), (16, 32, 64, 128), (64, 128), (4, 8)

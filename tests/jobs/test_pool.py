@@ -1,4 +1,4 @@
-"""A fleet: a job that takes its worker with it costs that job alone, in this round and in the next."""
+"""The worker pool: a job that ends its worker affects no other job, in this call of `map` or the next."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def pool() -> Iterator[WorkerPool]:
 
 def results(pool: WorkerPool, *jobs: str) -> dict[str, Any]:
     found = {job[0]: result for job, result in pool.map(doing, [(job,) for job in jobs])}
-    time.sleep(0.5)  # the threads of this round have ended
+    time.sleep(0.5)  # until the threads of this call have ended
     return found
 
 
-def test_after_a_crash_the_next_round_finds_its_workers_alive(pool: WorkerPool) -> None:
-    """Linux ends a child with the thread that started it: a fresh worker must not be a round's own."""
+def test_workers_survive_the_call_in_which_another_crashed(pool: WorkerPool) -> None:
+    """Linux ends a child with the thread that started it: a thread of this call must not start the new worker."""
     first = results(pool, "crash", "a")
     assert isinstance(first["crash"], WorkerDied)
     assert first["a"] == "a"

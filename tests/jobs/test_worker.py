@@ -1,4 +1,4 @@
-"""The worker: whatever a job does to its process, the next job finds one that works, and none is left behind."""
+"""The worker: whatever a job does to its process, the next job has a working one, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sandbox.jobs.worker import ReportStage, Worker, WorkerDied
 
 
 def work(job: str, at: ReportStage) -> tuple[Any, bool]:
-    """One of the things that can happen to a process."""
+    """Does what the name of the job says."""
     at("working", 0.5 if job == "endless" else 60.0)
-    if job.startswith("endless "):  # says so to whoever reads that pipe
+    if job.startswith("endless "):  # reports through the named pipe
         Path(job.removeprefix("endless ")).write_text("begun")
     if job.startswith("endless"):
         while True:
@@ -109,7 +109,7 @@ def test_much_that_it_prints(worker: Worker) -> None:
 
 @pytest.mark.parametrize("job", ["floods", "floods from a child"])
 def test_one_that_prints_without_end_is_ended(worker: Worker, job: str, tmp_path: Path) -> None:
-    """At the cap, which the message names; what it began with is kept, and nothing is on the disk."""
+    """At the limit, which the message contains. The start of the output is kept, and no file is written."""
     first, _ = worker.do("a")
     with pytest.raises(WorkerDied, match=r"^it printed more than 16 MiB and was ended") as died:
         worker.do(job)
@@ -121,7 +121,7 @@ def test_one_that_prints_without_end_is_ended(worker: Worker, job: str, tmp_path
 
 
 def test_it_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even while it works: its owner may be killed."""
+    """Not even during a job: its owner may be killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     worker = Worker(work)
@@ -142,20 +142,20 @@ def test_its_children_end_with_it(worker: Worker) -> None:
 
 
 def test_a_job_of_a_closed_worker_raises() -> None:
-    """A job in another thread, as in a fleet that is interrupted."""
-    worker, told = Worker(work), []
+    """A job in another thread, as in a pool that is interrupted."""
+    worker, messages = Worker(work), []
 
     def wait() -> None:
         try:
             worker.do("forever")
         except WorkerDied as death:
-            told.append(str(death))
+            messages.append(str(death))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     worker.close()
     waiting.join(30)
-    assert told == ["it was ended"]
+    assert messages == ["it was ended"]
 
 
 OWNER = """
@@ -196,11 +196,11 @@ def gone(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Waits for it, as long as a minute."""
+    """Whether the process ends within a minute."""
     try:
-        watched = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    ended, _, _ = select.select([watched], [], [], 60)
-    os.close(watched)
+    ended, _, _ = select.select([pidfd], [], [], 60)
+    os.close(pidfd)
     return bool(ended)

@@ -1,4 +1,4 @@
-"""Several calls of a driver as one launch: addresses and stream reach each, and what fails is named."""
+"""Several driver calls as one launch: addresses and stream reach each call, and a failing call is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sandbox.launch.calls import Call, launch_sequence, refill
 
 
 def test_addresses_go_where_they_belong() -> None:
-    """To several places, to one, to none; as many as there are, no more and no less."""
+    """To several slots, to one, or to none. The number of addresses must match."""
     slots = [[ctypes.c_uint64(), ctypes.c_void_p()], [], [ctypes.c_void_p()]]
     fill = refill(slots)
     fill((1 << 63, 5, 7))
@@ -24,7 +24,7 @@ def test_addresses_go_where_they_belong() -> None:
 
 
 class Driver:
-    """Keeps what it is called with, and gives the status that it is told to."""
+    """Records its calls, and returns the statuses in `status`."""
 
     def __init__(self) -> None:
         self.slot, self.status = ctypes.c_void_p(), {"first": 0, "second": 0}
@@ -56,7 +56,7 @@ def test_threads_do_not_change_each_others_arguments() -> None:
 
     def call() -> int:
         before = slot.value
-        time.sleep(0)  # others may run
+        time.sleep(0)  # lets other threads run
         found.append(before == slot.value)
         return 0
 
@@ -71,11 +71,11 @@ def test_threads_do_not_change_each_others_arguments() -> None:
 
 
 def test_a_failed_call_goes_to_the_fallback_whose_exception_ends_the_launch() -> None:
-    """With its status, before the calls after it; where nothing may be tried, without one."""
-    driver, asked = Driver(), []
+    """With its status, before the following calls; without direct calls, with None."""
+    driver, failed = Driver(), []
 
     def fallback(call: Call, status: int | None) -> None:
-        asked.append((call.about, status))
+        failed.append((call.about, status))
         if status == 700:
             raise RuntimeError(call.about)
 
@@ -85,8 +85,8 @@ def test_a_failed_call_goes_to_the_fallback_whose_exception_ends_the_launch() ->
     driver.status["first"] = 700
     with pytest.raises(RuntimeError, match="first"):
         launch((16,))
-    assert asked == [("first", 201), ("first", 700)]
+    assert failed == [("first", 201), ("first", 700)]
     assert [name for name, *_ in driver.called] == ["first", "second", "first"]
-    asked.clear()
+    failed.clear()
     launch_sequence(driver.calls(), [[driver.slot]], False, fallback)((16,))
-    assert asked == [("first", None), ("second", None)]
+    assert failed == [("first", None), ("second", None)]

@@ -1,4 +1,4 @@
-"""Arrays of every library, seen without a copy; refusals that name the value."""
+"""Views of arrays of every library, without a copy; error messages that contain the value."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_views_share_memory(cut, wrap) -> None:
 
 
 def test_extent() -> None:
-    """The reach of a view, negative strides and broadcasts among them."""
+    """The extent of a view, also with negative strides and broadcasts."""
     x = np.zeros((4, 5, 6), np.float32)
     assert dlpack.view(x).extent() == (0, 120)
     assert dlpack.view(x[1:3, ::2]).extent() == (0, 30 + 24 + 6)
@@ -62,7 +62,7 @@ def test_extent() -> None:
 
 
 def test_alignment() -> None:
-    """What the address of every row is a multiple of: the first one's, and the steps to the others."""
+    """The alignment of every row: of the first one's address, and of the strides."""
     memory = np.zeros(4096 + 8, np.float16)
     whole = memory[-memory.ctypes.data % 16 // 2 :][:4096].reshape(4, 4, 16, 16)
     for view, alignment in (
@@ -74,7 +74,7 @@ def test_alignment() -> None:
 
 
 def test_what_a_tensor_map_takes() -> None:
-    """No step back, and no row that is many; where there is one row or head, its stride is nothing."""
+    """No negative strides and no broadcast rows. The stride of a single row or head does not matter."""
     x = np.zeros((2, 3, 4, 8), np.float16)
     for taken in (x, x[:, ::2], x.swapaxes(1, 2), np.broadcast_to(x[:1], x.shape), x[:, :, 3:2:-1], x[:, :, :0]):
         assert dlpack.view(taken).mappable
@@ -84,14 +84,14 @@ def test_what_a_tensor_map_takes() -> None:
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_dtypes(name: str) -> None:
-    """bfloat16 comes from ml_dtypes in NumPy, and from PyTorch."""
+    """bfloat16 of ml_dtypes in NumPy, and of PyTorch."""
     assert dlpack.view(np.zeros(3, dlpack.numpy_dtype(name))).dtype == name
     assert dlpack.view(torch.zeros(3, dtype=getattr(torch, name))).dtype == name
     assert dlpack.numpy_dtype("bfloat16") == ml_dtypes.bfloat16
 
 
 def test_a_subclass_is_of_its_library() -> None:
-    """torch.nn.Parameter is a PyTorch array."""
+    """torch.nn.Parameter belongs to PyTorch."""
     assert dlpack.library_of(torch.nn.Parameter(torch.zeros(2))).name == "PyTorch"
 
 
@@ -115,21 +115,21 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_refusals_name_the_value(make, message: str) -> None:
-    """One clear exception at the door."""
+    """Each unsupported array raises UnsupportedProblem."""
     with pytest.raises(UnsupportedProblem) as refusal:
         dlpack.view(make())
     assert message in str(refusal.value)
 
 
 class Old(Capsule):
-    """Of before the protocol's versions."""
+    """An array with the protocol before versions."""
 
     def __dlpack__(self, stream=None):
         return self.array.__dlpack__()
 
 
 def test_capsules_of_either_protocol() -> None:
-    """The newer one is asked for, since it alone says read-only; its own major version alone is read."""
+    """The newer protocol is requested, because only it can mark read-only arrays. Only its major version 1 is read."""
     array = np.arange(6, dtype=np.float32)
     assert dlpack.view(Old(array)).pointer == array.ctypes.data
     array.flags.writeable = False
@@ -151,7 +151,7 @@ def test_capsules_of_either_protocol() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["torch", "cupy", "dlpack"])
 def test_gpu_views(library: str) -> None:
-    """The same on the device; a capsule asks its producer for the default stream."""
+    """The same on the GPU; capsules are requested for the default stream."""
     cupy = pytest.importorskip("cupy")
     x = cupy.arange(2 * 3 * 6 * 8, dtype=cupy.float32).reshape(2, 3, 6, 8)[:, :, 1:].swapaxes(1, 2)
     array = {"torch": lambda: torch.from_dlpack(x), "cupy": lambda: x, "dlpack": lambda: Capsule(x)}[library]()

@@ -1,4 +1,4 @@
-"""The driver: absent, it says so at once; present, it launches what it is told and names what fails."""
+"""The driver: without a GPU it fails immediately; with one, launches and their error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sandbox.toolchain import nvrtc
 
 @pytest.mark.skipif(driver.available(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
-    """In a fresh process: GpuUnavailable with what is missing, in under 0.2 s, and no import of CUDA packages."""
+    """In a new process: GpuUnavailable with the missing part, in under 0.2 s, without importing CUDA packages."""
     code = """
 import sys, time
 from sandbox import GpuUnavailable
@@ -41,7 +41,7 @@ assert "cuda.bindings" not in sys.modules
     [(100, "finds no GPU"), (3, "forked process"), (803, "cuInit returned 803")],
 )
 def test_a_driver_that_does_not_start(status: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each status of cuInit has its sentence."""
+    """Each status of cuInit has its own message."""
 
     class Broken:
         def __init__(self, name: str):
@@ -76,7 +76,7 @@ class Pair(ctypes.Structure):
 
 
 def test_arguments_by_declared_type(run_cuda) -> None:
-    """Structures by value, floats as floats, 64-bit integers whole; more shared memory than the default 48 KiB."""
+    """Structures by value, floats as floats, 64-bit integers; more shared memory than the default 48 KiB."""
     x = np.arange(32, dtype=np.float32)
     run_cuda(
         SCALE, "scale", x, Pair(3, 0.25), ctypes.c_float(0.1), ctypes.c_longlong(30), ctypes.c_double(0.5), smem=60_000
@@ -89,7 +89,7 @@ def test_arguments_by_declared_type(run_cuda) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_launch_that_cannot_be_is_named(run_cuda) -> None:
-    """Call, kernel, geometry and the driver's own word for it."""
+    """The message has the call, kernel, geometry and the driver's error name."""
     arguments = (np.zeros(32, np.float32), Pair(), ctypes.c_float(), ctypes.c_longlong(), ctypes.c_double())
     with pytest.raises(DriverError) as error:
         run_cuda(SCALE, "scale", *arguments, block=2048)
@@ -102,7 +102,7 @@ def test_a_launch_that_cannot_be_is_named(run_cuda) -> None:
 
 @pytest.mark.gpu
 def test_an_illegal_address_is_named_with_its_kernel() -> None:
-    """In a process of its own: the context is lost with it."""
+    """In a separate process, because the context is lost."""
     code = """
 import ctypes, pathlib, tempfile
 from sandbox.launch import driver
@@ -159,7 +159,7 @@ def test_the_callers_context_stays_current() -> None:
 
 @pytest.mark.gpu
 def test_the_primary_context_is_shared() -> None:
-    """PyTorch's memory is ours to launch on, and the other way round."""
+    """PyTorch's memory can be used in our launches, and vice versa."""
     torch = pytest.importorskip("torch")
     x = torch.arange(8, device="cuda", dtype=torch.float32)
     host = np.zeros(8, np.float32)
@@ -190,27 +190,27 @@ def test_static_shared_memory_counts_too(run_cuda) -> None:
 
 
 class _Slot:
-    """Where an address goes; the `interrupted` time it is set, Ctrl-C comes first."""
+    """A slot for an address. The `interrupted`-th assignment raises KeyboardInterrupt instead."""
 
     def __init__(self, interrupted: int = 0):
-        self.held, self.times, self.interrupted = 0, 0, interrupted
+        self.stored, self.times, self.interrupted = 0, 0, interrupted
 
     def _put(self, pointer: int) -> None:
         self.times += 1
         if self.times == self.interrupted:
             raise KeyboardInterrupt
-        self.held = pointer
+        self.stored = pointer
 
     value = property(None, _put)
 
 
 def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever launches next, on the addresses of before too, launches on those that he names."""
+    """The next launch uses its own addresses, even if they are those of before the interrupt."""
     slots, launched = [_Slot(), _Slot(interrupted=2)], []
 
     class Cuda:
         def cuLaunchKernelEx(self, *arguments):
-            launched.append([slot.held for slot in slots])
+            launched.append([slot.stored for slot in slots])
             return 0
 
     monkeypatch.setattr(driver, "_libcuda", Cuda)
@@ -229,15 +229,15 @@ def test_an_interrupted_launch_leaves_nothing_half_old(monkeypatch: pytest.Monke
 
 
 def test_programmatic_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a GPU can do that the driver is told so, with the stream of each launch; elsewhere it is as any launch. And
-    that blocks are teams."""
-    told: list[object] = []
+    """On GPUs that support it, the launch attributes have programmatic dependent launch and the cluster size; on others
+    the launch has no attributes."""
+    configs: list[object] = []
 
     class Cuda:
         def cuLaunchKernelEx(self, config, function, table, extra):
             c = config._obj
             attributes = [(a.id, *a.value) for a in c.attributes[: c.count]]
-            told.append(((*c.grid, *c.block, c.smem_bytes, c.stream), attributes))
+            configs.append(((*c.grid, *c.block, c.smem_bytes, c.stream), attributes))
             return 0
 
     monkeypatch.setattr(driver, "_libcuda", Cuda)
@@ -252,15 +252,20 @@ def test_programmatic_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         launch((), 99)
     launched = (8, 2, 3, 32, 4, 5, 7, 99)
     programmatic_launch, cluster_of_4 = (6, 1, 0, 0), (4, 4, 1, 1)  # 6: programmatic stream serialization
-    # serialization, on; 4: the cluster's dimensions
-    assert told == [(launched, []), (launched, [programmatic_launch]), (launched, [programmatic_launch, cluster_of_4])]
+    # 4: cluster dimensions
+    assert configs == [
+        (launched, []),
+        (launched, [programmatic_launch]),
+        (launched, [programmatic_launch, cluster_of_4]),
+    ]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_which_context_a_thread_is_left_with(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread that had none the first GPU's stays, as CUDA's runtime leaves it; another one comes back."""
+    """In a thread without a context that of GPU 0 stays, as with the CUDA runtime; otherwise the previous one is
+    restored."""
     bound: list[int | None] = [None]
-    asked: list[str] = []
+    calls: list[str] = []
 
     class Cuda:
         def cuCtxGetCurrent(self, found) -> int:
@@ -268,7 +273,7 @@ def test_which_context_a_thread_is_left_with(devices: int, monkeypatch: pytest.M
             return 0
 
     def call(name: str, context: int | None = None) -> None:
-        asked.append(name)
+        calls.append(name)
         if name == "cuCtxPopCurrent":
             bound.pop()
         elif name == "cuCtxPushCurrent":
@@ -282,9 +287,9 @@ def test_which_context_a_thread_is_left_with(devices: int, monkeypatch: pytest.M
     first, second = (driver.Device(i, "", (9, 0), 1, 1, context=7 + i) for i in range(2))
     for gpu, before, after in ((second, None, None), (first, None, 7), (first, 7, 7), (first, 5, 5)):
         bound[:] = [before]
-        asked.clear()
+        calls.clear()
         assert driver._called(gpu, lambda gpu=gpu: 0 if bound[-1] == gpu.context else 201) == 0
         assert bound == [after]
-        assert asked == (
+        assert calls == (
             ["cuCtxPushCurrent", "cuCtxPopCurrent"] if before == after != 7 else ["cuCtxSetCurrent"] * (not before)
         )

@@ -1,4 +1,4 @@
-"""A spec's `args` against the parameters of its `.cu`: what disagrees is named before anything is launched."""
+"""A spec's `args` compared with the parameters of its `.cu`: the first difference is reported before a launch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_first_that_differs_is_named(args: tuple[str, ...], message: str, fi
 
 
 def test_parameters_without_names_of_ours(tmp_path: Path) -> None:
-    """A `.cu` may call them as it likes; only another argument's name in an argument's place is a mistake."""
+    """A `.cu` may use any parameter names, except the name of another argument."""
     source = tmp_path / "fwd_minimal.cu"
     text = MINIMAL.source.read_text().replace("Q.row", "queries.row").replace("(Q, O)", "(queries, O)")
     source.write_text(text.replace("dtype> Q,", "dtype> /* Q, */ queries,"))
@@ -143,7 +143,7 @@ def test_a_block_beyond_the_launch_bounds_is_rejected(bound: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", registry.kernels())
 def test_the_launch_bounds_of_shipped_kernels(name: str) -> None:
-    """The CPU backend finds in the text what NVRTC finds."""
+    """The CPU backend parses the same bounds from the source as NVRTC."""
     kernel = registry.get(name)
     tile, problem = kernel.tiles[0], problem_of(kernel)
     in_ptx = [nvrtc.max_threads(c.ptx, c.entry) for c in pipeline.compile_problem(kernel, problem, tile, "sm_90a")]

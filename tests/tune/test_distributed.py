@@ -1,4 +1,4 @@
-"""Tuning on a Dask cluster, here one of two workers on this machine, with the CPU backend in place of GPUs."""
+"""Tuning on a Dask cluster: here with two workers on this machine, and the CPU backend in place of GPUs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STATION = executors.WorkerInfo("a", "0", "a GPU", "sm_90a", tuned.digest(KERNEL)
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a scheduler with two workers, processes as those that `dask worker` starts."""
+    """The address of a scheduler with two workers, processes like those of `dask worker`."""
     options = {"n_workers": 2, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
     with distributed.LocalCluster(**options) as local:
         yield local.scheduler_address
 
 
 def test_a_crash_costs_its_job_alone(address: str) -> None:
-    """The Dask worker lives, and its next process is there for the next job; all of them end with the cluster."""
+    """The Dask worker survives and starts a new process for the next job; all processes end with the pool."""
     with DistributedPool(address, 60) as cluster:
         before = set(cluster.everywhere(os.getpid).values())
         assert dict(cluster.map(operator.mul, [(n, 2) for n in range(8)])) == {(n, 2): 2 * n for n in range(8)}
@@ -56,7 +56,7 @@ def tune(*options: str) -> Result:
 
 
 def test_tune_on_a_cluster(address: str, own_cache: Path) -> None:
-    """As on one machine: rows are kept here, and a search that was finished measures nothing again."""
+    """Results are stored on this machine, and a finished search measures nothing again."""
     result = tune("--backend", "cpu", "--dask", address, "--json")
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)

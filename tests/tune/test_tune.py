@@ -1,4 +1,4 @@
-"""Tuning: the fleet's workers, which may die, the search, and who heeds what it finds."""
+"""Tuning: workers that may die, the search, and the use of its results."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_a_lost_worker_costs_one_job(fault: Callable[[int], None], limit: float,
 # ---- the search
 
 
-class FakeLab:
-    """Times by a rule: BEST takes 1 ms, others more the further they are; one spills, one is wrong."""
+class FakeExecutor:
+    """An executor with computed times: BEST takes 1 ms, other tiles more; one spills, one is wrong."""
 
     gpu, arch = GPU, "sm_90a"
     spilling, wrong = Tile(BLOCK_M=256, BLOCK_N=64), Tile(BLOCK_M=64, BLOCK_N=64)
@@ -142,14 +142,14 @@ class FakeLab:
         return Measured(True, "", Timing(1e-3 * (1 + self.gain * away), 1e-3, 2e-3, 10, self.noise))
 
 
-def finished(executor: FakeLab, **options: object) -> Search:
+def finished(executor: FakeExecutor, **options: object) -> Search:
     search = Search(MINIMAL, PROBLEM, executor, **options)  # type: ignore[arg-type]
     list(search)
     return search
 
 
 def test_the_search_finds_the_best(own_cache: Path) -> None:
-    executor = FakeLab()
+    executor = FakeExecutor()
     search = finished(executor)
     assert search.winner
     assert search.winner.tile == BEST
@@ -172,44 +172,44 @@ def test_the_search_finds_the_best(own_cache: Path) -> None:
 
 
 def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
-    executor = FakeLab()
+    executor = FakeExecutor()
     executor.dies_after = 17
     with pytest.raises(KeyboardInterrupt):
         finished(executor)
     assert tuned.winner(MINIMAL, PROBLEM, GPU) is None
-    again = FakeLab()
+    again = FakeExecutor()
     assert finished(again).winner.tile == BEST  # type: ignore[union-attr]
     assert not set(again.asked) & set(executor.asked)
     assert len(again.asked) + len(executor.asked) == 22
-    fresh = FakeLab()
+    fresh = FakeExecutor()
     finished(fresh, fresh=True)
     assert len(fresh.asked) == 22
 
 
 def test_what_was_lost_is_tried_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's death is no measurement: the next search asks for that tile once more."""
-    whole = FakeLab._time
+    """A worker's death is not stored as a measurement: the next search measures that tile again."""
+    whole = FakeExecutor._time
     monkeypatch.setattr(
-        FakeLab,
+        FakeExecutor,
         "_time",
         lambda executor, tile: Measured(False, "died", lost=True) if tile == BEST else whole(executor, tile),
     )
-    search = finished(FakeLab())
+    search = finished(FakeExecutor())
     assert search.candidates[BEST].state == "fails"
     assert search.winner.tile != BEST  # type: ignore[union-attr]
-    monkeypatch.setattr(FakeLab, "_time", whole)
-    assert finished(FakeLab()).winner.tile == BEST  # type: ignore[union-attr]
+    monkeypatch.setattr(FakeExecutor, "_time", whole)
+    assert finished(FakeExecutor()).winner.tile == BEST  # type: ignore[union-attr]
 
 
 def test_what_was_measured_counts_for_its_problem_alone(own_cache: Path) -> None:
-    """And its source, and its GPU: anything else is measured."""
-    finished(FakeLab())
-    again = FakeLab()
+    """Only for the same source and GPU: anything else is measured."""
+    finished(FakeExecutor())
+    again = FakeExecutor()
     finished(again)
     assert not again.asked
     for search in (
-        Search(MINIMAL, dataclasses.replace(PROBLEM, Sk=499), FakeLab()),  # of one class with PROBLEM
-        Search(MINIMAL, PROBLEM, type("", (FakeLab,), {"gpu": "another GPU"})()),
+        Search(MINIMAL, dataclasses.replace(PROBLEM, Sk=499), FakeExecutor()),  # of one class with PROBLEM
+        Search(MINIMAL, PROBLEM, type("", (FakeExecutor,), {"gpu": "another GPU"})()),
     ):
         list(search)
         assert len(search.executor.asked) == 22  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ def test_what_was_measured_counts_for_its_problem_alone(own_cache: Path) -> None
 
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
 def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, own_wins: bool) -> None:
-    search = finished(FakeLab(noise, gain=0.2))  # the spec's own is two steps away: 1.4 times the best's time
+    search = finished(FakeExecutor(noise, gain=0.2))  # the spec's own is two steps away: 1.4 times the best's time
     assert (search.winner is search.own) is own_wins
     text = tune_report.verdict(search)[1].plain
     shown = Console(width=200, no_color=True)
@@ -230,7 +230,7 @@ def test_the_specs_tile_stays_within_the_noise(own_cache: Path, noise: float, ow
 
 @pytest.mark.parametrize("loud", [BEST, MINIMAL.tiles[0]], ids=["the best", "the spec's own"])
 def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
-    class Executor(FakeLab):
+    class Executor(FakeExecutor):
         def _time(self, tile: Tile) -> Measured:
             measured = super()._time(tile)
             noise = 0.6 if tile == loud else 0.01
@@ -243,7 +243,7 @@ def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
 
 
 def test_spilled_loads_are_spills(own_cache: Path) -> None:
-    class Executor(FakeLab):
+    class Executor(FakeExecutor):
         def compile(self, *asked) -> Iterator[tuple[Tile, Resources | str]]:
             return ((tile, Resources(64, 0, 0, 0, 8 * (tile == BEST))) for tile, _ in super().compile(*asked))
 
@@ -254,23 +254,23 @@ def test_spilled_loads_are_spills(own_cache: Path) -> None:
 
 
 def test_numbers_held_fixed(own_cache: Path) -> None:
-    search = finished(FakeLab(), fixed={"BLOCK_N": 8})
+    search = finished(FakeExecutor(), fixed={"BLOCK_N": 8})
     assert {tile.BLOCK_N for tile in search.candidates} == {8}
     assert search.combinations == 4
     assert search.own is None
     with pytest.raises(UnsupportedProblem, match=r"fwd_minimal: WARPS is not supported: a tile has BLOCK_M, BLOCK_N"):
-        finished(FakeLab(), fixed={"WARPS": 4})
+        finished(FakeExecutor(), fixed={"WARPS": 4})
 
 
 def test_no_tile_is_legal_or_right(own_cache: Path) -> None:
     with pytest.raises(UnsupportedProblem, match=r"none of 4 tiles is legal for .* needs \d+ bytes of shared memory"):
-        Search(MINIMAL, dataclasses.replace(PROBLEM, D=256), FakeLab(), {"BLOCK_M": 256}).legal()
+        Search(MINIMAL, dataclasses.replace(PROBLEM, D=256), FakeExecutor(), {"BLOCK_M": 256}).legal()
     with pytest.raises(UnsupportedProblem, match=r"no tile is correct on .*: error 1 against a bound of 0"):
-        finished(FakeLab(), fixed=dict(FakeLab.wrong))
+        finished(FakeExecutor(), fixed=dict(FakeExecutor.wrong))
     with pytest.raises(
         UnsupportedProblem, match=r"no tile can be timed on .* spills: 8 bytes of registers are spilled"
     ):
-        finished(FakeLab(), fixed=dict(FakeLab.spilling))
+        finished(FakeExecutor(), fixed=dict(FakeExecutor.spilling))
 
 
 def test_a_space_names_what_a_tile_names() -> None:
@@ -289,7 +289,7 @@ def test_spaces_of_the_kernels_hold_their_tiles(name: str) -> None:
 
 
 def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path) -> None:
-    finished(FakeLab())
+    finished(FakeExecutor())
     arch, other = (9, 0), dataclasses.replace(PROBLEM, Sk=9000)
     assert choose.choose_tile(MINIMAL, PROBLEM, arch, gpu=GPU) == BEST
     assert choose.choose_tile(MINIMAL, PROBLEM, arch) == MINIMAL.tiles[0]
@@ -307,7 +307,7 @@ def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path) -> No
 
 
 def test_the_latest_winner_counts(own_cache: Path) -> None:
-    """Tuned again, for longer or with another driver, a problem has another tile."""
+    """After tuning again, the latest result is used."""
     key = {"digest": tuned.digest(MINIMAL), "gpu": GPU, "class": tuned.problem_class(PROBLEM)}
     for tile in ("BLOCK_M=32,BLOCK_N=8", "BLOCK_M=64,BLOCK_N=16"):
         jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": tile})
@@ -316,7 +316,7 @@ def test_the_latest_winner_counts(own_cache: Path) -> None:
 
 
 def test_an_edited_header_is_another_source(tmp_path: Path) -> None:
-    """What was measured with it does not count any longer."""
+    """Results of an earlier source are ignored."""
     source, header, other = (tmp_path / name for name in ("k.cu", "own.cuh", "other.cuh"))
     source.write_text('#include "own.cuh"\n')
     header.write_text("// one\n")
@@ -330,7 +330,7 @@ def test_an_edited_header_is_another_source(tmp_path: Path) -> None:
 
 
 def test_an_edited_header_of_the_project_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in kernels_cu/include, which lie in another folder than the kernel, and what they include."""
+    """Headers in kernels_cu/include, which is not the kernel's folder, and the headers that they include."""
     project, folder = tmp_path / "include", tmp_path / "kernels"
     project.mkdir()
     folder.mkdir()
@@ -349,7 +349,7 @@ def test_an_edited_header_of_the_project_is_another_source(tmp_path: Path, monke
 
 @pytest.mark.parametrize("line", ["not JSON", "[]", '{"tile": 7}', '{"tile": "BLOCK_M=x"}'])
 def test_a_spoilt_store_is_no_reason_to_fail(own_cache: Path, line: str) -> None:
-    finished(FakeLab())
+    finished(FakeExecutor())
     file = tuned.path(MINIMAL, "winners")
     row = jsonl.read(file)[-1]
     non_finite = json.loads(line) if line.startswith("{") else None
@@ -375,7 +375,7 @@ def test_attention_heeds_what_was_found(own_cache: Path, monkeypatch: pytest.Mon
 
 def test_the_table_and_the_picture(own_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    search = finished(FakeLab())
+    search = finished(FakeExecutor())
     ranked = tune_report.ranked(search)
     assert ranked[0].tile == BEST
     assert all(c.finalist for c in ranked[:5])
@@ -392,7 +392,7 @@ def test_the_table_and_the_picture(own_cache: Path, tmp_path: Path) -> None:
     assert "3.00 times as fast" in page
     assert page.count('src="data:image/svg+xml;base64,') == 1
     for one in ({"BLOCK_N": 8}, {"BLOCK_N": 16, "BLOCK_M": 128}):  # one number left to vary, and none
-        assert len(tune_report.draw(finished(FakeLab(), fixed=one), tmp_path / "narrow")) == 2
+        assert len(tune_report.draw(finished(FakeExecutor(), fixed=one), tmp_path / "narrow")) == 2
 
 
 # ---- end to end, with the CPU backend in place of a GPU
@@ -412,7 +412,8 @@ with executors.CpuExecutor(kernel) as executor:
 
 
 def test_killed_and_begun_again(own_cache: Path) -> None:
-    """SIGKILL after a measurement: its rows are there, and the next search does not make it again; then two at once."""
+    """After SIGKILL the rows of completed measurements exist, and the next search reuses them; then two searches run
+    concurrently."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LINE_BY_LINE], cwd=ROOT, **pipes)
     first = process.stdout.readline().strip()

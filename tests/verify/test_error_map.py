@@ -1,4 +1,4 @@
-"""The error map: faults of a known shape are recognised by it."""
+"""The error map recognises typical patterns of faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUND = 1e-2
 
 
 def non_finite(*where: object, value: float = 9.0, problem: Problem = PROBLEM, name: str = "O") -> ErrorMap:
-    """What the map says of random numbers of which some are `value`."""
+    """The error map of random numbers, some of which are replaced by `value`."""
     rng = np.random.default_rng(1)
     ref = rng.standard_normal((problem.B, problem.H, problem.Sq, problem.D))
     got = ref.copy()
@@ -71,7 +71,7 @@ def test_shapes(where: tuple, phrase: str) -> None:
 
 
 def test_a_single_tile_has_no_tail() -> None:
-    """With fewer rows than a tile has, every row is one of the last, partial tile."""
+    """With fewer rows than a tile, every row is in the partial tile."""
     problem = Problem(1, 1, 16, 16, 32)
     for where in ((every, every, slice(3, 5)), (every, every, 15), (every, every, every, 1)):
         found = non_finite(*where, problem=problem)
@@ -85,7 +85,7 @@ def test_rows_of_keys_come_in_other_tiles() -> None:
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 200), (2, 3, 200, 32), (1, 3, 1, 32), (1, 1, 200, 1), ()])
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 def test_an_output_of_any_shape(shape: tuple[int, ...], causal, tmp_path: Path) -> None:
-    """The gradient of a sink has heads alone, that of a bias whatever the bias was broadcast from."""
+    """The gradient of a sink has one element per head, that of a bias the shape of the bias."""
     problem = dataclasses.replace(PROBLEM, causal=causal)
     ref = np.random.default_rng(1).standard_normal(shape)
     got, last = ref.copy(), tuple(n - 1 for n in shape)
@@ -125,8 +125,8 @@ MASKS = {"one more": "sees one key too many", "one less": "misses its last key",
 
 @pytest.mark.parametrize("fault", [*MASKS, "scale", "sum", "first tile"])
 @pytest.mark.parametrize("name", ["O", "LSE"])
-def test_a_mask_follows_the_diagonal_and_nothing_else_does(fault: str, name: str) -> None:
-    """A sum that begins at 1, or a wrong tile of keys 0 to 31, weighs most where few keys are seen, too."""
+def test_only_a_wrong_mask_is_reported_as_the_diagonal(fault: str, name: str) -> None:
+    """Errors of a row sum that starts at 1, or of a wrong first key tile, are also largest in rows with few keys."""
     Sq, Sk = 170, 200
     problem = Problem(1, 2, Sq, Sk, 32, Hk=1, causal="bottom-right", alibi=(2,))
     rng = np.random.default_rng(0)
@@ -159,7 +159,7 @@ def test_rows_that_see_no_key() -> None:
 
 
 def test_a_whole_last_tile_is_no_tail() -> None:
-    """Where the rows are a multiple of a tile there are S / BLOCK_M tiles, and none is partial."""
+    """If the number of rows is a multiple of BLOCK_M, no tile is partial."""
     problem = Problem(1, 1, 192, 192, 32)
     assert "only tiles 2 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(128, 192), problem=problem).patterns
     assert "only tiles 0 of 3 (BLOCK_M=64)" in non_finite(0, 0, slice(0, 64), problem=problem).patterns
@@ -168,7 +168,7 @@ def test_a_whole_last_tile_is_no_tail() -> None:
 
 @pytest.mark.parametrize(("Sq", "edges"), [(200, [63.5, 127.5, 191.5]), (192, [63.5, 127.5]), (40, [])])
 def test_the_edges_of_tiles_are_drawn(Sq: int, edges: list[float], tmp_path: Path, monkeypatch) -> None:
-    """Between the last row of a tile and the first of the next, and nowhere else."""
+    """The plot has a line between the last row of each tile and the first of the next."""
     axes = pytest.importorskip("matplotlib.axes")
     drawn: list[float] = []
     monkeypatch.setattr(axes.Axes, "axhline", lambda self, y, **style: drawn.append(y))

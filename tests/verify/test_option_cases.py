@@ -1,4 +1,4 @@
-"""What `check` and `bench` give a problem's score, and the truth that they hold its options to."""
+"""Test inputs of score options in `check` and `bench`, and their references."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tensors(given: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("names", [names for names in TRIED if not {*names} & {"score", "all dropped"}], ids=" + ".join)
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
 def test_the_pairs_that_are_seen(names: tuple[str, ...], causal) -> None:
-    """As many as there are, where they depend on what is in a tensor; by the problem alone elsewhere."""
+    """Counted if they depend on the content of a tensor; otherwise computed from the problem."""
     p = problem(names, dataclasses.replace(P, Sq=300, causal=causal))
     given = scores.score_inputs(p)
     found, whole = scores.visible_pairs(p, tensors(given)), int(scores.seen(p, given).sum())
@@ -87,7 +87,7 @@ def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
 
 
 def test_sampled_sequences_know_their_numbers() -> None:
-    """What is dropped follows the number of a sequence in its batch."""
+    """Dropout depends on the index of a sequence in its batch."""
     lengths = ((90, 40), (0, 3), (30, 70), (5, 5))
     p = Problem(0, 2, 0, 0, 16, Hk=1, lengths=lengths, dropout=0.3, causal="bottom-right")
     given = inputs_of("backward", Case("sequences", p))
@@ -112,7 +112,7 @@ def test_sampled_sequences_know_their_numbers() -> None:
 
 @pytest.mark.parametrize("kernel", registry.kernels().values(), ids=lambda kernel: kernel.name)
 def test_the_sweep_tries_every_option(kernel) -> None:
-    """That it takes; most take all, and those for plain problems none."""
+    """The options that the kernel supports: most kernels support all, those for plain problems none."""
     found = [
         case
         for case in sweep_cases(kernel)
@@ -200,7 +200,7 @@ def test_the_cache_is_not_cleared_before_an_expression_is_loaded(
 
 
 def test_an_expression_that_does_not_compile_is_a_result() -> None:
-    """As a kernel that does not compile is one; its process lives."""
+    """Like a compile error of a kernel; the process survives."""
     p = dataclasses.replace(P, score=Score("x - slop(h)"))
     with IsolatedRunner(print) as apart:
         found = apart.verify(registry.get("fwd_minimal"), Case("typo", p), HOST)
@@ -222,7 +222,7 @@ MISTAKES = {
 
 
 def told(message: str, score: Score) -> list[tuple[str, str]]:
-    """Of a message about `score`: where each mistake is, and the line up to the caret below it."""
+    """The location of each mistake in a message about `score`, and the line up to the caret below it."""
     assert message.startswith(f"Score: {' '.join(str(score).split())} does not compile: ")
     assert "score_mod.cuh" not in message
     assert "dual.cuh" not in message
@@ -234,7 +234,7 @@ def told(message: str, score: Score) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
-    """Not by those of headers that its author never saw; of the host's compiler and of NVRTC."""
+    """Not by lines of included headers. For the host compiler and NVRTC."""
     score, expected = MISTAKES[mistake]
     if "Clang" in compiler.find().identity or "clang" in compiler.find().identity:
         pytest.skip("Clang means other columns")
@@ -257,7 +257,7 @@ def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
 
 
 def test_a_mistake_of_the_kernel_is_not_the_scores(tmp_path) -> None:
-    """One in both is shown as the compiler has it."""
+    """A mistake in both expressions is shown as reported by the compiler."""
     kernel = registry.get("fwd_minimal")
     source = tmp_path / "fwd_minimal.cu"
     source.write_text(kernel.source.read_text().replace("float m = -INF", "float m = -INFF"))
@@ -314,8 +314,8 @@ def test_tensors_of_every_kind_on_the_host() -> None:
 @pytest.mark.parametrize("Sq", [1, 7, 50])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_sinks_gradient_that_lacks_a_row(dtype: str, Sq: int) -> None:
-    """One number for all rows, of which plain attention may happen to be right: what rounding O takes from it is
-    allowed, and no row."""
+    """dsink is one number for all rows, for which plain attention may happen to be exact. The bound allows the rounding
+    of O, but not a missing row."""
     case = Case("sink", Problem(2, 1, Sq, 130, 64, dtype=dtype, causal="top-left", sink=True))
     expected = reference_of("backward", case)
     dO, O, LSE = (expected.inputs[name].astype(np.float32) for name in ("dO", "O", "LSE"))

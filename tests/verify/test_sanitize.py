@@ -1,4 +1,4 @@
-"""`sanitize`: each planted fault is found, on the line where it is, by the tool that can see it."""
+"""`sanitize`: each injected fault is found by the right tool, with its line."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_fault_is_found_on_the_cpu(fault: str, tmp_path: Path) -> None:
 
 @needs_sanitizers
 def test_a_lane_that_arrives_for_its_warp_waits_for_it(tmp_path: Path) -> None:
-    """What compute-sanitizer's racecheck reports of bwd_wgmma is one without this barrier, and none with it."""
+    """compute-sanitizer racecheck reports a race in bwd_wgmma without this barrier, and none with it."""
     kernel, barrier = registry.get("bwd_wgmma"), "__syncwarp();  // all lanes have read LSE and delta"
     text, problem = kernel.source.read_text(), Problem(1, 1, 257, 128, 64, dtype="float16")
     assert barrier in text
@@ -143,7 +143,7 @@ def test_a_lane_that_arrives_for_its_warp_waits_for_it(tmp_path: Path) -> None:
 
 @needs_sanitizers
 def test_a_stray_store_is_no_race(tmp_path: Path) -> None:
-    """It falls on the next block's rows: what is wrong is where it goes."""
+    """It overwrites the next block's rows: the finding is the out-of-bounds store, not a race."""
     kernel = registry.get("fwd_minimal")
     changed = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")
     text = kernel.source.read_text()
@@ -160,7 +160,7 @@ LARGE = ("query_row < head.Sq ? to_float", "query_row < head.Sq + (BLOCK_M == 64
 
 @pytest.mark.parametrize("causal", [False, "bottom-right"])
 def test_tiles_of_either_mask_are_shipped(causal: Causal) -> None:
-    """Of wide heads they differ."""
+    """They differ for large head dimensions."""
     kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 2, 4096, 4096, 256, dtype="float8_e4m3", causal=causal)
     assert choose_tile(kernel, problem, (9, 0)) in dict(sanitize.shipped_tiles(kernel, (9, 0)))
 
@@ -168,7 +168,7 @@ def test_tiles_of_either_mask_are_shipped(causal: Causal) -> None:
 @needs_sanitizers
 @pytest.mark.parametrize("command", ["sanitize", "watch"])
 def test_shipped_tiles_are_examined(command: str, project_copy: Path) -> None:
-    """A fault of the shipped tile alone: the smallest does not show it."""
+    """A fault that occurs only with the shipped tile, not with the smallest one."""
     assert sanitize.small_tile(registry.get("fwd_minimal")).BLOCK_M == 32
     source = project_copy / "kernels_cu" / "fwd_minimal.cu"
     source.write_text(source.read_text().replace(*LARGE))
@@ -261,7 +261,7 @@ def test_racecheck_is_read() -> None:
 
 
 def test_files_without_folders_are_found() -> None:
-    """As compute-sanitizer 2025 names them."""
+    """In the format of compute-sanitizer 2025."""
     here = registry.FOLDER
     bare = RACECHECK.replace("/w/kernels_cu/", "").replace("fwd_minimal.cu:48", "tensor.cuh:41")
     (found,) = findings.parse_compute_sanitizer(bare, (here, here / "include"))
@@ -283,7 +283,7 @@ def test_nothing_is_read() -> None:
 
 
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int) -> None:
-    """A compute-sanitizer that says `text`."""
+    """A fake compute-sanitizer that prints `text`."""
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}END\nexit {status}\n")
     program.chmod(0o755)
@@ -304,7 +304,7 @@ def test_the_tool_decides(
 
 
 def test_a_checker_whose_kernel_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reported before that counts, too."""
+    """Findings before the limit are reported, too."""
     fake(tmp_path, monkeypatch, MEMCHECK + "END\nyes\ncat <<'END'\n", 91)
     kernel = registry.get("fwd_minimal")
     tile = sanitize.small_tile(kernel)
@@ -319,7 +319,7 @@ def test_a_checker_whose_kernel_prints_without_end(tmp_path: Path, monkeypatch: 
 @pytest.mark.skipif(not tools.find("compute-sanitizer"), reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize(("fault", "tool"), [("race", "racecheck"), ("out of bounds", "memcheck")])
 def test_a_fault_is_found_on_a_gpu(fault: str, tool: str, project_copy: Path) -> None:
-    """Not threads that return above a barrier: hardware and synccheck let them, the CPU backend does not."""
+    """Except threads that return before a barrier: the hardware and synccheck allow it, the CPU backend does not."""
     name, old, new, _, _, line = FAULTS[fault]
     source = project_copy / "kernels_cu" / f"{name}.cu"
     source.write_text(source.read_text().replace(old, new))

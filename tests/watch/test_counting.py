@@ -1,4 +1,4 @@
-"""A verdict does not wait for the disassembler; what it counts comes after."""
+"""A verdict does not wait for the disassembler: instruction counts follow later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOUND = VersionResult("ok", results=(RESULT,), cost=COST, counting=True)
 
 
 def test_the_worker_answers_before_it_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And has the numbers when it is asked again; where they are there in time they come with the verdict."""
+    """A second request returns the counts. If they are ready in time, the verdict has them."""
     try:
         nvrtc.version()
     except ToolchainMissing as missing:
@@ -61,7 +61,7 @@ def test_the_worker_answers_before_it_has_counted(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_verdict_twice(dies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At once, without a number; then recorded, with the instructions, or without if the worker died of them."""
+    """First without a number; then recorded, with the counts, or without them if the worker died."""
 
     def do(job: Job | None) -> tuple[object, str]:
         if job is None and dies:

@@ -1,4 +1,4 @@
-"""What `watch` looks at in a version of a kernel, and what it calls it."""
+"""What `watch` examines in a version of a kernel, and the stages that it reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNEL = registry.get("fwd_minimal")
 
 
 def examined(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, known: tuple[Tile, ...] | None = None) -> VersionResult:
-    """Of a kernel as its spec would have it, without sanitizers."""
+    """The result for a modified kernel, without sanitizers."""
     monkeypatch.setattr(registry, "get", lambda name: kernel)
     monkeypatch.setattr(examine, "_sanitizing", lambda *args: [])
     found, _ = examine.examine(Job(kernel.name, HOST, known=known), lambda stage, limit: None)
@@ -69,7 +69,7 @@ def test_a_tile_that_is_new_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_tile_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A fault that shows with it alone."""
+    """A fault that occurs only with the new tile."""
     source, new = tmp_path / "fwd_minimal.cu", Tile(BLOCK_M=32, BLOCK_N=8)
     text = KERNEL.source.read_text()
     assert "l = alpha * l + row_sum;" in text
@@ -79,7 +79,7 @@ def test_a_new_tile_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_local_memory_of_any_variant_is_named(tmp_path: Path) -> None:
-    """The first problem, whose figures are shown, has none."""
+    """The first problem, whose figures are shown, has no spills."""
     try:
         nvrtc.version()
     except ToolchainMissing as missing:

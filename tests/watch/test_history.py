@@ -1,4 +1,4 @@
-"""The history of a kernel: nothing that was recorded is lost, whoever writes, and however it ends."""
+"""The history of a kernel: no recorded version is lost, with several writers and after a crash."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> History:
-    """A project of one kernel and a header, with one version."""
+    """A project with one kernel, one header and one version."""
     folder = tmp_path / "kernels_cu"
     (folder / "include").mkdir(parents=True)
     monkeypatch.setattr(registry, "FOLDER", folder)
@@ -141,7 +141,7 @@ def test_restoring_never_loses_the_current_text(project: History) -> None:
 
 
 def test_restoring_is_byte_exact(project: History) -> None:
-    """Ends of lines, and what is not UTF-8."""
+    """Line ends, and bytes that are not UTF-8."""
     source = project.kernel.source
     content = b'#include "include/own.cuh"\r\n// caf\xe9, \xff\r\nlast'
     source.write_bytes(content)

@@ -1,4 +1,4 @@
-"""`watch`'s screen fits 80 columns and says what changed, for the better or the worse."""
+"""The screen of `watch` fits 80 columns and shows improvements and regressions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_each_fault_fits(word: str, width: int) -> None:
 
 
 def test_what_a_sanitizer_finds_is_on_a_problem_of_its_own() -> None:
-    """The problem that figures are about is named beside them."""
+    """The screen names the problem of the figures."""
     shown = plain(screen(FAULTS["NOT SAFE"]))
     at, figures = (next(i for i, each in enumerate(shown) if each.split()[:1] == [word]) for word in ("data", "now"))
     assert [i for i, each in enumerate(shown) if GOOD.setting in each] == [figures - 1]
@@ -135,7 +135,7 @@ def test_the_history_names_the_first_error() -> None:
 
 
 def test_a_verdict_without_its_number() -> None:
-    """While instructions are counted: nothing else is missing."""
+    """While instructions are counted, everything else is shown."""
     console = Console(width=80, force_terminal=True)
     found = dataclasses.replace(GOOD, cost=dataclasses.replace(COST, opcodes={}), counting=True)
     with console.capture() as capture:

@@ -1,4 +1,4 @@
-"""`watch`: a person edits, each save gets its report, and nothing that a kernel does ends the loop."""
+"""`watch`: each save gets a report, and no fault of a kernel ends the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_gcc = pytest.mark.skipif(not compiler.find().is_gcc, reason="uninitialised
 
 
 class Person:
-    """Somebody who edits a kernel of a project while `watch` runs beside."""
+    """A user who edits a kernel of a project while `watch` runs."""
 
     def __init__(self, project: Path, backend: str, *options: str):
         self.folder = project / "kernels_cu"
@@ -39,13 +39,13 @@ class Person:
         self.process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def sees(self) -> dict[str, Any]:
-        """The next verdict; waits for it as long as the test may take."""
+        """Waits for the next verdict and returns it."""
         line = self.process.stdout.readline()
         assert line, self.process.stderr.read()
         return json.loads(line)
 
     def edits(self, old: str, new: str, file: str = "mine.cu", mends: tuple[str, str] | None = None) -> dict[str, Any]:
-        """One save, which may mend the one before, and what the screen then says."""
+        """Saves an edit, and returns the next screen."""
         path = self.folder / file
         text = path.read_text()
         for before, after in filter(None, (mends, (old, new))):
@@ -57,7 +57,7 @@ class Person:
 
 @pytest.fixture
 def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
-    """Starts one, at a copy of fwd_minimal called `mine`; ends it, gently."""
+    """Starts `watch` on a copy of fwd_minimal called `mine`, and interrupts it at the end."""
     new_kernel(project_copy, "mine")
     started = []
 
@@ -199,7 +199,7 @@ def test_what_a_kernel_prints_is_shown(person: Callable[..., Person]) -> None:
 
 @pytest.mark.gpu
 def test_a_scripted_person_on_a_gpu(person: Callable[..., Person]) -> None:
-    """What a CUDA context does not survive, and a kernel that does not end."""
+    """Errors that a CUDA context does not survive, and a kernel that does not end."""
     me = person("cuda", "--timeout", "5")
     first = me.sees()
     assert first["found"]["stage"] == "ok"
