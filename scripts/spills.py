@@ -74,7 +74,7 @@ def problems(kernel: Kernel, target: str) -> Iterator[tuple[str, Problem]]:
 
 def tiles(kernel: Kernel, problem: Problem, target: str) -> Iterator[Tile]:
     """The tiles of the spec that are legal for the problem."""
-    return (t for t in kernel.tiles if not choose.unsupported_tile(kernel, problem, t, arch.parse(target)))
+    return (t for t in kernel.tiles if not choose.why_tile_unsupported(kernel, problem, t, arch.parse(target)))
 
 
 def jobs(kernel: Kernel, target: str) -> Iterator[Job]:

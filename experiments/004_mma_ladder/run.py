@@ -83,9 +83,9 @@ def with_registers(rows: Iterable[Row]) -> Iterator[Row]:
 
 def measure() -> None:
     """Every step, `fwd_mma` and FlashAttention-2 in one interleaved run, each verified before and after."""
-    contenders = [*map(contender, (*LADDER, *VARIANTS)), *benchmark.ours([registry.get("fwd_mma")])]
+    contenders = [*map(contender, (*LADDER, *VARIANTS)), *benchmark.kernel_contenders([registry.get("fwd_mma")])]
     contenders.append(peers.PEERS["sdpa-flash"])
-    left = benchmark.unmeasured(benchmark.stored(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, contenders)
+    left = benchmark.unmeasured(benchmark.matching_rows(read_rows(ROWS), PROBLEMS, "events"), PROBLEMS, contenders)
     if left:
         compile_all()
     wrong = 0

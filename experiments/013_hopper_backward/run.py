@@ -65,7 +65,7 @@ def grid(lengths: Sequence[int], tokens: int = 16384) -> list[Problem]:
 def measure_tiles(out: Path) -> None:
     kernel = registry.get(ANY_ORDER)
     for problem in grid((512, 2048, 16384)):
-        fitting = [tile for tile in kernel.tiles if kernel.unsupported_tile(problem, tile, (9, 0)) is None]
+        fitting = [tile for tile in kernel.tiles if kernel.why_tile_unsupported(problem, tile, (9, 0)) is None]
         measure([problem], [ANY_ORDER], out, tiles=fitting)
 
 

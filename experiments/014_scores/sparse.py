@@ -21,7 +21,7 @@ from sandbox.bench.timing import Events, Limits, Timing, measure, measure_ceilin
 from sandbox.core import jsonl
 
 OUT = Path(__file__).resolve().parent / "sparse.jsonl"
-LIMITS = Limits(rounds=20, enough=20)
+LIMITS = Limits(rounds=20, noise_samples=20)
 BLOCK = 128  # queries and keys per block of the mask
 
 

@@ -43,7 +43,7 @@ def tune(searches: Sequence[Search]) -> str:
         verdict = [str(text) for text in tune_report.verdict(search)]
         picture = drawn(lambda prefix, search=search: tune_report.draw(search, prefix))  # type: ignore[misc]
         sections.append(Section(heading, table, verdict, picture, "speed of every tile"))
-    return page("tune", [searches[0].lab.gpu] if searches else [], sections)
+    return page("tune", [searches[0].executor.gpu] if searches else [], sections)
 
 
 def check(results: Sequence[Result]) -> str:

@@ -146,7 +146,7 @@ def _no_blocks(problem: Problem, tile: Tile) -> Dim3:
 
 def _alone(kernel: Kernel) -> Kernel:
     """The kernel without its later entry points, which have their own marks: their grids are empty."""
-    then = (e if e.first else dataclasses.replace(e, grid=_no_blocks) for e in kernel.then)
+    then = (e if e.launch_first else dataclasses.replace(e, grid=_no_blocks) for e in kernel.then)
     return dataclasses.replace(kernel, then=tuple(then))
 
 

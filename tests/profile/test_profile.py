@@ -193,7 +193,7 @@ def test_dry_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = json.loads(call("fwd_mma", "--shape", "1,2,64,256", "--dry-run", "--json").stdout)
     (command,) = printed["commands"]
     subject = Subject.loads(command[-1])
-    assert registry.get("fwd_mma").unsupported_tile(subject.problem, subject.tile, (9, 0)) is None
+    assert registry.get("fwd_mma").why_tile_unsupported(subject.problem, subject.tile, (9, 0)) is None
     kept = registry.FOLDER.parent / ".sandbox" / "profiles"  # independent of the working directory
     assert Path(command[command.index("--export") + 1]).parent == kept
     refused = call("fwd_mma", "--shape", "1,2,64,60", "--dry-run")

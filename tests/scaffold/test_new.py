@@ -63,7 +63,7 @@ sandbox.attention(x, x, x, kernel="mine")
     assert chosen_kernel() == chosen
     (row,) = [row for row in json.loads(in_project(project_copy, *listing).stdout) if row["kernel"] == "mine"]
     assert row["tile"]
-    assert row["reason"].startswith("mine: is chosen by name only")
+    assert row["reason"].startswith("mine: is selected by name only")
     assert "by name" in in_project(project_copy, *listing[:-1]).stdout
     spec.write_text(spec.read_text().replace("rung=99,", "rung=99,\n    default=True,"))
     assert chosen_kernel() == "mine"
@@ -134,7 +134,7 @@ def test_debug_levels(project_copy: Path, tmp_path: Path) -> None:
     folder.mkdir()
     assert debug_lines("0", project_copy, folder) == []
     lines = {level: debug_lines(level, project_copy, folder) for level in "1234"}
-    tile = "sandbox: fwd_minimal on B1 H1 S40 D16 float16: tile BLOCK_M=64,BLOCK_N=32, the spec's best that is legal"
+    tile = "sandbox: fwd_minimal on B1 H1 S40 D16 float16: tile BLOCK_M=64,BLOCK_N=32, the spec's best legal tile"
     compiled = "sandbox: fwd_minimal.so: "
     launch = "sandbox: fwd_minimal: grid (1, 1, 1), block (64, 1, 1), 12288 bytes of shared memory"
     score = "sandbox:   score of fwd_minimal = Sq 40, Sk 40, diagonal 0, scale 0.25"

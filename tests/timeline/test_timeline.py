@@ -41,7 +41,9 @@ def mma() -> record.Timeline:
 
 def test_marks_compile_to_nothing_by_default(tmp_path: Path) -> None:
     """The cubin is bitwise equal to that of a copy without marks. One randomly chosen kernel."""
-    supported = {name: kernel for name, kernel in registry.kernels().items() if not kernel.refuses(PROBLEM, (9, 0))}
+    supported = {
+        name: kernel for name, kernel in registry.kernels().items() if not kernel.why_unsupported(PROBLEM, (9, 0))
+    }
     names = [name for name, kernel in supported.items() if _MARK.search(kernel.source.read_text())]
     assert {"fwd_mma", "fwd_wgmma", "bwd_mma", "bwd_wgmma"} <= {*names}
     name = random.Random(SEED).choice(names)
