@@ -1,4 +1,4 @@
-"""The FlashAttention packages as peers of `bench`. A package that cannot be imported takes no problem.
+"""The FlashAttention packages as peers of `bench`. A package that cannot be imported supports no problem.
 
 python -m sandbox bench --peers sdpa-flash,sdpa-cudnn,sandbox/bench/flash_attention_peers.py
 """
@@ -16,8 +16,8 @@ from sandbox.core.problem import Problem
 
 
 def flash_attention(name: str, module: str, package: str) -> Contender:
-    """`flash_attn_func` of `module`: (B, S, H, D) tensors, groups, causal bottom-right; some return LSE too. Of ragged
-    batches `flash_attn_varlen_func`: (rows, H, D) tensors, and where sequences begin."""
+    """`flash_attn_func` of `module`: (B, S, H, D) tensors, grouped heads, bottom-right causal mask; some versions also
+    return LSE. For ragged batches `flash_attn_varlen_func`: (rows, H, D) tensors and cu_seqlens."""
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
         try:
@@ -26,9 +26,9 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
         except (ImportError, AttributeError) as error:
             raise UnsupportedProblem(f"{name}: {module} cannot be imported ({error}): install {package}") from error
         if problem.dtype == "float32":
-            raise UnsupportedProblem(f"{name}: takes float16 and bfloat16")
+            raise UnsupportedProblem(f"{name}: float32 is not supported: it takes float16 and bfloat16")
         if problem.causal == "top-left" and any(n != m for n, m in problem.lengths or ((problem.Sq, problem.Sk),)):
-            raise UnsupportedProblem(f"{name}: causal is bottom-right here, so that Sq={problem.Sq} must be Sk")
+            raise UnsupportedProblem(f"{name}: a top-left mask with Sq != Sk is not supported: causal is bottom-right")
         tensors = [x[0].transpose(0, 1) if problem.ragged else x.transpose(1, 2) for x in (q, k, v)]
         options = {"causal": bool(problem.causal), "softmax_scale": problem.scale}
         if problem.ragged:
@@ -47,24 +47,24 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
 
 
 def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """What a score is beyond scale and causal, and dropout, in the function's own words, where it knows them; its
-    default says how it writes that a window has no bound. Raises UnsupportedProblem naming what it does not know."""
+    """Keyword arguments for dropout and the score options except scale and causal, if the function has them. The
+    default of window_size shows the value for no bound. Raises UnsupportedProblem with the options that are not supported."""
     known = signature.parameters
     windowed = p.window != (None, None)
     unbound = (known["window_size"].default or (None,))[0] if "window_size" in known else None
     window = tuple(unbound if n is None else n for n in (p.window[0], 0 if p.causal else p.window[1]))
-    asked = {  # its word: whether it is wanted, and what for
+    arguments = {  # {keyword: (whether the problem uses it, value)}
         "softcap": (p.softcap, p.softcap),
         "dropout_p": (p.dropout, p.dropout),
         "alibi_slopes": (p.alibi, option_tensors.get("slopes")),
         "window_size": (windowed, window),
-        **{word: (getattr(p, word), None) for word in ("bias", "mask", "key_lengths", "score")},
+        **{option: (getattr(p, option), None) for option in ("bias", "mask", "key_lengths", "score")},
         "sinks of float32": (p.sink, None),
         "Dv": (p.Dv != p.D, None),
     }
-    found = {word: value for word, (wanted, value) in asked.items() if wanted}
-    if missing := [word for word, value in found.items() if value is None or word not in known]:
-        raise UnsupportedProblem(f"{name}: it knows no {', '.join(missing)}")
+    found = {keyword: value for keyword, (used, value) in arguments.items() if used}
+    if missing := [keyword for keyword, value in found.items() if value is None or keyword not in known]:
+        raise UnsupportedProblem(f"{name}: {', '.join(missing)} not supported by this package")
     return found
 
 

@@ -1,3 +1,3 @@
-"""Processes for work that may crash or hang: a worker, a fleet of them, a cluster of machines."""
+"""Subprocesses for work that may crash or hang: a worker, a worker pool, and a pool on a Dask cluster."""
 
 __all__ = ["distributed", "pool", "worker"]

@@ -136,7 +136,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     Therefore the row dimension has RAGGED_ROWS rows, and each sequence occupies its end: row i of a sequence of n rows
     has index RAGGED_ROWS - n + i. The hardware neither reads nor writes beyond the last row. The batch dimension is
     replaced by the tensor row at which the sequence ends, with the row stride. A fifth dimension, with the constant
-    index RAGGED_ROWS, subtracts the surplus of RAGGED_ROWS row strides: addresses are sums modulo 2^64, and
+    index RAGGED_ROWS, subtracts the additional RAGGED_ROWS row strides: addresses are sums modulo 2^64, and
     2^34 * RAGGED_ROWS is 0. The map starts at the tensor's address, because copies from a map that starts outside of an
     allocation fault. (Triton's ragged descriptors use the same idea.)
     """

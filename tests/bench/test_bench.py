@@ -477,7 +477,7 @@ def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch
     assert [r.ok for r in found] == [True, True, None]
     assert "install" in found[2].message
     (refused,), _ = time_contenders(fa3, problem=dataclasses.replace(problem, softcap=5.0, bias=(1, 1, 40, 40)))
-    assert "it knows no softcap, bias" in refused.message
+    assert "softcap, bias not supported" in refused.message
 
     def windowed(q: Any, k: Any, v: Any, causal: bool, softmax_scale: float, window_size: Any = (-1, -1)) -> Any:
         assert window_size == (7, -1)
@@ -690,10 +690,10 @@ def test_command_shows_stored_rows(tmp_path: Path) -> None:
 
 
 def test_command_keeps_what_it_has_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def one_row(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
-        asked.append((list(problems), [peer.name for peer in contenders], options))
+        requested.append((list(problems), [peer.name for peer in contenders], options))
         yield row("fwd_minimal", problems[0], kernel="fwd_minimal")
         raise KeyboardInterrupt
 
@@ -705,7 +705,7 @@ def test_command_keeps_what_it_has_when_interrupted(tmp_path: Path, monkeypatch:
     assert "interrupted" in result.output
     assert "B1 H2 S64 D16" in result.output
     assert len(rows.read_rows(file)) == 1
-    problems, names, options = asked[0]
+    problems, names, options = requested[0]
     assert problems[1] == Problem(1, 4, 32, 48, 16, Hk=2, dtype="bfloat16", causal="bottom-right")
     assert names == ["eager", "sdpa-math"]
     assert options["mode"] == "graph"
@@ -737,10 +737,10 @@ def test_exit_status(verdicts: tuple, status: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def record(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
-        asked.append(list(problems))
+        requested.append(list(problems))
         return iter(row("fwd_minimal", p, kernel="fwd_minimal") for p in problems[:1])
 
     monkeypatch.setattr(benchmark, "run", record)
@@ -750,13 +750,13 @@ def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for left in (4, 3, 2):
         result = invoke(*command)
         assert result.exit_code == 0, result.output
-        assert len(asked[-1]) == left
+        assert len(requested[-1]) == left
     assert result.output.count("B8 H12") == 3  # with the rows of the runs before
     invoke(*command, "--mode", "graph")
-    assert len(asked[-1]) == 4
+    assert len(requested[-1]) == 4
     monkeypatch.setattr(benchmark.environment, "commit", lambda: "def")
     invoke(*command)
-    assert len(asked[-1]) == 4
+    assert len(requested[-1]) == 4
     assert invoke("--resume").exit_code == 2
 
 

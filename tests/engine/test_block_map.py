@@ -116,8 +116,8 @@ def drawn(*shape: int) -> np.ndarray:
 def test_what_it_hides_is_not_visited(name: str) -> None:
     """The map of DOCUMENTS with a mask that hides nothing: only the map determines the result."""
     q, k, v = drawn(1, 2, S, 32), drawn(1, 2, S, 32), drawn(1, 2, S, 32)
-    told = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
-    score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(told)
+    tile_map = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
+    score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(tile_map)
     hidden = np.where((DOC == 2)[:, None], np.float16(np.nan), k), np.where((DOC == 2)[:, None], np.float16(np.nan), v)
     out, lse = sandbox.attention_forward(q, *hidden, score=score, kernel=name, tile=FORWARD[name])
     true, true_lse = sandbox.reference.attention(q, k, v, score=DOCUMENTS)
@@ -150,8 +150,8 @@ def test_lists_of_many_tiles(device: Device) -> None:
 @pytest.mark.parametrize("name", BACKWARD)
 def test_what_it_hides_has_no_gradient(name: str) -> None:
     q, k, v, dout = drawn(1, 4, S, 32), drawn(1, 2, S, 32), drawn(1, 2, S, 32), drawn(1, 4, S, 32)
-    told = sandbox.block_map(DOCUMENTS, Problem(1, 4, S, S, 32, Hk=2))
-    score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(told)
+    tile_map = sandbox.block_map(DOCUMENTS, Problem(1, 4, S, S, 32, Hk=2))
+    score = Score(mask="on(i) || on(j)", tensors={"on": np.ones(S, bool)}).with_blocks(tile_map)
     out, lse = sandbox.reference.attention(q, k, v, score=DOCUMENTS)
     given = dout, q, k, v, out.astype(np.float16), lse.astype(np.float32)
     found = sandbox.attention_backward(*given, score=score, kernel=name, tile=BACKWARD[name])
@@ -175,11 +175,11 @@ def test_one_map_serves_many_calls() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(drawn(1, 2, S, 32)).requires_grad_() for _ in range(3))
     score = Score(UNEVEN.score, UNEVEN.mask, {"part": torch.from_numpy(UNEVEN.tensors["part"])})
-    told = sandbox.block_map(score, Problem(1, 2, S, S, 32))
-    assert told.dtype == torch.int32
+    tile_map = sandbox.block_map(score, Problem(1, 2, S, S, 32))
+    assert tile_map.dtype == torch.int32
     results = []
-    for asked in (score, score.with_blocks(told)):
-        out = sandbox.attention(q, k, v, score=asked, causal=True)
+    for variant in (score, score.with_blocks(tile_map)):
+        out = sandbox.attention(q, k, v, score=variant, causal=True)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
     for own, given in zip(*results, strict=True):
         assert (own - given).abs().max() < 1e-2
@@ -188,12 +188,12 @@ def test_one_map_serves_many_calls() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     q = drawn(1, 2, S, 32)
-    told = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
-    score = DOCUMENTS.with_blocks(told)
+    tile_map = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
+    score = DOCUMENTS.with_blocks(tile_map)
     with pytest.raises(UnsupportedProblem, match="leave out mask="):
         sandbox.attention_forward(q, q, q, score=score, mask=np.ones((S, S), bool))
     with pytest.raises(UnsupportedProblem, match="block_map makes of"):
-        sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(told[:, :, :-1]))
+        sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(tile_map[:, :, :-1]))
     with pytest.raises(SpecError, match="hides no keys"):
         sandbox.block_map(Score("x + 1"), Problem(1, 2, S, S, 32))
 
@@ -222,18 +222,18 @@ def test_a_map_of_another_problem_is_refused(name: str, planned: bool) -> None:
     mask, own, others = OTHERS[name]
     right = dataclasses.replace(Problem(1, 1, S, S, 32, dtype="float16"), **own)
     sandbox.reload()
-    told = sandbox.block_map(Score(mask=mask), right)
+    tile_map = sandbox.block_map(Score(mask=mask), right)
     for other in others:
         wrong = dataclasses.replace(right, **other)
         fitting = Score(mask=mask).with_blocks(sandbox.block_map(Score(mask=mask), wrong))
-        score = Score(mask=mask).with_blocks(told)
+        score = Score(mask=mask).with_blocks(tile_map)
         arrays = drawn_for(wrong)
         if planned:
             sandbox.attention_forward(*arrays, score=fitting)
         assert fitting.made_for == (wrong.B, wrong.H, wrong.Sq, wrong.Sk)
-        for asked in (score, pickle.loads(pickle.dumps(score)), dataclasses.replace(score, file="elsewhere")):
+        for variant in (score, pickle.loads(pickle.dumps(score)), dataclasses.replace(score, file="elsewhere")):
             with pytest.raises(UnsupportedProblem, match="score has a block map"):
-                sandbox.attention_forward(*arrays, score=asked)
+                sandbox.attention_forward(*arrays, score=variant)
         tensors = [torch.from_numpy(x) for x in arrays]
         score = Score(mask=mask).with_blocks(sandbox.block_map(Score(mask=mask), right, like=tensors[0]))
         with pytest.raises(UnsupportedProblem, match="score has a block map"):
@@ -252,31 +252,31 @@ def test_what_the_mask_does_not_name_may_differ() -> None:
 
 def test_a_map_by_hand_goes_by_its_shape() -> None:
     """For a copy of a map, the original problem is unknown."""
-    told = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
-    assert DOCUMENTS.with_blocks(told).made_for == (1, 1, S, S)
-    assert DOCUMENTS.with_blocks(told.copy()).made_for is None
-    assert DOCUMENTS.with_blocks(told).with_blocks(told.copy()).made_for is None
+    tile_map = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
+    assert DOCUMENTS.with_blocks(tile_map).made_for == (1, 1, S, S)
+    assert DOCUMENTS.with_blocks(tile_map.copy()).made_for is None
+    assert DOCUMENTS.with_blocks(tile_map).with_blocks(tile_map.copy()).made_for is None
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
     expected = sandbox.attention_forward(q, k, v, score=DOCUMENTS)[0]
-    assert np.array_equal(sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(told.copy()))[0], expected)
+    assert np.array_equal(sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(tile_map.copy()))[0], expected)
 
 
 def test_nothing_is_kept_of_maps_that_are_gone() -> None:
     before = len(block_map._made)
-    told = [sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32)) for _ in range(3)]
+    tile_map = [sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32)) for _ in range(3)]
     assert len(block_map._made) == before + 3
-    del told
+    del tile_map
     assert len(block_map._made) == before
 
 
 def test_key_lengths_with_a_mask_that_names_Sk() -> None:
     """With one batch entry the shapes agree, but the map was made for all keys."""
     score = Score(mask="j >= Sk - 40")
-    told = sandbox.block_map(score, Problem(1, 1, S, S, 32))
+    tile_map = sandbox.block_map(score, Problem(1, 1, S, S, 32))
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
     lengths = np.array([100], np.int32)
     with pytest.raises(UnsupportedProblem, match="its mask names Sk, which key_lengths makes another number"):
-        sandbox.attention_forward(q, k, v, score=score.with_blocks(told), key_lengths=lengths)
+        sandbox.attention_forward(q, k, v, score=score.with_blocks(tile_map), key_lengths=lengths)
     given = Score(mask="j >= 30").with_blocks(sandbox.block_map(Score(mask="j >= 30"), Problem(1, 1, S, S, 32)))
     found = sandbox.attention_forward(q, k, v, score=given, key_lengths=lengths)[0]
     true = sandbox.reference.attention(q, k, v, score=Score(mask="j >= 30"), key_lengths=lengths)[0]
@@ -287,17 +287,17 @@ def test_key_lengths_with_a_mask_that_names_Sk() -> None:
 def test_a_map_that_lies_otherwise_is_refused(kind: str) -> None:
     """Kernels read the map in units of 16 bytes, without strides."""
     sandbox.reload()
-    told = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
-    memory = np.empty(told.nbytes + 32, np.uint8)
+    tile_map = sandbox.block_map(DOCUMENTS, Problem(1, 1, S, S, 32))
+    memory = np.empty(tile_map.nbytes + 32, np.uint8)
     start = -memory.ctypes.data % 16 + 4
     lying = {
-        "a row of a wider one": np.concatenate([told, told], -1)[..., : told.shape[-1]],
-        "every second": told.repeat(2, 2)[:, :, ::2],
-        "Fortran's": np.asfortranarray(told),
-        "not aligned": memory[start : start + told.nbytes].view(np.int32).reshape(told.shape),
-        "of int64": told.astype(np.int64),
+        "a row of a wider one": np.concatenate([tile_map, tile_map], -1)[..., : tile_map.shape[-1]],
+        "every second": tile_map.repeat(2, 2)[:, :, ::2],
+        "Fortran's": np.asfortranarray(tile_map),
+        "not aligned": memory[start : start + tile_map.nbytes].view(np.int32).reshape(tile_map.shape),
+        "of int64": tile_map.astype(np.int64),
     }[kind]
-    lying[...] = told
+    lying[...] = tile_map
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
     with pytest.raises(UnsupportedProblem, match=r"it must be what sandbox\.block_map makes of .* contiguous"):
         sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(lying))
@@ -309,9 +309,9 @@ def test_the_compiler_carries_a_map() -> None:
     q, k, v = (torch.from_numpy(x) for x in drawn_for(Problem(1, 2, S, S, 32)))
     sandbox.attention(q, k, v)
     score = Score(mask="j <= i + 30")
-    told = sandbox.block_map(score, Problem(1, 2, S, S, 32), like=q)
+    tile_map = sandbox.block_map(score, Problem(1, 2, S, S, 32), like=q)
     expected = sandbox.attention(q, k, v, score=score)
-    given = score.with_blocks(told)
+    given = score.with_blocks(tile_map)
     compiled = torch.compile(lambda q: sandbox.attention(q, k, v, score=given), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q), expected)
     short = k[:, :, :290], v[:, :, :290]

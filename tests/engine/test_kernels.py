@@ -181,12 +181,13 @@ def test_wide_heads_share_tiles_of_keys_where_it_was_faster() -> None:
     ids=str,
 )
 def test_stream_k_splits_the_last_wave(blocks: int, shape: tuple[int, ...], device: Device) -> None:
-    """Of six pieces four blocks share two, five blocks one; of three, which have two consumers, two blocks one."""
+    """With six work tiles, four blocks share two, and five blocks share one. With three work tiles of two consumers,
+    two blocks share one."""
     kernel = registry.get("fwd_wgmma_fp8")
     problem = Problem(*shape, dtype="float8_e4m3")
     tile = Tile(**{**choose.choose_tile(kernel, problem, (9, 0)), "BLOCKS": blocks})
-    pieces = problem.query_tiles(tile.BLOCK_M) * problem.batches * problem.H
-    assert kernel.numbers["in_rounds"](problem, tile) == pieces // blocks * blocks < pieces
+    work_tiles = problem.query_tiles(tile.BLOCK_M) * problem.batches * problem.H
+    assert kernel.numbers["in_rounds"](problem, tile) == work_tiles // blocks * blocks < work_tiles
     for inputs in ("normal", "rising", "large"):
         result = check.verify(kernel, Case(inputs, problem, inputs), device, tile)
         assert result.ok, result
@@ -439,14 +440,14 @@ def test_a_tile_may_take_all_the_shared_memory_there_is(arch_name: str | None) -
             name="fwd_minimal_more", grid=kernel.grid, block=kernel.block, args=kernel.args,
             smem_bytes=lambda p, t, need=need: need,
         )  # fmt: skip
-        for asked in (
+        for variant in (
             dataclasses.replace(kernel, smem_bytes=lambda p, t, need=need: need),
             dataclasses.replace(kernel, then=(entry,)),
         ):
-            reason = choose.why_tile_unsupported(asked, problem, kernel.tiles[0], target)
+            reason = choose.why_tile_unsupported(variant, problem, kernel.tiles[0], target)
             assert (reason is None) == (need <= have)
             if reason is None:
-                assert choose.choose_tile(asked, problem, target) == kernel.tiles[0]
+                assert choose.choose_tile(variant, problem, target) == kernel.tiles[0]
             else:
                 assert f"needs {need} bytes of shared memory at D=64" in reason
                 assert f"has {have}" in reason

@@ -269,15 +269,15 @@ def test_a_warp_finds_the_tile_that_bisection_finds(run_cuda: Callable[..., None
     assert {(b, row) for b, row, *_ in found.tolist()} - {(-1, 0)} == wanted
 
 
-DEAL = """
+SCHEDULE = """
 #include "ptx.cuh"
 #include "tile_scheduler.cuh"
-extern "C" __global__ void deal(const int* cu_seqlens_q, const int* cu_seqlens_k, Dealt* found, int count, int heads,
-                                int group, const __grid_constant__ Score score) {
-    const LongestFirst<TILES> pieces(score);
+extern "C" __global__ void schedule(const int* cu_seqlens_q, const int* cu_seqlens_k, WorkTile* found, int count,
+                                    int heads, int group, const __grid_constant__ Score score) {
+    const LongestFirst<TILES> scheduler(score);
     for (int number = blockIdx.x; number < count; number += gridDim.x) {
-        const Dealt piece = pieces.piece(number, heads, group);
-        if (threadIdx.x == 0) found[number] = piece;
+        const WorkTile work_tile = scheduler.piece(number, heads, group);
+        if (threadIdx.x == 0) found[number] = work_tile;
     }
 }"""
 
@@ -288,7 +288,7 @@ def test_every_work_tile_is_scheduled_once_and_long_ones_first(run_cuda: Callabl
     sample, of_keys = random.Random(seed), seed >= 5
     M, N, H = sample.choice((16, 64)), sample.choice((16, 48)), sample.choice((1, 4, 16))
     causal: Any = sample.choice((False, "bottom-right", "top-left"))
-    sizes = (0, 1, N, 3 * N + 1, 5000 if seed % 2 else 200)  # long ones: several sections
+    sizes = (0, 1, N, 3 * N + 1, 5000 if seed % 2 else 200)  # long ones: several head groups
     lengths = [(sample.choice(sizes), sample.choice(sizes)) for _ in range(sample.choice((1, 5, 40)))]
     p = Problem(0, H, 0, 0, 64, Hk=1, dtype="float16", lengths=tuple(lengths), causal=causal)
     offsets = [np.cumsum([0, *n], dtype=np.int32) for n in zip(*lengths, strict=True)]
@@ -303,12 +303,12 @@ def test_every_work_tile_is_scheduled_once_and_long_ones_first(run_cuda: Callabl
     numbers = map(ctypes.c_int, (len(found), H, H))
     defines = {"BLOCK_M": M, "BLOCK_N": N, "HEAD_DIM": 64, "CAUSAL": int(bool(causal)), "DTYPE_float16": 1, **macros(p)}
     defines["TILES"] = "KeyTiles" if of_keys else "QueryTiles"
-    run_cuda(DEAL, "deal", *offsets, found, *numbers, score, grid=2, defines=defines)
-    dealt = [tuple(map(int, piece[:3])) for piece in found]
-    assert sorted(dealt[:-2]) == sorted(wanted)
-    assert dealt[-2:] == [(-1, 0, 0)] * 2
+    run_cuda(SCHEDULE, "schedule", *offsets, found, *numbers, score, grid=2, defines=defines)
+    scheduled = [tuple(map(int, work_tile[:3])) for work_tile in found]
+    assert sorted(scheduled[:-2]) == sorted(wanted)
+    assert scheduled[-2:] == [(-1, 0, 0)] * 2
 
-    def level(b: int, row: int) -> int:
+    def bucket(b: int, row: int) -> int:
         n, keys = lengths[b]
         if of_keys:
             first = row - (keys - n) * (causal == "bottom-right") if causal else 0
@@ -318,5 +318,5 @@ def test_every_work_tile_is_scheduled_once_and_long_ones_first(run_cuda: Callabl
         return -(-end // (2 * N))
 
     for h in range(H):
-        levels = [level(b, row) for b, row, own in dealt[:-2] if own == h]
-        assert all(a >= z for a, z in itertools.pairwise(levels)), f"seed {seed}"
+        buckets = [bucket(b, row) for b, row, own in scheduled[:-2] if own == h]
+        assert all(a >= z for a, z in itertools.pairwise(buckets)), f"seed {seed}"

@@ -34,7 +34,7 @@ by_name = lambda kernel: kernel.name  # noqa: E731
 spills = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "spills.py")))
 
 
-def asked(names: tuple[str, ...], problem: Problem) -> Problem:
+def with_options(names: tuple[str, ...], problem: Problem) -> Problem:
     for name in names:
         problem = dataclasses.replace(problem, **OPTIONS[name](problem))
     return problem
@@ -50,7 +50,7 @@ def sample(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
         causal = draw.choice((False, "bottom-right", "top-left"))
         problem = Problem(2, 4, Sq, Sk, draw.choice((32, 64, 40)), Hk=draw.choice((1, 2, 4)),
                           dtype=draw.choice(dtypes), causal=causal)  # fmt: skip
-        yield " + ".join(chosen), asked(chosen, problem), draw.choice(("normal", "hidden"))
+        yield " + ".join(chosen), with_options(chosen, problem), draw.choice(("normal", "hidden"))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
@@ -59,7 +59,7 @@ def test_options_sampled(kernel: Kernel, device: Device) -> None:
     for what, problem, inputs in sample(kernel, 2 if device == HOST else 40):
         if kernel.why_unsupported(problem):  # an unsupported head dimension
             continue
-        # Of one key dS is 0, and what is left is how O, of which delta is made, was rounded: no bound knows that.
+        # With one key dS is 0 except for the rounding of O, which delta contains: the bound does not cover that.
         if problem.dropout and problem.Sq == 1 and kernel.computes == "backward":
             continue
         result = check.verify(kernel, Case(what, problem, inputs), device)
@@ -107,7 +107,7 @@ def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
 def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
     """In the Hopper backward, whose consumers divide a tile differently for each head dimension."""
     kernel = registry.kernels()["bwd_wgmma"]
-    problem = asked(
+    problem = with_options(
         tuple(names.split(" + ")), Problem(1, 2, 140, 150, D, Hk=1, dtype="bfloat16", causal="bottom-right")
     )
     result = check.verify(kernel, Case(names, problem), device)
@@ -133,7 +133,9 @@ def test_warpgroups_skip_tiles_that_only_others_see(names: str, tile: Tile) -> N
     """Some key tiles of a work tile are before a warpgroup's n_block range, and some after it: the ping-pong order is
     kept."""
     kernel = registry.kernels()["fwd_wgmma"]
-    problem = asked(tuple(names.split(" + ")), Problem(1, 2, 450, 520, 32, dtype="float16", causal="bottom-right"))
+    problem = with_options(
+        tuple(names.split(" + ")), Problem(1, 2, 450, 520, 32, dtype="float16", causal="bottom-right")
+    )
     assert check.verify(kernel, Case(names, problem), HOST, tile).ok
 
 
@@ -190,7 +192,7 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_nan_in_hidden_keys_reaches_no_result(kernel: Kernel, name: str, device: Device) -> None:
     """Also in the non-finite fallback."""
-    problem = asked((name,), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0]))
+    problem = with_options((name,), Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0]))
     if reason := kernel.why_unsupported(problem):
         pytest.skip(reason)
     result = check.verify(kernel, Case(name, problem, "hidden"), device)
@@ -209,7 +211,7 @@ def test_options_in_the_fallback_for_non_finite_inputs(kernel: Kernel, device: D
     that do not see it are right."""
     draw, dtype = random.Random(f"{SEED} {kernel.name}"), kernel.dtypes[-1]
     plain = Problem(2, 4, 77, 97, 64, Hk=2, dtype=dtype, causal="bottom-right")
-    taken = [p for p in (asked(names, plain) for names in FALLBACK) if not kernel.why_unsupported(p)]
+    taken = [p for p in (with_options(names, plain) for names in FALLBACK) if not kernel.why_unsupported(p)]
     every = device != HOST or kernel.name in OF_FALLBACK
     for problem in taken if every else draw.sample(taken, min(len(taken), 1)):
         inputs = "nan" if kernel.computes == "forward" else "nan_query"

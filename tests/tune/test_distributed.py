@@ -23,7 +23,7 @@ from sandbox.tune import executors
 
 distributed = pytest.importorskip("distributed")
 KERNEL = registry.get("fwd_minimal")
-STATION = executors.WorkerInfo("a", "0", "a GPU", "sm_90a", tuned.digest(KERNEL), {"device": "a GPU"})
+WORKER = executors.WorkerInfo("a", "0", "a GPU", "sm_90a", tuned.digest(KERNEL), {"device": "a GPU"})
 
 
 @pytest.fixture(scope="module")
@@ -79,20 +79,20 @@ def test_tune_on_a_cluster(address: str, own_cache: Path) -> None:
 )
 def test_workers_that_do_not_fit(others: list[dict[str, Any]], error: type[Exception], message: str) -> None:
     executor = executors.DistributedExecutor(KERNEL, "tcp://127.0.0.1:8786", None)
-    stations = [STATION, *(executors.WorkerInfo(**{**vars(STATION), **other}) for other in others)]
+    infos = [WORKER, *(executors.WorkerInfo(**{**vars(WORKER), **other}) for other in others)]
     with pytest.raises(error, match=message):
-        executor._validated({f"tcp://{n}": worker_info for n, worker_info in enumerate(stations)})
+        executor._validated({f"tcp://{n}": worker_info for n, worker_info in enumerate(infos)})
     lost = {"tcp://0": WorkerDied("GpuUnavailable: no driver")}
     with pytest.raises(
         DistributedUnavailable, match="the worker tcp://0 cannot tune fwd_minimal: GpuUnavailable: no dri"
     ):
         executor._validated(lost)
-    assert executor._validated({"tcp://0": STATION}) == {"device": "a GPU"}
+    assert executor._validated({"tcp://0": WORKER}) == {"device": "a GPU"}
     assert (executor.gpu, executor.arch) == ("a GPU", "sm_90a")
 
 
 @pytest.mark.parametrize("address", ["nonsense", "what://127.0.0.1:1", "tcp://no-such-host.invalid:8786"])
-def test_an_address_at_which_nobody_answers(address: str) -> None:
+def test_an_address_without_a_scheduler(address: str) -> None:
     result = tune("--backend", "cpu", "--dask", address)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"sandbox: no Dask scheduler answers at {address!r} (")

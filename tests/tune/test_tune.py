@@ -110,7 +110,7 @@ class FakeExecutor:
     spilling, wrong = Tile(BLOCK_M=256, BLOCK_N=64), Tile(BLOCK_M=64, BLOCK_N=64)
 
     def __init__(self, noise: float = 0.01, gain: float = 1.0) -> None:
-        self.asked: list[tuple[tuple[Tile, ...], int]] = []
+        self.requested: list[tuple[tuple[Tile, ...], int]] = []
         self.noise, self.gain = noise, gain
         self.dies_after = math.inf
 
@@ -130,9 +130,9 @@ class FakeExecutor:
         self, kernel: Kernel, problem: Problem, groups: Sequence[tuple[Tile, ...]], samples: int
     ) -> Iterator[tuple[tuple[Tile, ...], Sequence[Measured]]]:
         for group in groups:
-            if len(self.asked) >= self.dies_after:
+            if len(self.requested) >= self.dies_after:
                 raise KeyboardInterrupt
-            self.asked.append((group, samples))
+            self.requested.append((group, samples))
             yield group, [self._time(tile) for tile in group]
 
     def _time(self, tile: Tile) -> Measured:
@@ -158,16 +158,16 @@ def test_the_search_finds_the_best(own_cache: Path) -> None:
     states = Counter(c.state for c in search.candidates.values())
     assert states == {"timed": 13, "spills": 1, "fails": 1, "does not compile": 1}
     assert search.candidates[executor.wrong].message == "error 1 against a bound of 0"
-    rounds = Counter(samples for _, samples in executor.asked)
+    rounds = Counter(samples for _, samples in executor.requested)
     assert rounds == {
         4: 14,
         8: 7,
         100: 1,
     }  # 14 that compile without spilling, 13 right, the better 7, then 4 and the spec's
-    finalists, _ = executor.asked[-1]
+    finalists, _ = executor.requested[-1]
     assert BEST in finalists
     assert MINIMAL.tiles[0] in finalists
-    assert executor.spilling not in {tile for group, _ in executor.asked for tile in group}
+    assert executor.spilling not in {tile for group, _ in executor.requested for tile in group}
     assert tuned.winner(MINIMAL, PROBLEM, GPU) == BEST
 
 
@@ -179,11 +179,11 @@ def test_an_interrupted_search_goes_on(own_cache: Path) -> None:
     assert tuned.winner(MINIMAL, PROBLEM, GPU) is None
     again = FakeExecutor()
     assert finished(again).winner.tile == BEST  # type: ignore[union-attr]
-    assert not set(again.asked) & set(executor.asked)
-    assert len(again.asked) + len(executor.asked) == 22
+    assert not set(again.requested) & set(executor.requested)
+    assert len(again.requested) + len(executor.requested) == 22
     fresh = FakeExecutor()
     finished(fresh, fresh=True)
-    assert len(fresh.asked) == 22
+    assert len(fresh.requested) == 22
 
 
 def test_what_was_lost_is_tried_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +206,13 @@ def test_what_was_measured_counts_for_its_problem_alone(own_cache: Path) -> None
     finished(FakeExecutor())
     again = FakeExecutor()
     finished(again)
-    assert not again.asked
+    assert not again.requested
     for search in (
         Search(MINIMAL, dataclasses.replace(PROBLEM, Sk=499), FakeExecutor()),  # of one class with PROBLEM
         Search(MINIMAL, PROBLEM, type("", (FakeExecutor,), {"gpu": "another GPU"})()),
     ):
         list(search)
-        assert len(search.executor.asked) == 22  # type: ignore[attr-defined]
+        assert len(search.executor.requested) == 22  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("noise", "own_wins"), [(0.01, False), (0.6, True), (math.inf, True)])
@@ -244,8 +244,8 @@ def test_the_noise_of_either_counts(loud: Tile, own_cache: Path) -> None:
 
 def test_spilled_loads_are_spills(own_cache: Path) -> None:
     class Executor(FakeExecutor):
-        def compile(self, *asked) -> Iterator[tuple[Tile, Resources | str]]:
-            return ((tile, Resources(64, 0, 0, 0, 8 * (tile == BEST))) for tile, _ in super().compile(*asked))
+        def compile(self, *requested) -> Iterator[tuple[Tile, Resources | str]]:
+            return ((tile, Resources(64, 0, 0, 0, 8 * (tile == BEST))) for tile, _ in super().compile(*requested))
 
     search = finished(Executor())
     assert search.candidates[BEST].state == "spills"
@@ -362,12 +362,12 @@ def test_attention_heeds_what_was_found(own_cache: Path, monkeypatch: pytest.Mon
     problem = Problem(1, 1, 64, 64, 64, dtype="float16")
     key = {"digest": tuned.digest(MINIMAL), "gpu": driver.device().name, "class": tuned.problem_class(problem)}
     jsonl.append(tuned.path(MINIMAL, "winners"), {**key, "tile": "BLOCK_M=32,BLOCK_N=8"})
-    asked = []
+    requested = []
     load = pipeline.load
-    monkeypatch.setattr(pipeline, "load", lambda k, tile, *rest: asked.append(tile) or load(k, tile, *rest))
+    monkeypatch.setattr(pipeline, "load", lambda k, tile, *rest: requested.append(tile) or load(k, tile, *rest))
     q = np.zeros((1, 1, 64, 64), np.float16)
     sandbox.attention(q, q, q, kernel=MINIMAL, backend="cuda")
-    assert asked == [Tile(BLOCK_M=32, BLOCK_N=8)]
+    assert requested == [Tile(BLOCK_M=32, BLOCK_N=8)]
 
 
 # ---- for people

@@ -130,7 +130,7 @@ def test_the_sweep_tries_every_option(kernel) -> None:
     assert {case.problem.dtype for case in found} == {*kernel.dtypes}
 
 
-def test_what_nobody_sees_is_nan() -> None:
+def test_hidden_elements_are_nan() -> None:
     p = problem(("bias", "mask", "key_lengths"))
     given = inputs_of("backward", Case("hidden", p, "hidden"))
     seen = scores.seen(p, given)
@@ -166,7 +166,7 @@ def test_a_score_without_numbers_reads_its_file_again(tmp_path) -> None:
     ("text", "said"),
     [
         ("import sandbox\nscore = sandbox.Score('x'", "line 2: SyntaxError: '\\(' was never closed"),
-        ("import nobody_has_this\n", "line 1: ModuleNotFoundError: "),
+        ("import no_such_module\n", "line 1: ModuleNotFoundError: "),
         ("def score(problem):\n    return problem.heads\n", "line 2: AttributeError: "),
         ("import sys\nsys.exit('no such score')\n", "line 2: SystemExit: no such score: exit would end the program"),
         ("def score(problem):\n    exit(4)\n", "line 2: SystemExit: 4: exit would end the program"),
@@ -202,8 +202,8 @@ def test_the_cache_is_not_cleared_before_an_expression_is_loaded(
 def test_an_expression_that_does_not_compile_is_a_result() -> None:
     """Like a compile error of a kernel; the process survives."""
     p = dataclasses.replace(P, score=Score("x - slop(h)"))
-    with IsolatedRunner(print) as apart:
-        found = apart.verify(registry.get("fwd_minimal"), Case("typo", p), HOST)
+    with IsolatedRunner(print) as runner:
+        found = runner.verify(registry.get("fwd_minimal"), Case("typo", p), HOST)
     assert found.ok is False
     assert found.message.startswith("Score: x - slop(h) does not compile: ")
 
@@ -221,7 +221,7 @@ MISTAKES = {
 }
 
 
-def told(message: str, score: Score) -> list[tuple[str, str]]:
+def located(message: str, score: Score) -> list[tuple[str, str]]:
     """The location of each mistake in a message about `score`, and the line up to the caret below it."""
     assert message.startswith(f"Score: {' '.join(str(score).split())} does not compile: ")
     assert "score_mod.cuh" not in message
@@ -240,7 +240,7 @@ def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
         pytest.skip("Clang means other columns")
     with pytest.raises(CompileError) as refused:
         score.evaluate(np.zeros((2, 2)), 0, 0, np.zeros((2, 1), int), np.zeros((1, 2), int), 130, 97)
-    assert told(str(refused.value), score) == expected
+    assert located(str(refused.value), score) == expected
     assert str(refused.value).endswith("\n(g++)")
     assert "error: " in refused.value.log
     try:
@@ -250,9 +250,9 @@ def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
     kernel, p = registry.get("fwd_minimal"), dataclasses.replace(P, score=score)
     with pytest.raises(CompileError, match="NVRTC") as refused:
         pipeline.compile_problem(kernel, p, choose_tile(kernel, p, None), "sm_90a")
-    found = told(str(refused.value), score)
+    found = located(str(refused.value), score)
     assert {where for where, _ in found} == {where for where, _ in expected}
-    if mistake not in ("types", "indices"):  # of which NVRTC means another part, or tells no place
+    if mistake not in ("types", "indices"):  # NVRTC reports another part of these, or no location
         assert found == expected
 
 

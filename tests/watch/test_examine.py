@@ -35,9 +35,9 @@ def examined(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, known: tuple[Tile,
 
 
 def test_a_kernel_that_takes_no_problem_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    shy = dataclasses.replace(KERNEL, supports=lambda p, arch: "it is taken apart")
-    found = examined(shy, monkeypatch)
-    assert (found.stage, found.ok, found.message) == ("refused", False, "fwd_minimal: it is taken apart")
+    unsupported = dataclasses.replace(KERNEL, supports=lambda p, arch: "it is not supported")
+    found = examined(unsupported, monkeypatch)
+    assert (found.stage, found.ok, found.message) == ("refused", False, "fwd_minimal: it is not supported")
     assert {r.ok for r in found.results} == {None}
 
 
