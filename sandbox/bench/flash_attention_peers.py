@@ -47,8 +47,8 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
 
 
 def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Keyword arguments for dropout and the score options except scale and causal, if the function has them. The
-    default of window_size shows the value for no bound. Raises UnsupportedProblem with the options that are not supported."""
+    """Keyword arguments for dropout and the score options other than scale and causal. The default of window_size is
+    the value for no bound. Raises UnsupportedProblem with the options that the function does not have."""
     known = signature.parameters
     windowed = p.window != (None, None)
     unbound = (known["window_size"].default or (None,))[0] if "window_size" in known else None
