@@ -215,7 +215,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
-                Keys::request(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
+                Keys::load(base + tile, map, head0.key_box(walk.n0()), tensor.stride_h ? kv_head : 0,
                               head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             walk.for_each([&](unsigned i, int head, int m0) {
@@ -225,7 +225,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     TIMELINE(load);
-                    Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
+                    Queries::load(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
                                      tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
                                      base + full + 8 * stage, full == FULL_Q ? BIAS_BYTES : 0);
                 };
@@ -233,7 +233,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 if (i == 0 && Head::MAPPED) request_keys(V_map, V, V_AT, FULL_V);  // later would be spills
                 request(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
 #if BIAS
-                Pairs::add(base + BIAS_AT + stage * BIAS_BYTES, bias_map, walk.n0(), m0,
+                Pairs::load_part(base + BIAS_AT + stage * BIAS_BYTES, bias_map, walk.n0(), m0,
                            score.bias.stride_h ? kv_head * group + head : 0, score.bias.stride_b ? b : 0,
                            base + FULL_Q + 8 * stage);
 #endif
@@ -275,22 +275,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             walk.for_each([&](unsigned i, int head, int m0) {
                 const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;  // asked again, or it would be spilled
                 TIMELINE(wait_dQ);  // first for its turn in memory, while there is nothing to send yet
-                if (DETERMINISTIC && !(SEMAPHORE_AHEAD && admitted)) await_count(added(head, m0, consumer), piece.before(head0, m0));
+                if (DETERMINISTIC && !(SEMAPHORE_AHEAD && admitted)) counter_wait(added(head, m0, consumer), piece.before(head0, m0));
                 if (SHARED_KEYS) {  // the consumer adds by itself, when it may
                     mbarrier_arrive(base + EMPTY_dQ + 8 * consumer);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                 } else {
                     // Mostly somebody has: then the counter need not be asked when the numbers are there.
-                    const bool stored = SEMAPHORE_EARLY && has_counted(added(head, m0, consumer), STORED);
+                    const bool stored = SEMAPHORE_EARLY && counter_reached(added(head, m0, consumer), STORED);
                     mbarrier_wait(base + FULL_dQ + 8 * consumer, i % 2);
                     TIMELINE(send_dQ);
                     float* const to = dQ_tile(head, m0) + consumer * DQ_SHARE;
                     const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_SHARE;
                     bool first = DETERMINISTIC && piece.before(head0, m0) == 0;
                     if (FIRST_BLOCK_STORES && !stored) {  // asked with the numbers at hand, so that whoever is first does not wait
-                        const unsigned before = arrive_and_count(added(head, m0, consumer));
+                        const unsigned before = counter_fetch_add(added(head, m0, consumer));
                         first = before == 0;
-                        if (!first && before < STORED) await_count(added(head, m0, consumer), STORED);
+                        if (!first && before < STORED) counter_wait(added(head, m0, consumer), STORED);
                     }
                     const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
                     if (first) bulk_store(to, from, bytes);
@@ -303,17 +303,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                         int next_head = head, next_m0 = walk.next(m0);
                         walk.find(next_head, next_m0);
                         if (next_head == group) next_head = head, next_m0 = m0;
-                        const unsigned arrived = arrived_at(added(next_head, next_m0, consumer));
+                        const unsigned arrived = counter_load(added(next_head, next_m0, consumer));
                         tma_store_wait();
-                        arrive_and_see(added(head, m0, consumer));
+                        counter_arrive_acquire(added(head, m0, consumer));
                         admitted = arrived >= piece.before(head0, next_m0);
                     }
                     if (FIRST_BLOCK_STORES && first) {
                         tma_store_wait();
-                        arrive_at_count(added(head, m0, consumer), STORED);
+                        counter_arrive(added(head, m0, consumer), STORED);
                     }
                 }
-                if (DETERMINISTIC && !SEMAPHORE_AHEAD) arrive_at_count(added(head, m0, consumer));
+                if (DETERMINISTIC && !SEMAPHORE_AHEAD) counter_arrive(added(head, m0, consumer));
             });
             TIMELINE(done);
         }
@@ -523,8 +523,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (BIAS_TILES) fetch_pairs(shift, pair_bits_at(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
 
             wgmma_wait<1>();  // for S^T
-            wgmma_settled(S);
-            TIMELINE(wait_turn);
+            warpgroup_fence_operand(S);
+            TIMELINE(wait_barrier);
             if (LATE_DQ) named_barrier_sync(turn, 256);
             TIMELINE(softmax);
             const Place place(first_query, walk.n0() + own_keys);
@@ -574,7 +574,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             TIMELINE(dP);
             if (!LATE_DQ) add_rows(dV_rmem, P, P_at, dO_at, summed);
             wgmma_wait<!LATE_DQ>();  // for dP^T
-            wgmma_settled(dP);
+            warpgroup_fence_operand(dP);
             TIMELINE(dS);
 #pragma unroll
             for (int k = 0; k < QUERIES / 2; k += 2) {
@@ -613,7 +613,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const auto sums_to = [&] {  // the lane's
                 return SHARED_KEYS ? dQ_tile(head, m0) + consumer * DQ_SHARE + warp % 4 * 128 + threadIdx.x % 32 * 4 : nullptr;
             };
-            float* const to = SHARED_KEYS && DETERMINISTIC ? found(sums_to()) : nullptr;  // while products are under way
+            float* const to = SHARED_KEYS && DETERMINISTIC ? pin_address(sums_to()) : nullptr;  // while products are under way
             const bool stored = SHARED_KEYS && DETERMINISTIC && piece.before(head0, m0) == 0;
             if (SHARED_KEYS && DETERMINISTIC) {
                 TIMELINE(wait_dQ);
@@ -622,7 +622,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (!LATE_DQ) dO_read();
             if (!LATE_DQ || !FIRST) {
                 wgmma_wait<1 + LATE_DQ>();
-                wgmma_settled(dQ);
+                warpgroup_fence_operand(dQ);
                 store_dQ(dQ, i - LATE_DQ, DETERMINISTIC ? to : sums_to(), stored);
             }
             if (LATE_DQ) dO_read();
@@ -647,14 +647,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (PASSES && head0.queries(walk.n0() + own_keys, walk.n0() + own_keys + 64).begin >= m0 + BLOCK_M) pass_over();
             else step(Constant<true>{});
             wgmma_wait<0>();  // or the compiler would lose its way
-            wgmma_settled(dK_rmem);
-            wgmma_settled(dV_rmem);
+            warpgroup_fence_operand(dK_rmem);
+            warpgroup_fence_operand(dV_rmem);
         }
 #pragma unroll 1
         while (head < group) step(Constant<false>{});
         TIMELINE(store);
         publish(i > 1, FULL_dS + 8 * ((i - 1) % 2));
-        wgmma_settled(dV_rmem);  // has been waited for in the last step
+        warpgroup_fence_operand(dV_rmem);  // has been waited for in the last step
         const auto clear = [&](float (&sums)[COLS / 2]) {  // where nothing has been added
 #pragma unroll
             for (int k = 0; k < COLS / 2; ++k)
@@ -667,8 +667,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
             leave_dV();
             wgmma_wait<0>();
-            wgmma_settled(dQ);
-            wgmma_settled(dK_rmem);
+            warpgroup_fence_operand(dQ);
+            warpgroup_fence_operand(dK_rmem);
             clear(dK_rmem);
             store_dQ(dQ, i - 1, nullptr, false);
             fence_proxy_async();
@@ -677,7 +677,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         } else {
             leave_dV();
             wgmma_wait<0>();
-            wgmma_settled(dK_rmem);
+            warpgroup_fence_operand(dK_rmem);
         }
         leave_dK(i);
     }
@@ -710,7 +710,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
         reinterpret_cast<unsigned*>(dQ_accum)[i] = 0;
     const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
     if (number >= key_offsets(score).tiles<BLOCK_N>() * Hk) return;
-    const WorkTile dealt = LongestFirst<KeyTiles>(score).piece(number, Hk, group);
+    const WorkTile dealt = LongestFirst<KeyTiles>(score).work_tile(number, Hk, group);
     if (threadIdx.x % 32 == 0) reinterpret_cast<WorkTile*>(pieces)[number] = dealt;
 #endif
 }

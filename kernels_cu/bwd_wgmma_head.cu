@@ -165,7 +165,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         if (warp == 0 && elect()) {
             // A stride of 0 is a dimension of size 1 to a tensor map.
             const auto request_keys = [&](const TensorMap& map, const View<const dtype>& tensor, int n0, unsigned tile, unsigned full) {
-                Keys::request(base + tile, map, head0.key_box(n0), tensor.stride_h ? kv_head : 0, head0.key_batch(tensor.stride_b ? b : 0),
+                Keys::load(base + tile, map, head0.key_box(n0), tensor.stride_h ? kv_head : 0, head0.key_batch(tensor.stride_b ? b : 0),
                               base + full);
             };
             bool requested = false;
@@ -183,7 +183,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
                     TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     TIMELINE(load);
-                    Queries::request(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
+                    Queries::load(base + tile + stage * Queries::BYTES, map, head0.query_box(m0),
                                      tensor.stride_h ? kv_head * group + head : 0, head0.query_batch(tensor.stride_b ? b : 0),
                                      base + full + 8 * stage);
                 };
@@ -320,8 +320,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         if (begun) publish(progress.of_keys() > 1, FULL_dS + 8 * (i % 2 ^ 1));
 
         wgmma_wait<1>();  // for S^T
-        wgmma_settled(S);
-        TIMELINE(wait_turn);
+        warpgroup_fence_operand(S);
+        TIMELINE(wait_barrier);
         named_barrier_sync(turn, 256);
         TIMELINE(softmax);
         const int first_key = progress.n0() + own_keys;
@@ -342,7 +342,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         multiply_dQ(dQ, dS_before);  // for nothing, if none went before: two kinds of tiles in a loop would serialise wgmma
 
         wgmma_wait<2>();  // for dP^T
-        wgmma_settled(dP);
+        warpgroup_fence_operand(dP);
         TIMELINE(dS);
 #pragma unroll
         for (int k = 0; k < BLOCK_M / 2; k += 2) {
@@ -356,7 +356,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         TIMELINE(dQ);
         wgmma_wait<1>();  // for dV and dQ
         release(EMPTY_dO, i);
-        wgmma_settled(dQ);
+        warpgroup_fence_operand(dQ);
         if (begun) store_dQ(dQ, i - 1);
         m0 += BLOCK_M;
         walk_from(progress.n0()).find(head, m0);
@@ -369,14 +369,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         await_dS(i - 1);
         multiply_dQ(dQ, dS_AT + (i - 1) % 2 * Pairs::BYTES);
         wgmma_wait<0>();
-        wgmma_settled(dQ);
+        warpgroup_fence_operand(dQ);
         store_dQ(dQ, i - 1);
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (lane == 0) mbarrier_arrive(base + FULL_dQ + 8 * consumer);
         wgmma_wait<0>();
-        wgmma_settled(dK_rmem);
-        wgmma_settled(dV_rmem);
+        warpgroup_fence_operand(dK_rmem);
+        warpgroup_fence_operand(dV_rmem);
         release(EMPTY_Q, i - 1);
     };
     // Where the consumer's dK or dV waits to be sent: there only it writes dS, and the next K and V come meanwhile.

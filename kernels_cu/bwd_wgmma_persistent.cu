@@ -210,10 +210,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                                              const View<const dtype>& keys, unsigned keys_tile, unsigned full) {
                         TIMELINE(load);
                         const volatile StagedStore& told = staged(staged_count);
-                        Queries::request(base + tile + stage_of(i) * Queries::BYTES, map, told.m0, tensor.stride_h ? told.h : 0,
+                        Queries::load(base + tile + stage_of(i) * Queries::BYTES, map, told.m0, tensor.stride_h ? told.h : 0,
                                          tensor.stride_b ? told.b : 0, base + full + 8 * stage_of(i), first ? Keys::BYTES : 0);
                         if (first)
-                            Keys::add(base + keys_tile, keys_map, 0, told.n0, keys.stride_h ? piece.kv_head : 0, keys.stride_b ? told.b : 0,
+                            Keys::load_part(base + keys_tile, keys_map, 0, told.n0, keys.stride_h ? piece.kv_head : 0, keys.stride_b ? told.b : 0,
                                       base + full + 8 * stage_of(i));
                     };
                     TIMELINE(wait_empty);
@@ -414,8 +414,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         publish();
 
         wgmma_wait<1>();  // for S^T
-        wgmma_settled(S);
-        TIMELINE(wait_turn);
+        warpgroup_fence_operand(S);
+        TIMELINE(wait_barrier);
         named_barrier_sync(turn, 256);
         TIMELINE(softmax);
         if (flags & IN_PART) {
@@ -431,7 +431,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         }
         TIMELINE(dP);
         wgmma_wait<0>();  // for dP^T
-        wgmma_settled(dP);
+        warpgroup_fence_operand(dP);
         if (lane == 0 && flags & LAST_TILE) mbarrier_arrive(base + EMPTY_V);
         TIMELINE(dS);
 #pragma unroll
@@ -449,7 +449,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
 
         TIMELINE(dQ);
         wgmma_wait<2>();  // for dQ
-        wgmma_settled(dQ);
+        warpgroup_fence_operand(dQ);
         if (lane == 0 && keys_before != keys) mbarrier_arrive(base + EMPTY_K + keys_before % 2 * 8);
         keys_before = keys;
         stage_dQ(dQ);
@@ -476,8 +476,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         while (more) more = !step();
         TIMELINE(store);
         wgmma_wait<0>();
-        wgmma_settled(dK_rmem);
-        wgmma_settled(dV_rmem);
+        warpgroup_fence_operand(dK_rmem);
+        warpgroup_fence_operand(dV_rmem);
         // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see; of a large LSE P is NaN. Both are rare.
         const bool non_finite = named_barrier_or(own_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
         announce_staged();
@@ -497,7 +497,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     await_dS();
     multiply_dQ(dQ, dS_AT + (i % 2 ^ 1) * Pairs::BYTES);
     wgmma_wait<0>();
-    wgmma_settled(dQ);
+    warpgroup_fence_operand(dQ);
     stage_dQ(dQ);
     announce_staged();
     TIMELINE(done);

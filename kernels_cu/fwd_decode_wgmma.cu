@@ -131,7 +131,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                                      unsigned full, int j) {
                 const unsigned stage = stage_of(used);
                 mbarrier_wait(base + empty + 8 * stage, parity_of(used) ^ 1);
-                tiles.request(base + tile + stage * tiles.BYTES, map, piece.first_key(j), tensor.stride_h ? piece.h : 0,
+                tiles.load(base + tile + stage * tiles.BYTES, map, piece.first_key(j), tensor.stride_h ? piece.h : 0,
                               tensor.stride_b ? piece.b : 0, base + full + 8 * stage);
             };
 #pragma unroll 1
@@ -253,12 +253,12 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         };
         const auto multiplied_K = [&] {
             wgmma_wait<0>();
-            wgmma_settled(S);
+            warpgroup_fence_operand(S);
         };
         const auto multiplied_V = [&] {
             wgmma_wait<0>();
 #pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab) wgmma_settled(O_own[slab]);
+            for (int slab = 0; slab < Values::SLABS; ++slab) warpgroup_fence_operand(O_own[slab]);
         };
 
         cp_async_wait<0>();
@@ -315,7 +315,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             multiply_V(now);
             if (AHEAD) {
                 wgmma_wait<1>();  // for S alone
-                wgmma_settled(S);
+                warpgroup_fence_operand(S);
             } else {
                 multiplied_V();
                 release(EMPTY_V, now);

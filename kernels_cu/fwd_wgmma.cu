@@ -115,7 +115,7 @@ struct WorkTileRange : WorkTile {  // of work: query rows row0 .. row0 + BLOCK_M
     Range range;
     int tiles;
     __device__ __forceinline__ WorkTileRange(const WorkTile& dealt, const Score& score) : WorkTile(dealt) {
-        range = tiles_of(Head(sequence(score), h()), row0, row0 + BLOCK_M);
+        range = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
         tiles = range.end - range.begin;
     }
     // The first key of the j-th tile to be walked.
@@ -136,7 +136,7 @@ __device__ __forceinline__ void request_bias(const TensorMap& map, const Score& 
     const int h = score.bias.stride_h ? piece.h() : 0, b = score.bias.stride_b ? piece.b : 0;
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer)
-        Biases::add(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.row0 + 64 * consumer, h, b,
+        Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.row0 + 64 * consumer, h, b,
                     base + FULL_K + 8 * stage);
 #endif
 }
@@ -168,14 +168,14 @@ __device__ __forceinline__ int turns_of(const Head& bound, const WorkTileRange& 
         int fewest = 0x7fffffff;
 #pragma unroll
         for (int m0 = piece.row0; m0 < piece.row0 + BLOCK_M; m0 += 64) {
-            const Range own = tiles_of(bound, m0, m0 + 64);
+            const Range own = n_block_range(bound, m0, m0 + 64);
             fewest = min(fewest, m0 < bound.Sq ? own.end - own.begin : 0);
         }
         return lead + fewest;
     }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
     if (piece.row0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
-    const Range first = tiles_of(bound, piece.row0, piece.row0 + 64);
+    const Range first = n_block_range(bound, piece.row0, piece.row0 + 64);
     const int tiles = first.end - first.begin;
     return lead_of(piece, first, tiles) + tiles;
 }
@@ -367,7 +367,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     TIMELINE(load);
                     if (Head::MAPPED && full == FULL_K) tile_info(smem, stage) = told;
-                    tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
+                    tiles.load(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
                                   full == FULL_K ? BIAS_BYTES : 0);
                     if (BIAS_TILES && full == FULL_K) request_bias(bias_map, score, piece, n0, base, stage);
@@ -410,7 +410,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     TIMELINE(wait_empty_Q);
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces.parity() ^ 1);
                     TIMELINE(load_Q);
-                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.row0 + 64 * consumer), h,
+                    Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.row0 + 64 * consumer), h,
                                      sequence.query_batch(b), base + FULL_Q + 8 * consumer);
                 }
             }
@@ -444,7 +444,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         const SmemAddr O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
         const int m0 = piece.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
         const Head bound(piece.sequence(score), piece.h());
-        const Range own = tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const Range own = n_block_range(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
         const Range whole = bound.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
@@ -480,8 +480,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         };
         const auto multiplied = [&] {
             wgmma_wait<0>();
-            wgmma_settled(S);
-            wgmma_settled(rows.O);
+            warpgroup_fence_operand(S);
+            warpgroup_fence_operand(rows.O);
         };
         struct Told {  // of a tile: its first key, and whether mask and condition hide none of it from the warpgroup
             int n0;
@@ -587,7 +587,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             const Told first = told(lead);
             const Seen seen = fetch_seen(first);
             wgmma_wait<0>();
-            wgmma_settled(S);
+            warpgroup_fence_operand(S);
             TIMELINE(softmax);
             if (!BIAS_TILES) release_K(lead);
             finish_scores(lead, first, seen);
@@ -599,7 +599,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (last > lead) await_K(lead + 1);
 #pragma unroll 1
             for (int j = lead + 1; j <= last; ++j) {
-                TIMELINE(wait_turn);
+                TIMELINE(wait_barrier);
                 if (j < turns) named_barrier_sync(turn, 256);
                 multiply_QK(j);
                 multiply_PV(j - 1);
@@ -645,7 +645,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             multiply_PV(last);
             meanwhile();
             wgmma_wait<0>();
-            wgmma_settled(rows.O);
+            warpgroup_fence_operand(rows.O);
             release_V(last);
         } else {
             meanwhile();
@@ -692,7 +692,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             fence_proxy_async();
             __syncwarp();  // the slabs' 16 rows are whole before they are sent
             if (sender)
-                Outputs::send(O_warp_map, bound.query_box(first_row), piece.h(), bound.query_batch(piece.b), here, slab, TOGETHER);
+                Outputs::store(O_warp_map, bound.query_box(first_row), piece.h(), bound.query_batch(piece.b), here, slab, TOGETHER);
         }
         if (!O_APART && sender) {
             tma_store_wait_read();

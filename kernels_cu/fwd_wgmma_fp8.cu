@@ -119,7 +119,7 @@ struct WorkTileRange : Told {  // of work, and the key tiles it sees
     Range range;
     int tiles;
     __device__ __forceinline__ WorkTileRange(const Told& told, const Score& score)
-        : Told(told), range(STREAM_K ? part : tiles_of(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
+        : Told(told), range(STREAM_K ? part : n_block_range(Head(score, b, h), m0, end)), tiles(range.end - range.begin) {}
     // The first key of the j-th tile to be walked.
     __device__ __forceinline__ int keys_at(int j) const { return (STREAM_K || Head::FIRST ? range.begin + j : j) * BLOCK_N; }
 };
@@ -134,11 +134,11 @@ __device__ __forceinline__ int lead_of(const WorkTileRange& piece, Range own, in
 // A piece of fewer rows than BLOCK_M costs more than its share: of 64 rows 0.6 of one of 192. Causal: it is a head's first one, which
 // sees the fewest keys. Otherwise its last one, and in each round every block is one further on, so that all have as many of them.
 //
-// Where pieces are alike, only the first `in_rounds` are dealt out so. The others, too few for a round of all blocks, are parted by
+// Where pieces are alike, only the first `full_wave_tiles` are dealt out so. The others, too few for a round of all blocks, are parted by
 // their key tiles: each block has as many, of one piece or of two, the later one first. So who finishes a piece, the last of its
 // blocks, does not wait for long for what those before have summed up.
 template <class F>
-__device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned in_rounds, const Score& score, F f) {
+__device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned full_wave_tiles, const Score& score, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
     for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
@@ -157,12 +157,12 @@ __device__ __forceinline__ void for_each_piece(unsigned heads, int H, unsigned i
     } else {
         const int keys = (score.Sk + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
-        for (unsigned round = 0, own = blockIdx.x; round < in_rounds; round += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
-            if (const unsigned i = round + own; i < in_rounds) f(piece(i / tiles, i % tiles * BLOCK_M, {0, keys}));
-        const unsigned left = (heads * tiles - in_rounds) * keys, begin = blockIdx.x * left / gridDim.x;
+        for (unsigned round = 0, own = blockIdx.x; round < full_wave_tiles; round += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
+            if (const unsigned i = round + own; i < full_wave_tiles) f(piece(i / tiles, i % tiles * BLOCK_M, {0, keys}));
+        const unsigned left = (heads * tiles - full_wave_tiles) * keys, begin = blockIdx.x * left / gridDim.x;
 #pragma unroll 1
         for (unsigned end = STREAM_K ? (blockIdx.x + 1) * left / gridDim.x : 0; end > begin;) {
-            const unsigned i = in_rounds + (end - 1) / keys, at = (end - 1) / keys * keys, from = max(begin, at);
+            const unsigned i = full_wave_tiles + (end - 1) / keys, at = (end - 1) / keys * keys, from = max(begin, at);
             f(piece(i / tiles, i % tiles * BLOCK_M, {static_cast<int>(from - at), static_cast<int>(end - at)},
                     ((at + 1) * gridDim.x - 1) / left, end - at < keys));
             end = from;
@@ -364,7 +364,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     int heads,                                      // B * H
     int group,                                      // H / Hk
     const __grid_constant__ Score score,
-    int in_rounds,                                  // pieces that are not parted
+    int full_wave_tiles,                                  // pieces that are not parted
     float* partials) {                              // of each block: four counters; O put away; O of a part
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
@@ -377,7 +377,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         unsigned used = 0, pieces = 0;  // tiles of earlier pieces, and these
         unsigned* const more = reinterpret_cast<unsigned*>(smem + MORE_AT);
         if (warp == 0 && elect()) {
-            for_each_piece(heads, H, in_rounds, score, [&](const WorkTileRange& piece) {
+            for_each_piece(heads, H, full_wave_tiles, score, [&](const WorkTileRange& piece) {
                 const int h = piece.h / group, b = piece.b;
                 const SeqlenInfo sequence(score, b);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
@@ -388,7 +388,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     TIMELINE(load);
                     if (full == FULL_V) more[stage] = true;
-                    tiles.request(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
+                    tiles.load(base + tile + stage * tiles.BYTES, map, sequence.key_box(piece.keys_at(j)), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
                 };
                 const auto request_keys = [&](int begin, int end) {
@@ -403,7 +403,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces % 2 ^ 1);
                     tile_info(smem, consumer, pieces % 2) = piece;
-                    Queries::request(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer),
+                    Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.m0 + 64 * consumer),
                                      Q.stride_h ? piece.h : 0, sequence.query_batch(Q.stride_b ? b : 0), base + FULL_Q + 8 * consumer);
                 }
                 ++pieces;
@@ -458,13 +458,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         const int m0 = piece.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
         const Head bound(score, piece.b, piece.h);
         const float exponent = bound.unit * Head::LOG2E;
-        const Range own = STREAM_K ? piece.range : tiles_of(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const Range own = STREAM_K ? piece.range : n_block_range(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
         const int tiles = own.end - own.begin, lead = lead_of(piece, own, tiles);
         const Range whole = bound.fully_visible_keys(first_row, first_row + 16);  // of the keys, by the warp's rows
         Rows rows;
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
         const auto address = [](SmemAddr tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
-        const auto came = [&](unsigned full, int j) { return mbarrier_ended(base + full + 8 * stage_of(used + j), parity_of(used + j)); };
+        const auto came = [&](unsigned full, int j) { return mbarrier_test_wait(base + full + 8 * stage_of(used + j), parity_of(used + j)); };
         const auto await = [&](unsigned full, int j, unsigned came = 0) {
             mbarrier_wait_unless(came, base + full + 8 * stage_of(used + j), parity_of(used + j));
         };
@@ -525,7 +525,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             TIMELINE(wait_PV);
             wgmma_wait<0>();
             TIMELINE(multiply);
-            wgmma_settled(rows.O);
+            warpgroup_fence_operand(rows.O);
         };
         // Of a block, O put away; and from gridDim.x on, its part of a piece.
         const auto place_of = [&](unsigned block) {
@@ -560,7 +560,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 TIMELINE(wait_S);
                 wgmma_wait<0>();
                 TIMELINE(softmax);
-                wgmma_settled(S);
+                warpgroup_fence_operand(S);
                 release(EMPTY_K, j);
                 if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // all of the piece's Q K^T
                 mask(S, j);
@@ -588,7 +588,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 }
                 TIMELINE(wait_V);
                 await(FULL_T, j, V_came);
-                TIMELINE(wait_turn);
+                TIMELINE(wait_barrier);
                 warp_scheduler_barrier_sync();
                 TIMELINE(multiply);
                 multiply_PV(P, j, summed_up > 0);
@@ -624,14 +624,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         if (STREAM_K && own_piece.further) {
             rows.store_partial_O(place_of(gridDim.x + blockIdx.x), rows.l[0], rows.l[1]);
             named_barrier_sync(own_barrier, 128);
-            if (warp % 4 == 0 && lane == 0) arrive_at_count(counters + 4 * blockIdx.x + consumer);
+            if (warp % 4 == 0 && lane == 0) counter_arrive(counters + 4 * blockIdx.x + consumer);
             continue;
         }
         if (STREAM_K && own_piece.part.begin > 0) {
             float top[2] = {rows.m[0], rows.m[1]};
 #pragma unroll 1
             for (unsigned block = own_piece.first; block < blockIdx.x; ++block) {
-                await_count(counters + 4 * block + consumer, 1);
+                counter_wait(counters + 4 * block + consumer, 1);
                 const float4 then = place_of(gridDim.x + block)[(Rows::PLACES - 1) * Rows::ABREAST];
                 top[0] = fmaxf(top[0], then.x), top[1] = fmaxf(top[1], then.y);
             }

@@ -82,7 +82,7 @@ def pieces(p: Problem, t: Tile) -> int:
     return p.query_tiles(t.BLOCK_M) * p.batches * p.H
 
 
-def in_rounds(p: Problem, t: Tile) -> int:
+def full_wave_tiles(p: Problem, t: Tile) -> int:
     """How many of them are dealt out whole: all, or as many as are whole rounds of the blocks, where parting the others
     by their keys saves more key tiles than to put away and to join what the parts have summed up costs."""
     many, keys = pieces(p, t), cdiv(p.Sk, t.BLOCK_N)
@@ -96,7 +96,7 @@ def in_rounds(p: Problem, t: Tile) -> int:
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Numbers: of each block four counters, O put away where there are many keys, and O of its part of a piece."""
     apart = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # SPLIT_KEYS
-    parted = in_rounds(p, t) < pieces(p, t)
+    parted = full_wave_tiles(p, t) < pieces(p, t)
     places = 2 if parted else p.Sk > apart
     return (t.BLOCKS * (4 + places * t.BLOCK_M * (p.Dv + 8)) if places else 0), 4 * t.BLOCKS * parted
 
@@ -104,7 +104,7 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """One block for each of BLOCKS multiprocessors, which takes piece after piece."""
     many = pieces(p, t)
-    return (min(many, t.BLOCKS) if in_rounds(p, t) == many else t.BLOCKS, 1, 1)
+    return (min(many, t.BLOCKS) if full_wave_tiles(p, t) == many else t.BLOCKS, 1, 1)
 
 
 kernel = Kernel(
@@ -136,7 +136,7 @@ kernel = Kernel(
     scratch={"partials": partials},
     args=(
         *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map"),
-        *("H", "heads", "group", "score", "in_rounds", "partials"),
+        *("H", "heads", "group", "score", "full_wave_tiles", "partials"),
     ),
-    numbers={"in_rounds": in_rounds},
+    numbers={"full_wave_tiles": full_wave_tiles},
 )

@@ -23,7 +23,7 @@ __device__ __forceinline__ void mbarrier_arrive(SmemAddr barrier) {
 }
 
 // Arrives, and announces bytes that copies will bring before the phase may end.
-__device__ __forceinline__ void mbarrier_arrive_expect(SmemAddr barrier, unsigned bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(SmemAddr barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ void mbarrier_wait(SmemAddr barrier, unsigned parity)
 }
 
 // Whether the phase of that parity has ended, as far as is known without waiting; and the wait of who has asked.
-__device__ __forceinline__ unsigned mbarrier_ended(SmemAddr barrier, unsigned parity) {
+__device__ __forceinline__ unsigned mbarrier_test_wait(SmemAddr barrier, unsigned parity) {
     unsigned ended;
     asm volatile(
         "{\n.reg .pred ended;\nmbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\nselp.b32 %0, 1, 0, ended;\n}"
@@ -144,32 +144,32 @@ __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.w
 
 // Whether so many have arrived; and until so many have. What they, and those whom they had waited for, did before is then seen from
 // here on, also by what this thread sends.
-__device__ __forceinline__ bool has_counted(const unsigned* counter, unsigned arrivals) {
+__device__ __forceinline__ bool counter_reached(const unsigned* counter, unsigned arrivals) {
     unsigned arrived;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
     return arrived >= arrivals;
 }
-__device__ __forceinline__ void await_count(const unsigned* counter, unsigned arrivals) {
+__device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned arrivals) {
     unsigned arrived;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
     while (arrived < arrivals);
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-__device__ __forceinline__ void arrive_at_count(unsigned* counter, unsigned arrivals = 1) {
+__device__ __forceinline__ void counter_arrive(unsigned* counter, unsigned arrivals = 1) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrivals) : "memory");
 }
-// How many have arrived: what they have done is seen once this thread has arrived by `arrive_and_see`, whose fence serves both.
-__device__ __forceinline__ unsigned arrived_at(const unsigned* counter) {
+// How many have arrived: what they have done is seen once this thread has arrived by `counter_arrive_acquire`, whose fence serves both.
+__device__ __forceinline__ unsigned counter_load(const unsigned* counter) {
     unsigned arrived;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
     return arrived;
 }
-__device__ __forceinline__ void arrive_and_see(unsigned* counter) {
+__device__ __forceinline__ void counter_arrive_acquire(unsigned* counter) {
     asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;" ::"l"(counter) : "memory");
 }
-// Adds one and returns what was there; sees what those have done whom it counts, as `await_count` does.
-__device__ __forceinline__ unsigned arrive_and_count(unsigned* counter) {
+// Adds one and returns what was there; sees what those have done whom it counts, as `counter_wait` does.
+__device__ __forceinline__ unsigned counter_fetch_add(unsigned* counter) {
     unsigned before;
     asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -211,7 +211,7 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // To be said of accumulators after the wait for them: the compiler must not use them any earlier.
 template <int R>
-__device__ __forceinline__ void wgmma_settled(float (&d)[R]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -296,7 +296,7 @@ WGMMA(256, L128, OUT(D64(0), D64(64)), "%128", "%129", "%130", "%131", "%132", "
 #undef OUT
 
 // D = A B, or D += A B, in fp32, by the four warps of a warpgroup: A (64 x 16) and B (16 x N), N = 2 R, in either order.
-// The accumulators may not be touched until wgmma_wait and wgmma_settled; nor may A's registers.
+// The accumulators may not be touched until wgmma_wait and warpgroup_fence_operand; nor may A's registers.
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 __device__ __forceinline__ void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate) {
     Wgmma<R>::template ss<A_ORDER == Order::MN_MAJOR, B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
@@ -324,7 +324,7 @@ __device__ __forceinline__ unsigned uniform(unsigned x) {
 }
 
 // A lane's address, found here: what it takes is moved neither behind a wait nor into the branches that use it.
-__device__ __forceinline__ float* found(float* address) {
+__device__ __forceinline__ float* pin_address(float* address) {
     const unsigned long long whole = reinterpret_cast<unsigned long long>(address);
     const unsigned low = __shfl_sync(0xffffffffu, static_cast<unsigned>(whole), threadIdx.x % 32);
     const unsigned high = __shfl_sync(0xffffffffu, static_cast<unsigned>(whole >> 32), threadIdx.x % 32);

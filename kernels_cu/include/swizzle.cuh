@@ -34,21 +34,21 @@ struct Swizzled {
     }
 
     // Rows s .. s + ROWS of head (b, h), a box a slab. `more` bytes will be requested besides, before the barrier's phase ends.
-    static __device__ __forceinline__ void request(SmemAddr tile, const TensorMap& map, int s, int h, int b,
+    static __device__ __forceinline__ void load(SmemAddr tile, const TensorMap& map, int s, int h, int b,
                                                    SmemAddr barrier, unsigned more = 0) {
-        mbarrier_arrive_expect(barrier, BYTES + more);
+        mbarrier_arrive_expect_tx(barrier, BYTES + more);
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
     // Such a tile that begins at a column, as part of what somebody else announced.
-    static __device__ __forceinline__ void add(SmemAddr tile, const TensorMap& map, int column, int s, int h, int b,
+    static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h, int b,
                                                SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
     // Sends rows s .. s + ROWS: so many slabs from slab `first` on, the first of which lies at `from`.
-    static __device__ __forceinline__ void send(const TensorMap& map, int s, int h, int b, SmemAddr from, int first = 0,
+    static __device__ __forceinline__ void store(const TensorMap& map, int s, int h, int b, SmemAddr from, int first = 0,
                                                 int slabs = SLABS) {
 #pragma unroll
         for (int slab = first; slab < min(first + slabs, SLABS); ++slab)

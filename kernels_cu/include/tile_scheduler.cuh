@@ -4,7 +4,7 @@
 // Likewise who works on which query tile of a dense batch with a block map, of which nobody knows what it leaves.
 //
 //   const LongestFirst<QueryTiles> pieces(score);     or <KeyTiles>; by all lanes of a warp, as everything here
-//   pieces.piece(number, heads, group)                the number-th; numbers come from a counter in memory, or are a block's own
+//   pieces.work_tile(number, heads, group)                the number-th; numbers come from a counter in memory, or are a block's own
 //
 // Heads come in sections, so that the keys and values that are read at one time stay in L2; the last section is up to
 // two of them, whose short pieces then even out what long ones left uneven. Pieces count as equally long within two of the key tiles
@@ -148,7 +148,7 @@ struct LongestFirst {
 
     // The number-th piece of all heads: of queries, of which `group` at a time share keys and values; or of keys, each shared by
     // a group. None when there is no such.
-    __device__ __forceinline__ WorkTile piece(unsigned number, unsigned heads, unsigned group) const {
+    __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned group) const {
         const unsigned all = count(-1);
         if (number >= all * heads) return {-1};
         const unsigned section = min(Tiles::section(score, group), heads);
@@ -179,7 +179,7 @@ struct LongestFirst {  // as far as causality tells; heads in sections, as for_e
     const unsigned tiles, H;
     __device__ __forceinline__ LongestFirst(const Score& score, unsigned H) : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
     __device__ __forceinline__ bool is_short(const WorkTile&) const { return false; }  // nobody knows
-    __device__ __forceinline__ WorkTile piece(unsigned number, unsigned heads, unsigned) const {
+    __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned) const {
         if (number >= tiles * heads) return {};
         const unsigned section = CAUSAL ? max(2 * gridDim.x / tiles, 1) : 1, first = number / (section * tiles) * section;
         const unsigned width = min(section, heads - first), i = number - first * tiles;
@@ -192,7 +192,7 @@ struct LongestFirst {  // as far as causality tells; heads in sections, as for_e
 // take one piece after the other. Pieces of ragged batches, and by a block map: tile_scheduler.cuh.
 
 // The key tiles that some of the rows m0 .. m1 see anything of.
-__device__ __forceinline__ Range tiles_of(const Head& head, int m0, int m1) {
+__device__ __forceinline__ Range n_block_range(const Head& head, int m0, int m1) {
     const Range keys = head.keys(m0, m1);
     const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
     return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
@@ -298,7 +298,7 @@ struct SchedulerPipeline {
             bool ahead = true;
 #pragma unroll 1
             for (unsigned number = blockIdx.x;;) {
-                const WorkTile piece = pieces.piece(number, heads, group);
+                const WorkTile piece = pieces.work_tile(number, heads, group);
                 if (leader) {
                     if (ahead) await_asked();
                     write(piece);

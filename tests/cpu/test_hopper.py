@@ -86,7 +86,7 @@ FETCH = """
         if (threadIdx.x == 0) {
             mbarrier_init(barrier, 1);
             fence_proxy_async();
-            mbarrier_arrive_expect(barrier, 2048);
+            mbarrier_arrive_expect_tx(barrier, 2048);
             tma_load(smem_address(smem), map, d, s, h, b, barrier);
         }
         __syncthreads();  // the mbarrier is initialised
@@ -199,17 +199,17 @@ ORDERED = """
         const SmemAddr from = smem_address(smem);
         store_floats(from, 1, 2, 3, 4);
         fence_proxy_async();
-        const bool first = arrive_and_count(counter) == 0;
+        const bool first = counter_fetch_add(counter) == 0;
         if (first) bulk_store(sums, from, 16);
         else {
-            await_count(counter, 1 << 16);  // the others
+            counter_wait(counter, 1 << 16);  // the others
             tma_reduce_add(sums, from, 16);
         }
         tma_store_commit();
         tma_store_wait_read();
         if (first) {
             tma_store_wait();  // the first
-            arrive_at_count(counter, 1 << 16);
+            counter_arrive(counter, 1 << 16);
         }
     }"""
 
@@ -227,7 +227,7 @@ def test_the_first_block_stores_and_others_add(run_hopper: Run, monkeypatch: pyt
 
 
 @on_cpu
-@pytest.mark.parametrize("wait", ["await_count(counter, 1 << 16);  // the others", "tma_store_wait();  // the first"])
+@pytest.mark.parametrize("wait", ["counter_wait(counter, 1 << 16);  // the others", "tma_store_wait();  // the first"])
 def test_stores_without_a_wait_complete_last(run_hopper: Run, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
     assert np.array_equal(ordered_sums(run_hopper, ORDERED.replace(wait, "")), [1, 2, 3, 4])
@@ -294,7 +294,7 @@ __device__ void multiply(float* out, SmemAddr A_tile, SmemAddr B_tile, const Ten
     using A = Swizzled<64, 64>;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     if (threadIdx.x == 0) {
-        mbarrier_arrive_expect(barrier, VARIANT / 2 % 2 ? (N + 63) / 64 * 8192 : N * 128);
+        mbarrier_arrive_expect_tx(barrier, VARIANT / 2 % 2 ? (N + 63) / 64 * 8192 : N * 128);
         if (VARIANT / 2 % 2 == 0)  // rows of B^T, 16 a box
             for (int n = 0; n < N; n += 16) tma_load(B_tile + n * 128, Bt_map, 0, n, 0, 0, barrier);
         else
@@ -321,7 +321,7 @@ __device__ void multiply(float* out, SmemAddr A_tile, SmemAddr B_tile, const Ten
     }
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_settled(d);
+    warpgroup_fence_operand(d);
     for (int i = 0; i < N / 2; ++i)
         out[(warp * 16 + i / 2 % 2 * 8 + g) * N + i / 4 * 8 + 2 * q + i % 2] = d[i];
     __syncthreads();  // all warps have used B before the next load
@@ -347,7 +347,7 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
     if (threadIdx.x == 0) {
         mbarrier_init(barrier, 1);
         fence_proxy_async();
-        mbarrier_arrive_expect(barrier, 2 * 8192);
+        mbarrier_arrive_expect_tx(barrier, 2 * 8192);
         tma_load(A_tile, A_map, 0, 0, 0, 0, barrier);
         tma_load(A_tile + 8192, At_map, 0, 0, 0, 0, barrier);
     }
@@ -465,7 +465,7 @@ extern "C" __global__ void wrong(const unsigned short* A, float* out, const __gr
 }"""
 GOOD = (
     "request(); mbarrier_wait(barrier, 0); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); "
-    "wgmma_settled(d);"
+    "warpgroup_fence_operand(d);"
 )
 
 
@@ -503,7 +503,7 @@ MISSING_ARRIVAL = (
         (without("wgmma_wait<0>();"), "used before the wait"),
         (without("wgmma_wait<0>();", "wgmma_wait<1>();"), "used before the wait"),
         (without("wgmma_commit();"), "used before the wait"),
-        (without("wgmma_wait<0>(); wgmma_settled(d);"), "ends before the wgmma"),
+        (without("wgmma_wait<0>(); warpgroup_fence_operand(d);"), "ends before the wgmma"),
         (without("wgmma_wait", "if (threadIdx.x == 5) smem[0] = 1; wgmma_wait"), "changed before the wait"),
         (without("multiply", "if (threadIdx.x < 32) multiply"), "warps 0 and 1 of one warpgroup"),
         (GOOD + "uniform(threadIdx.x);", "a value that differs between the lanes"),
@@ -546,7 +546,7 @@ SEND = (
     "if (threadIdx.x == 96) { tma_reduce_add(out, tile, 512); tma_store_commit(); tma_store_wait_read(); } "
     "__syncthreads();"
 )
-PRODUCT = "__syncthreads(); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); wgmma_settled(d);"
+PRODUCT = "__syncthreads(); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); warpgroup_fence_operand(d);"
 TWO_BARRIERS = FRAME.replace("mbarrier_init(barrier, 1);", "mbarrier_init(barrier, 1); mbarrier_init(barrier + 8, 32);")
 LATE = "and called fence_proxy_async only after the barrier that orders the accesses"
 

@@ -172,7 +172,7 @@ def test_partial_sums_of_other_blocks_are_waited_for() -> None:
     """An FP8 work tile whose keys two blocks share (stream-K)."""
     kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 1, 64, 832, 32, dtype="float8_e4m3")
     tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2, LOADS=2)
-    assert kernel.numbers["in_rounds"](problem, tile) == 0
+    assert kernel.numbers["full_wave_tiles"](problem, tile) == 0
     report = launch_on_host("thread", kernel, problem, tile)[0]
     assert report.clean, report.text
 

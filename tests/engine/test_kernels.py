@@ -187,7 +187,7 @@ def test_stream_k_splits_the_last_wave(blocks: int, shape: tuple[int, ...], devi
     problem = Problem(*shape, dtype="float8_e4m3")
     tile = Tile(**{**choose.choose_tile(kernel, problem, (9, 0)), "BLOCKS": blocks})
     work_tiles = problem.query_tiles(tile.BLOCK_M) * problem.batches * problem.H
-    assert kernel.numbers["in_rounds"](problem, tile) == work_tiles // blocks * blocks < work_tiles
+    assert kernel.numbers["full_wave_tiles"](problem, tile) == work_tiles // blocks * blocks < work_tiles
     for inputs in ("normal", "rising", "large"):
         result = check.verify(kernel, Case(inputs, problem, inputs), device, tile)
         assert result.ok, result

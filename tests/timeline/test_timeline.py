@@ -147,7 +147,7 @@ def test_roles_of_warps() -> None:
              {track.role for track in found.tracks}}  # fmt: skip
     assert steps.pop("warp 0") == {"wait_empty", "load"}
     assert steps.pop("warp 1") == {"wait_empty_Q", "load_Q"}
-    assert {"wait_turn", "multiply", "softmax", "store"} <= set.union(*steps.values())
+    assert {"wait_barrier", "multiply", "softmax", "store"} <= set.union(*steps.values())
 
 
 def test_steps_of_a_later_entry_are_excluded(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ inline void mbarrier_init(SmemAddr barrier, unsigned arrivals, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_init(barrier, arrivals, site);
 }
 inline void mbarrier_arrive(SmemAddr barrier, SANDBOX_SITE) { cpu::sandbox_mbarrier_arrive(barrier, 0, site); }
-inline void mbarrier_arrive_expect(SmemAddr barrier, unsigned bytes, SANDBOX_SITE) {
+inline void mbarrier_arrive_expect_tx(SmemAddr barrier, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_arrive(barrier, bytes, site);
 }
 inline void mbarrier_wait(SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
-inline unsigned mbarrier_ended(SmemAddr, unsigned) { return false; }  // never known without waiting
+inline unsigned mbarrier_test_wait(SmemAddr, unsigned) { return false; }  // never known without waiting
 inline void mbarrier_wait_unless(unsigned ended, SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     if (!ended) cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
@@ -57,7 +57,7 @@ inline void add_floats(float* to, const float (&x)[4]) {
 inline void store_floats(float* to, const float (&x)[4]) {
     for (int i = 0; i < 4; ++i) to[i] = x[i];
 }
-inline float* found(float* address) { return address; }
+inline float* pin_address(float* address) { return address; }
 inline void tma_store_commit() { cpu::sandbox_bulk_commit(); }
 template <int PENDING = 0>
 inline void tma_store_wait_read() { cpu::sandbox_bulk_wait_read(PENDING); }
@@ -65,18 +65,18 @@ inline void tma_store_wait() { cpu::sandbox_bulk_wait(); }
 
 // ---- counters in global memory
 
-inline bool has_counted(const unsigned* counter, unsigned arrivals) {
+inline bool counter_reached(const unsigned* counter, unsigned arrivals) {
     return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= arrivals;
 }
-inline void await_count(const unsigned* counter, unsigned arrivals) {
+inline void counter_wait(const unsigned* counter, unsigned arrivals) {
     while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield();
 }
-inline void arrive_at_count(unsigned* counter, unsigned arrivals = 1) {
+inline void counter_arrive(unsigned* counter, unsigned arrivals = 1) {
     __atomic_fetch_add(counter, arrivals, __ATOMIC_RELEASE);
 }
-inline unsigned arrived_at(const unsigned* counter) { return __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
-inline void arrive_and_see(unsigned* counter) { arrive_at_count(counter); }
-inline unsigned arrive_and_count(unsigned* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQUIRE); }
+inline unsigned counter_load(const unsigned* counter) { return __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
+inline void counter_arrive_acquire(unsigned* counter) { counter_arrive(counter); }
+inline unsigned counter_fetch_add(unsigned* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_ACQUIRE); }
 
 // ---- warpgroup MMA
 
@@ -98,7 +98,7 @@ inline void wgmma_commit() { cpu::sandbox_wgmma_commit(); }
 template <int PENDING>
 inline void wgmma_wait(SANDBOX_SITE) { cpu::sandbox_wgmma_wait(PENDING, site); }
 template <int R>
-inline void wgmma_settled(float (&d)[R], SANDBOX_SITE) { cpu::sandbox_wgmma_settled(d, site); }
+inline void warpgroup_fence_operand(float (&d)[R], SANDBOX_SITE) { cpu::sandbox_wgmma_settled(d, site); }
 
 template <int R>
 inline void wgmma_discard(float (&d)[R]) { memset(d, 0xff, sizeof d); }
