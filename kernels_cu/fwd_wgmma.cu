@@ -51,9 +51,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 #endif
 constexpr float P_SUM_LIMIT = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
 constexpr float SCORE_LIMIT = 3e38f;
-constexpr bool SPARE = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
-constexpr int PRODUCER_REGISTERS = SPARE ? 72 : CONSUMERS >= 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = SPARE ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
+constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
+constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
@@ -63,13 +63,13 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
-constexpr int AT_ONCE = 8;  // of a thread's scores, looked up in memory: of more the addresses would spill
-static_assert(BLOCK_N / 2 % AT_ONCE == 0, "a tile is looked up in whole turns");
+constexpr int LOOKUP_BATCH = 8;  // of a thread's scores, looked up in memory: of more the addresses would spill
+static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "a tile is looked up in whole turns");
 static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "a bit for each of a thread's scores");
 constexpr bool BIAS_TILES = BIAS & 8;
 // Whether a stage of K is empty when it is multiplied, so that the next tile may come while P V is under way. (Of three consumers
 // another one multiplies meanwhile, and the wait costs 0.5%; of two it gains up to 1%.)
-constexpr bool K_FIRST = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
+constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
 using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
 
 // Shared memory, in bytes from its beginning.
@@ -77,21 +77,21 @@ constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Key
 constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
 constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
 // O has a place of its own, if only for half of its slabs at a time, so that the next Q comes while it leaves; else Q's place.
-constexpr bool finds_room(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
-constexpr int HALF = (Outputs::SLABS + 1) / 2;
-constexpr bool O_APART = finds_room(HALF);
-constexpr int O_SLABS = !O_APART || finds_room(Outputs::SLABS) ? Outputs::SLABS : HALF;  // that leave together
+constexpr bool fits(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
+constexpr int HALF_SLABS = (Outputs::SLABS + 1) / 2;
+constexpr bool SEPARATE_O = fits(HALF_SLABS);
+constexpr int O_SLABS = !SEPARATE_O || fits(Outputs::SLABS) ? Outputs::SLABS : HALF_SLABS;  // that leave together
 constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                               // a consumer's
-constexpr unsigned BARRIERS_AT = O_AT + (O_APART ? CONSUMERS * O_BYTES : 0);
-static_assert(O_APART || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
+constexpr unsigned BARRIERS_AT = O_AT + (SEPARATE_O ? CONSUMERS * O_BYTES : 0);
+static_assert(SEPARATE_O || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
 // The mbarriers, 8 bytes each: of each stage, and of each consumer's Q; then the piece that is next.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
-                   NEXT_AT = EMPTY_Q + 8 * CONSUMERS;
-using Next = SchedulerPipeline<NEXT_AT>;
-constexpr unsigned TILE_INFO_AT = NEXT_AT + Next::BYTES;  // of each stage, in a walk by the block map; and the tiles to walk
+                   SCHEDULER_AT = EMPTY_Q + 8 * CONSUMERS;
+using Scheduler = SchedulerPipeline<SCHEDULER_AT>;
+constexpr unsigned TILE_INFO_AT = SCHEDULER_AT + Scheduler::BYTES;  // of each stage, in a walk by the block map; and the tiles to walk
 constexpr unsigned TILE_LISTS_AT = (TILE_INFO_AT + 4 * STAGES + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
         mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
     }
-    Next::init_barriers(base, 2 + 128 * CONSUMERS);  // everybody who works on it
+    Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // everybody who works on it
     if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 struct WorkTileRange : WorkTile {  // of work: query rows row0 .. row0 + BLOCK_M of a head, and the key tiles they see
     Range range;
     int tiles;
-    __device__ __forceinline__ WorkTileRange(const WorkTile& dealt, const Score& score) : WorkTile(dealt) {
+    __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
         range = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
         tiles = range.end - range.begin;
     }
@@ -130,29 +130,29 @@ __device__ __forceinline__ unsigned& tile_info(char* smem, unsigned stage) {
 }
 
 // The bias of a tile of keys, which comes and goes with K.
-__device__ __forceinline__ void request_bias(const TensorMap& map, const Score& score, const WorkTileRange& piece, int n0,
+__device__ __forceinline__ void load_bias(const TensorMap& map, const Score& score, const WorkTileRange& work_tile, int n0,
                                              SmemAddr base, unsigned stage) {
 #if BIAS
-    const int h = score.bias.stride_h ? piece.h() : 0, b = score.bias.stride_b ? piece.b : 0;
+    const int h = score.bias.stride_h ? work_tile.h() : 0, b = score.bias.stride_b ? work_tile.b : 0;
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer)
-        Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, piece.row0 + 64 * consumer, h, b,
+        Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, work_tile.row0 + 64 * consumer, h, b,
                     base + FULL_K + 8 * stage);
 #endif
 }
 
 // How many of a piece's tiles are walked before the first of a warpgroup's own.
-__device__ __forceinline__ int lead_of(const WorkTileRange& piece, Range own, int tiles) {
+__device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own, int tiles) {
     if (tiles <= 0 || Head::MAPPED) return 0;
-    if (WALK_BACKWARDS) return piece.range.end - own.end;
-    return Head::FIRST ? own.begin - piece.range.begin : 0;
+    if (WALK_BACKWARDS) return work_tile.range.end - own.end;
+    return Head::FIRST ? own.begin - work_tile.range.begin : 0;
 }
 
 // In a window consumers see tiles of their own, up to APART after another's. Where the ring has stages to spare for that, each
 // takes turns from its own first tile on, and passes what only others see when its O has gone: so all begin together, instead
 // of one after the other, and who ends first begins the next piece. (A window of 1024: 553 for 537; with two stages: 464.)
-constexpr unsigned APART = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
-constexpr bool STAGGERED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + APART;
+constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
+constexpr bool STAGGERED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
 // Of a ragged batch a block asks for its next piece when the keys of this one's last two tiles are requested, not when it begins: a
 // piece that waits for a block is one that another does not get (20 documents: +9%, 8 x 2048, D = 256: +6%; asked for with the
@@ -163,81 +163,81 @@ constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
 // Four, whose pieces are short, as long as all of them have any. Of a causal problem the first one is done before the others,
 // and would wait for turns that it does not need instead of beginning its next piece: +4% at S = 512. (Two or three consumers
 // of longer pieces: -2 ... +1%.)
-__device__ __forceinline__ int turns_of(const Head& bound, const WorkTileRange& piece, int lead) {
+__device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRange& work_tile, int first_own) {
     if (STAGGERED) {
-        int fewest = 0x7fffffff;
+        int min_tiles = 0x7fffffff;
 #pragma unroll
-        for (int m0 = piece.row0; m0 < piece.row0 + BLOCK_M; m0 += 64) {
-            const Range own = n_block_range(bound, m0, m0 + 64);
-            fewest = min(fewest, m0 < bound.Sq ? own.end - own.begin : 0);
+        for (int m0 = work_tile.row0; m0 < work_tile.row0 + BLOCK_M; m0 += 64) {
+            const Range own = n_block_range(head, m0, m0 + 64);
+            min_tiles = min(min_tiles, m0 < head.Sq ? own.end - own.begin : 0);
         }
-        return lead + fewest;
+        return first_own + min_tiles;
     }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
-    if (piece.row0 + BLOCK_M - 64 >= bound.Sq) return 0;  // the last one has no rows at all
-    const Range first = n_block_range(bound, piece.row0, piece.row0 + 64);
+    if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last one has no rows at all
+    const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + 64);
     const int tiles = first.end - first.begin;
-    return lead_of(piece, first, tiles) + tiles;
+    return first_own_tile(work_tile, first, tiles) + tiles;
 }
 
 // Finds the block's pieces and tells them, by all lanes of a warp. Of pieces walked by the block map it lists the tiles, too.
-__device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* dealt,
+__device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* tile_counter,
                                             const Score& score) {
-    Next::SchedulerProducer teller{smem};
+    Scheduler::SchedulerProducer producer{smem};
 #if RAGGED || BLOCK_MAP
     TileLists lists(smem + TILE_LISTS_AT);
 #if RAGGED
-    const LongestFirst<QueryTiles> pieces(score);
+    const LongestFirst<QueryTiles> order(score);
 #else
-    const LongestFirst<QueryTiles> pieces(score, H);
+    const LongestFirst<QueryTiles> order(score, H);
 #endif
-    teller.produce_all(pieces, heads, group, dealt, [&](const WorkTile& told) {
+    producer.produce_all(order, heads, group, tile_counter, [&](const WorkTile& tile) {
         if (!Head::MAPPED) return;
-        const WorkTileRange piece(told, score);
-        if (piece.tiles > 0) lists.write(Head(piece.sequence(score), piece.h()), piece.row0, piece.range);
+        const WorkTileRange work_tile(tile, score);
+        if (work_tile.tiles > 0) lists.write(Head(work_tile.sequence(score), work_tile.h()), work_tile.row0, work_tile.range);
     });
 #else
     if (!elect()) return;
-    const auto tell = [&](unsigned tile, unsigned head) { teller.tell(WorkTile(tile * BLOCK_M, head, H)); };
-    if constexpr (STAGGERED && CAUSAL) for_each_window_work_tile(score, query_tiles<BLOCK_M>(score), heads, tell);
-    else for_each_work_tile<true>(query_tiles<BLOCK_M>(score), heads, tell);
-    teller.tell(WorkTile());
+    const auto publish = [&](unsigned tile, unsigned head) { producer.publish(WorkTile(tile * BLOCK_M, head, H)); };
+    if constexpr (STAGGERED && CAUSAL) for_each_window_work_tile(score, query_tiles<BLOCK_M>(score), heads, publish);
+    else for_each_work_tile<true>(query_tiles<BLOCK_M>(score), heads, publish);
+    producer.publish(WorkTile());
 #endif
 }
 
 // A thread's scores of a row are two of every 8 keys, from its own column on. A bit for each: those of keys before `end`,
-__device__ __forceinline__ unsigned scores_before(int end) {
-    const int many = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
-    return many < 32 ? ~(~0u << many) : ~0u;
+__device__ __forceinline__ unsigned columns_before(int end) {
+    const int count = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
+    return count < 32 ? ~(~0u << count) : ~0u;
 }
 // and those that rows `row` and `row` + 8 see, looked up in one loop, which the compiler meets once.
-__device__ __forceinline__ void look_up(unsigned (&seen)[2], const Head& head, int row, int column) {
-    seen[0] = seen[1] = 0;
+__device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const Head& head, int row, int column) {
+    visible_bits[0] = visible_bits[1] = 0;
 #pragma unroll 1
-    for (int first = 0; first < BLOCK_N / 4; first += AT_ONCE / 2) {
-        unsigned some[2] = {};
+    for (int first = 0; first < BLOCK_N / 4; first += LOOKUP_BATCH / 2) {
+        unsigned batch[2] = {};
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < LOOKUP_BATCH; ++i) {
             const ScoreIndex at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
-            some[i / 2 % 2] |= static_cast<unsigned>(head.visible(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
+            batch[i / 2 % 2] |= static_cast<unsigned>(head.visible(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
         }
-        seen[0] |= some[0] << first, seen[1] |= some[1] << first;
+        visible_bits[0] |= batch[0] << first, visible_bits[1] |= batch[1] << first;
     }
 }
 // Likewise of a map that has a bit for each pair: those of 32 keys a word, from the thread's own column on.
 constexpr int WORDS = (BLOCK_N + 31) / 32;
-struct Seen {
+struct PairMask {
     unsigned words[2][WORDS];
-    __device__ __forceinline__ void fetch(const Head& head, int row, int n0, bool whole) {
+    __device__ __forceinline__ void load(const Head& head, int row, int n0, bool fully_visible) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (whole) for (unsigned& word : words[half]) word = ~0u;
+            if (fully_visible) for (unsigned& word : words[half]) word = ~0u;
             else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
     }
     // Only keys from `begin` on and before `end`, both from the thread's column on.
     __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
-        const auto before = [](int many) { return many <= 0 ? 0u : many < 32 ? ~(~0u << many) : ~0u; };
+        const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
 #pragma unroll
         for (int k = 0; k < WORDS; ++k)
             words[half][k] = words[half][k] >> column & before(end - 32 * k) & ~(Head::FIRST ? before(begin - 32 * k) : 0u);
@@ -246,17 +246,17 @@ struct Seen {
 };
 
 // What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
-struct Rows {
+struct SoftmaxState {
     float O[DV_PAD / 2];
     float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum
 
     // Moves m up to the maxima of S.
     __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
-        float top[2] = {-INF, -INF};
+        float lane_max[2] = {-INF, -INF};
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], S[i]);
+        for (int i = 0; i < BLOCK_N / 2; ++i) lane_max[i / 2 % 2] = fmaxf(lane_max[i / 2 % 2], S[i]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(top[half]));
+        for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(lane_max[half]));
     }
     // Likewise, and rescales what was accumulated under the old one.
     __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
@@ -313,9 +313,9 @@ struct Rows {
 };
 
 // Clears the counter of pieces. The blocks begin beside it, look for their first pieces, and wait for it before they draw.
-extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* dealt, const __grid_constant__ Score score) {
+extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter, const __grid_constant__ Score score) {
     griddepcontrol_launch_dependents();
-    if (threadIdx.x == 0) *dealt = 0;
+    if (threadIdx.x == 0) *tile_counter = 0;
 #if RAGGED
     const int b = threadIdx.x;  // the first offsets, which all blocks ask for at once
     if (b <= score.sequences) {
@@ -340,7 +340,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     int heads,                                    // B * H
     int group,                                    // H / Hk
     const __grid_constant__ Score score,
-    unsigned* dealt) {                            // pieces that were dealt, beyond each block's first
+    unsigned* tile_counter) {                            // pieces that were dealt, beyond each block's first
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
@@ -351,112 +351,112 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
-            unsigned used = 0;  // tiles of earlier pieces
+            unsigned pipe_index = 0;  // tiles of earlier pieces
             TileLists lists(smem + TILE_LISTS_AT);
-            Next::Pieces pieces(smem);
+            Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
-            while (pieces.take(!SCHEDULE_LATE)) {
-                const WorkTileRange piece(pieces.dealt, score);
-                const int h = piece.h() / group, b = piece.b;
-                const SeqlenInfo sequence = piece.sequence(score);
+            while (scheduler.next(!SCHEDULE_LATE)) {
+                const WorkTileRange work_tile(scheduler.tile, score);
+                const int h = work_tile.h() / group, b = work_tile.b;
+                const SeqlenInfo sequence = work_tile.sequence(score);
                 // A stride of 0 is a dimension of size 1 to a tensor map.
-                const auto request = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                         unsigned empty, unsigned full, int j, int n0, unsigned told = 0) {
-                    const unsigned i = used + j, stage = stage_of(i);
+                const auto load = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
+                                         unsigned empty, unsigned full, int j, int n0, unsigned entry = 0) {
+                    const unsigned i = pipe_index + j, stage = stage_of(i);
                     TIMELINE(wait_empty);
                     mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
                     TIMELINE(load);
-                    if (Head::MAPPED && full == FULL_K) tile_info(smem, stage) = told;
+                    if (Head::MAPPED && full == FULL_K) tile_info(smem, stage) = entry;
                     tiles.load(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                                   sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
                                   full == FULL_K ? BIAS_BYTES : 0);
-                    if (BIAS_TILES && full == FULL_K) request_bias(bias_map, score, piece, n0, base, stage);
+                    if (BIAS_TILES && full == FULL_K) load_bias(bias_map, score, work_tile, n0, base, stage);
                 };
                 // Each in the order in which they are used.
                 if constexpr (Head::MAPPED) {
-                    if (piece.tiles <= 0) continue;
+                    if (work_tile.tiles <= 0) continue;
                     int j = 0;
 #pragma unroll 1
-                    for (int before = 0, n0 = 0, told = 0;; ++j, before = n0) {
-                        const bool more = !(told & LAST_TILE);
+                    for (int before = 0, n0 = 0, entry = 0;; ++j, before = n0) {
+                        const bool more = !(entry & LAST_TILE);
                         if (more) {
-                            told = lists.next();
-                            n0 = told / (2 * LAST_TILE) * BLOCK_N;
-                            request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, n0, told);
+                            entry = lists.next();
+                            n0 = entry / (2 * LAST_TILE) * BLOCK_N;
+                            load(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, n0, entry);
                         }
-                        if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, before);
+                        if (j > 0) load(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, before);
                         if (!more) break;
                     }
-                    used += j;
+                    pipe_index += j;
                 } else {
 #pragma unroll 1
-                    for (int j = 0; j <= piece.tiles; ++j) {
-                        if (j < piece.tiles) request(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, piece.keys_at(j));
-                        if (SCHEDULE_LATE && j == max(piece.tiles - 2, 0)) pieces.ask();
-                        if (j > 0) request(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, piece.keys_at(j - 1));
+                    for (int j = 0; j <= work_tile.tiles; ++j) {
+                        if (j < work_tile.tiles) load(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, work_tile.keys_at(j));
+                        if (SCHEDULE_LATE && j == max(work_tile.tiles - 2, 0)) scheduler.release();
+                        if (j > 0) load(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, work_tile.keys_at(j - 1));
                     }
-                    used += piece.tiles;
+                    pipe_index += work_tile.tiles;
                 }
             }
         } else if (warp == 1 && elect()) {
-            Next::Pieces pieces(smem);
+            Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
-            while (pieces.take()) {
-                const WorkTileRange piece(pieces.dealt, score);
-                const int h = Q.stride_h ? piece.h() : 0, b = Q.stride_b ? piece.b : 0;
-                const SeqlenInfo sequence = piece.sequence(score);
+            while (scheduler.next()) {
+                const WorkTileRange work_tile(scheduler.tile, score);
+                const int h = Q.stride_h ? work_tile.h() : 0, b = Q.stride_b ? work_tile.b : 0;
+                const SeqlenInfo sequence = work_tile.sequence(score);
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     TIMELINE(wait_empty_Q);
-                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, pieces.parity() ^ 1);
+                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, scheduler.phase() ^ 1);
                     TIMELINE(load_Q);
-                    Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(piece.row0 + 64 * consumer), h,
+                    Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(work_tile.row0 + 64 * consumer), h,
                                      sequence.query_batch(b), base + FULL_Q + 8 * consumer);
                 }
             }
         } else if (warp == 2) {
-            schedule_work_tiles(smem, heads, H, group, dealt, score);
+            schedule_work_tiles(smem, heads, H, group, tile_counter, score);
         }
         TIMELINE(done);
         return;
     }
 
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const bool sender = lane == 0;
+    const bool store_lane = lane == 0;
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
-    unsigned passed = 0;  // tiles of earlier pieces
-    int behind = 0;       // of the piece before, tiles that only others see and that are not passed yet
+    unsigned next_pipe_index = 0;  // tiles of earlier pieces
+    int tiles_to_skip = 0;       // of the piece before, tiles that only others see and that are not passed yet
     // The last consumer lets the first one begin.
     if (CONSUMERS > 1 && warp / 4 == CONSUMERS) named_barrier_arrive(1 + CONSUMERS, 256);
 
-    Next::Pieces pieces(smem);
+    Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
-    for (bool more = pieces.take(); more;) {
+    for (bool more = scheduler.next(); more;) {
         // These are the same in all lanes, which the compiler does not know of what comes from shared memory. Told so, it computes
         // addresses and descriptors once for the warp, and a turn takes 60 instructions, not 84 (D = 128, causal).
         const SmemAddr base = uniform(smem_address(smem));
-        const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, used = uniform(passed);
-        const WorkTileRange piece(uniform(pieces.dealt), score);
-        const unsigned parity = pieces.parity(), own_barrier = 1 + consumer;  // of the consumer's own 128 threads
-        const unsigned turn = 1 + CONSUMERS + consumer, next_turn = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
+        const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, pipe_index = uniform(next_pipe_index);
+        const WorkTileRange work_tile(uniform(scheduler.tile), score);
+        const unsigned phase = scheduler.phase(), consumer_barrier = 1 + consumer;  // of the consumer's own 128 threads
+        const unsigned scheduler_barrier = 1 + CONSUMERS + consumer, next_scheduler_barrier = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
         // Each warp has 16 rows of O, of each slab its own.
-        const SmemAddr O_smem = base + (O_APART ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
-        const int m0 = piece.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
-        const Head bound(piece.sequence(score), piece.h());
-        const Range own = n_block_range(bound, m0, m0 + 64);  // of which the warpgroup sees anything:
-        const int tiles = Head::MAPPED ? piece.tiles : m0 < bound.Sq ? own.end - own.begin : 0, lead = lead_of(piece, own, tiles);
-        int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : lead + tiles - 1;  // by the block map: known when it is there
-        const Range whole = bound.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
-        const int turns = turns_of(bound, piece, lead);
-        Rows rows;
+        const SmemAddr O_smem = base + (SEPARATE_O ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
+        const int m0 = work_tile.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
+        const Head head(work_tile.sequence(score), work_tile.h());
+        const Range own = n_block_range(head, m0, m0 + 64);  // of which the warpgroup sees anything:
+        const int tiles = Head::MAPPED ? work_tile.tiles : m0 < head.Sq ? own.end - own.begin : 0, first_own = first_own_tile(work_tile, own, tiles);
+        int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : first_own + tiles - 1;  // by the block map: known when it is there
+        const Range fully_visible = head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const int scheduled_end = ping_pong_end(head, work_tile, first_own);
+        SoftmaxState softmax;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
         // Of a wide head every step's descriptor would be kept in a register, more than there are.
         const auto address = [](SmemAddr tile) { return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile; };
-        const auto multiply_QK = [&](int j) {
+        const auto mma_QK = [&](int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
-            const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(used + j) * Keys::BYTES));
+            const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(pipe_index + j) * Keys::BYTES));
             wgmma_fence();
             TIMELINE(multiply);  // before the fence descriptors would be computed behind it: 14 instructions in a turn
 #pragma unroll
@@ -464,44 +464,44 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
             wgmma_commit();
         };
-        const auto await_K = [&](int j) { mbarrier_wait(base + FULL_K + 8 * stage_of(used + j), parity_of(used + j)); };
-        const auto await_V = [&](int j) { mbarrier_wait(base + FULL_V + 8 * stage_of(used + j), parity_of(used + j)); };
-        const auto release_K = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage_of(used + j)); };
-        const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(used + j)); };
-        const auto release_Q = [&] { if (O_APART && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
-        const auto multiply_PV = [&](int j) {
-            await_V(j);
+        const auto wait_K = [&](int j) { mbarrier_wait(base + FULL_K + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j)); };
+        const auto wait_V = [&](int j) { mbarrier_wait(base + FULL_V + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j)); };
+        const auto release_K = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage_of(pipe_index + j)); };
+        const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(pipe_index + j)); };
+        const auto release_Q = [&] { if (SEPARATE_O && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
+        const auto mma_PV = [&](int j) {
+            wait_V(j);
             wgmma_fence();
-            const Descriptor V_smem = Values::mn_major(address(base + V_AT + stage_of(used + j) * Values::BYTES));
+            const Descriptor V_smem = Values::mn_major(address(base + V_AT + stage_of(pipe_index + j) * Values::BYTES));
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; ++step)
-                wgmma<Order::MN_MAJOR>(rows.O, P[step], V_smem + Values::mn_step(step), step > 0 || j > lead);
+                wgmma<Order::MN_MAJOR>(softmax.O, P[step], V_smem + Values::mn_step(step), step > 0 || j > first_own);
             wgmma_commit();
         };
-        const auto multiplied = [&] {
+        const auto wait_mma = [&] {
             wgmma_wait<0>();
             warpgroup_fence_operand(S);
-            warpgroup_fence_operand(rows.O);
+            warpgroup_fence_operand(softmax.O);
         };
-        struct Told {  // of a tile: its first key, and whether mask and condition hide none of it from the warpgroup
+        struct KeyTile {  // of a tile: its first key, and whether mask and condition hide none of it from the warpgroup
             int n0;
-            bool whole;
+            bool fully_visible;
         };
-        const auto told = [&](int j) -> Told {  // while K is there
-            if (!Head::MAPPED) return {piece.keys_at(j), !Head::ELEMENT_MASK};
-            const unsigned word = uniform(tile_info(smem, stage_of(used + j)));  // when every lane has read it
+        const auto read_key_tile = [&](int j) -> KeyTile {  // while K is there
+            if (!Head::MAPPED) return {work_tile.keys_at(j), !Head::ELEMENT_MASK};
+            const unsigned word = uniform(tile_info(smem, stage_of(pipe_index + j)));  // when every lane has read it
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
-        const auto fetch_seen = [&](Told tile) {
-            Seen seen;
-            if (Head::BY_PAIR) seen.fetch(bound, first_row + g, tile.n0, tile.whole);
-            return seen;
+        const auto load_pair_mask = [&](KeyTile tile) {
+            PairMask visible_bits;
+            if (Head::BY_PAIR) visible_bits.load(head, first_row + g, tile.n0, tile.fully_visible);
+            return visible_bits;
         };
-        const auto finish_scores = [&](int j, Told tile, Seen visible_by_pair) {  // raw scores of dot products, -INF where a row does not see
+        const auto score_mod_and_mask = [&](int j, KeyTile tile, PairMask pair_mask) {  // raw scores of dot products, -INF where a row does not see
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
-            const SmemAddr bias_smem = base + BIAS_AT + stage_of(used + j) * BIAS_BYTES + consumer * Biases::BYTES;
+            const SmemAddr bias_smem = base + BIAS_AT + stage_of(pipe_index + j) * BIAS_BYTES + consumer * Biases::BYTES;
 #pragma unroll
             for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
                 unsigned pair[4];  // 16 x 16 of the bias, as S lies
@@ -510,35 +510,35 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 for (int k = 0; k < 4; ++k) {
                     const float2 shift = unpack(pair[k]);
                     const int i = 8 * step + 2 * k;
-                    S[i] = bound.raw(S[i], at(i), shift.x);
-                    S[i + 1] = bound.raw(S[i + 1], at(i + 1), shift.y);
+                    S[i] = head.raw(S[i], at(i), shift.x);
+                    S[i + 1] = head.raw(S[i + 1], at(i + 1), shift.y);
                 }
             }
             if (BIAS_TILES) release_K(j);
 #pragma unroll
-            for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = bound.raw(S[i], at(i));
-            const bool at_begin = Head::FIRST && whole.begin > n0, at_end = n0 + BLOCK_N > whole.end;
-            if (!at_begin && !at_end && tile.whole) return;
-            const Range visible[2] = {bound.keys(row, row + 1), bound.keys(row + 8, row + 9)};
+            for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = head.raw(S[i], at(i));
+            const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
+            if (!at_begin && !at_end && tile.fully_visible) return;
+            const Range visible[2] = {head.keys(row, row + 1), head.keys(row + 8, row + 9)};
             const int end[2] = {visible[0].end - column, visible[1].end - column};
             const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
             if (Head::BY_PAIR) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) visible_by_pair.clip(half, 2 * q, begin[half], end[half]);
+                for (int half = 0; half < 2; ++half) pair_mask.clip(half, 2 * q, begin[half], end[half]);
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!visible_by_pair.has(i)) S[i] = -INF;
+                    if (!pair_mask.has(i)) S[i] = -INF;
             } else if (Head::ELEMENT_MASK) {
-                unsigned seen[2];
-                if (tile.whole) {
+                unsigned visible_bits[2];
+                if (tile.fully_visible) {
                     for (int half = 0; half < 2; ++half)
-                        seen[half] = scores_before(end[half]) & ~scores_before(begin[half]);
+                        visible_bits[half] = columns_before(end[half]) & ~columns_before(begin[half]);
                 } else {
-                    look_up(seen, bound, row, column);
+                    look_up_mask(visible_bits, head, row, column);
                 }
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!(seen[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
+                    if (!(visible_bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
             } else {
                 if (at_end) {
 #pragma unroll
@@ -552,153 +552,153 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 }
             }
         };
-        const auto drop = [&](Told tile) {  // what dropout drops of P
+        const auto apply_dropout = [&](KeyTile tile) {  // what dropout drops of P
             Head::Kept kept[BLOCK_N / 16];
-            bound.keep_along_queries(kept, first_row, tile.n0);
+            head.keep_along_queries(kept, first_row, tile.n0);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].apply(i % 4, P[i / 4][i % 4]);
         };
-        const auto warp_scheduler_barrier_arrive = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
-            if (!STAGGERED && j > 0 && j < turns) {
-                named_barrier_sync(turn, 256);
-                named_barrier_arrive(next_turn, 256);
+        const auto skip_tile = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
+            if (!STAGGERED && j > 0 && j < scheduled_end) {
+                named_barrier_sync(scheduler_barrier, 256);
+                named_barrier_arrive(next_scheduler_barrier, 256);
             }
-            await_K(j);
+            wait_K(j);
             release_K(j);
-            await_V(j);
+            wait_V(j);
             release_V(j);
         };
 
-        wgmma_discard(rows.O);  // the first P V begins it
+        wgmma_discard(softmax.O);  // the first P V begins it
         if (STAGGERED) {
 #pragma unroll 1
-            for (int j = -behind; j < 0; ++j) warp_scheduler_barrier_arrive(j);
+            for (int j = -tiles_to_skip; j < 0; ++j) skip_tile(j);
         }
         TIMELINE(wait_Q);
-        mbarrier_wait(base + FULL_Q + 8 * consumer, parity);
+        mbarrier_wait(base + FULL_Q + 8 * consumer, phase);
 #pragma unroll 1
-        for (int j = 0; j < lead; ++j) warp_scheduler_barrier_arrive(j);
+        for (int j = 0; j < first_own; ++j) skip_tile(j);
         if (tiles > 0) {
             TIMELINE(wait_K);
-            await_K(lead);
-            if (!STAGGERED && lead > 0 && lead < turns) named_barrier_sync(turn, 256);
-            multiply_QK(lead);
-            if (!STAGGERED && lead > 0 && lead < turns) named_barrier_arrive(next_turn, 256);
-            const Told first = told(lead);
-            const Seen seen = fetch_seen(first);
+            wait_K(first_own);
+            if (!STAGGERED && first_own > 0 && first_own < scheduled_end) named_barrier_sync(scheduler_barrier, 256);
+            mma_QK(first_own);
+            if (!STAGGERED && first_own > 0 && first_own < scheduled_end) named_barrier_arrive(next_scheduler_barrier, 256);
+            const KeyTile first = read_key_tile(first_own);
+            const PairMask visible_bits = load_pair_mask(first);
             wgmma_wait<0>();
             warpgroup_fence_operand(S);
             TIMELINE(softmax);
-            if (!BIAS_TILES) release_K(lead);
-            finish_scores(lead, first, seen);
-            rows.update_max(S);
-            rows.exponentiate(P, S, exponent, rows.l);
-            bool large = rows.large(exponent);
-            if (large) rows.exponentiate_differences(P, S, exponent, rows.l);
-            drop(first);
-            if (last > lead) await_K(lead + 1);
+            if (!BIAS_TILES) release_K(first_own);
+            score_mod_and_mask(first_own, first, visible_bits);
+            softmax.update_max(S);
+            softmax.exponentiate(P, S, exponent, softmax.l);
+            bool large = softmax.large(exponent);
+            if (large) softmax.exponentiate_differences(P, S, exponent, softmax.l);
+            apply_dropout(first);
+            if (last > first_own) wait_K(first_own + 1);
 #pragma unroll 1
-            for (int j = lead + 1; j <= last; ++j) {
+            for (int j = first_own + 1; j <= last; ++j) {
                 TIMELINE(wait_barrier);
-                if (j < turns) named_barrier_sync(turn, 256);
-                multiply_QK(j);
-                multiply_PV(j - 1);
-                if (j < turns) named_barrier_arrive(next_turn, 256);
-                if (K_FIRST) {
+                if (j < scheduled_end) named_barrier_sync(scheduler_barrier, 256);
+                mma_QK(j);
+                mma_PV(j - 1);
+                if (j < scheduled_end) named_barrier_arrive(next_scheduler_barrier, 256);
+                if (EARLY_K_RELEASE) {
                     wgmma_wait<1>();
                     release_K(j);
                     if (j == last) release_Q();
                 }
-                const Told tile = told(j);
-                const Seen seen = fetch_seen(tile);  // while all this is under way
-                multiplied();
+                const KeyTile tile = read_key_tile(j);
+                const PairMask visible_bits = load_pair_mask(tile);  // while all this is under way
+                wait_mma();
                 TIMELINE(softmax);
                 release_V(j - 1);
-                if (!K_FIRST && !BIAS_TILES) release_K(j);
-                if (!K_FIRST && j == last) release_Q();
-                finish_scores(j, tile, seen);
-                if (__any_sync(0xffffffffu, rows.exponentiate(P, S, exponent, sum) || large)) {
-                    rows.rescale(S, exponent);
-                    rows.exponentiate_differences(P, S, exponent, sum);
-                    large = rows.large(exponent);
+                if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
+                if (!EARLY_K_RELEASE && j == last) release_Q();
+                score_mod_and_mask(j, tile, visible_bits);
+                if (__any_sync(0xffffffffu, softmax.exponentiate(P, S, exponent, sum) || large)) {
+                    softmax.rescale(S, exponent);
+                    softmax.exponentiate_differences(P, S, exponent, sum);
+                    large = softmax.large(exponent);
                 }
-                rows.l[0] += sum[0];
-                rows.l[1] += sum[1];
-                drop(tile);
-                if (j < last) await_K(j + 1);  // no step of its own: a fourth mark costs 1% of time
+                softmax.l[0] += sum[0];
+                softmax.l[1] += sum[1];
+                apply_dropout(tile);
+                if (j < last) wait_K(j + 1);  // no step of its own: a fourth mark costs 1% of time
             }
         }
-        const int walked = Head::MAPPED ? last + 1 : piece.tiles;
-        float inverse[2];
-        const auto meanwhile = [&] {  // while the last P V is under way
+        const int visited_tiles = Head::MAPPED ? last + 1 : work_tile.tiles;
+        float inverse_l[2];
+        const auto finalize_row_stats = [&] {  // while the last P V is under way
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const FinalizedRow final_row = bound.finalize<!NATURAL, APPROXIMATE>(rows.m[half], row_sum<4>(rows.l[half]));
-                inverse[half] = final_row.inverse;
+                const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], row_sum<4>(softmax.l[half]));
+                inverse_l[half] = final_row.inverse;
                 const int query_row = first_row + 8 * half + g;
-                if (q == 0 && query_row < bound.Sq) LSE[bound.lse_offset(piece.head) + query_row] = final_row.lse;
+                if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(work_tile.head) + query_row] = final_row.lse;
             }
-            if (!SCHEDULE_LATE || last + 1 >= walked) more = pieces.take();
+            if (!SCHEDULE_LATE || last + 1 >= visited_tiles) more = scheduler.next();
         };
         if (tiles > 0) {  // again: 40 instructions fewer of a causal kernel, 2.7% at D = 128
             TIMELINE(multiply);
-            multiply_PV(last);
-            meanwhile();
+            mma_PV(last);
+            finalize_row_stats();
             wgmma_wait<0>();
-            warpgroup_fence_operand(rows.O);
+            warpgroup_fence_operand(softmax.O);
             release_V(last);
         } else {
-            meanwhile();
+            finalize_row_stats();
 #pragma unroll
-            for (int i = 0; i < DV_PAD / 2; ++i) rows.O[i] = 0.0f;
+            for (int i = 0; i < DV_PAD / 2; ++i) softmax.O[i] = 0.0f;
         }
-        if (last <= lead) release_Q();
+        if (last <= first_own) release_Q();
         // Of a block's last piece nobody passes them; nor does the producer wait for so many.
-        behind = STAGGERED ? min(walked - last - 1, static_cast<int>(STAGES)) : 0;
+        tiles_to_skip = STAGGERED ? min(visited_tiles - last - 1, static_cast<int>(STAGES)) : 0;
 #pragma unroll 1
-        for (int j = last + 1; j < walked - behind; ++j) warp_scheduler_barrier_arrive(j);
-        if (SCHEDULE_LATE && last + 1 < walked) more = pieces.take();
-        passed += walked;
+        for (int j = last + 1; j < visited_tiles - tiles_to_skip; ++j) skip_tile(j);
+        if (SCHEDULE_LATE && last + 1 < visited_tiles) more = scheduler.next();
+        next_pipe_index += visited_tiles;
 
         TIMELINE(store);
-        if (O_APART && sender) tma_store_wait_read();             // the last piece's O
-        if (!O_APART) named_barrier_sync(own_barrier, 128);  // all four warps have used Q
+        if (SEPARATE_O && store_lane) tma_store_wait_read();             // the last piece's O
+        if (!SEPARATE_O) named_barrier_sync(consumer_barrier, 128);  // all four warps have used Q
         __syncwarp();
         // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
-        if (Head::HIDES && __any_sync(0xffffffffu, !rows.finite())) {
-            attend_non_finite<16, 1>(Q, K, V, O, LSE, group, score, piece.b, piece.h(), H, first_row, 0);
-            if (!O_APART && sender) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+        if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
+            attend_non_finite<16, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.h(), H, first_row, 0);
+            if (!SEPARATE_O && store_lane) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             continue;
         }
-        constexpr int TOGETHER = O_SLABS == Outputs::SLABS ? O_SLABS : 1;  // slabs that leave at one time
+        constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;  // slabs that leave at one time
 #pragma unroll
-        for (int slab = 0; slab < Outputs::SLABS; slab += TOGETHER) {
+        for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {
             if (slab >= O_SLABS) {
-                if (sender) tma_store_wait_read<O_SLABS - 1>();  // the slab whose place it takes
+                if (store_lane) tma_store_wait_read<O_SLABS - 1>();  // the slab whose place it takes
                 __syncwarp();
             }
-            const SmemAddr here = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
+            const SmemAddr slab_smem = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
 #pragma unroll
-            for (int step = 4 * slab; step < min(4 * (slab + TOGETHER), DV_PAD / 16); ++step) {
+            for (int step = 4 * slab; step < min(4 * (slab + SLABS_PER_STORE), DV_PAD / 16); ++step) {
                 unsigned pair[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 8 * step + 2 * k;
-                    pair[k] = pack(rows.O[i] * inverse[k % 2], rows.O[i + 1] * inverse[k % 2]);
+                    pair[k] = pack(softmax.O[i] * inverse_l[k % 2], softmax.O[i + 1] * inverse_l[k % 2]);
                 }
-                const unsigned place = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
-                stmatrix_x4(here + place, pair[0], pair[1], pair[2], pair[3]);
+                const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
+                stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
             }
             fence_proxy_async();
             __syncwarp();  // the slabs' 16 rows are whole before they are sent
-            if (sender)
-                Outputs::store(O_warp_map, bound.query_box(first_row), piece.h(), bound.query_batch(piece.b), here, slab, TOGETHER);
+            if (store_lane)
+                Outputs::store(O_warp_map, head.query_box(first_row), work_tile.h(), head.query_batch(work_tile.b), slab_smem, slab, SLABS_PER_STORE);
         }
-        if (!O_APART && sender) {
+        if (!SEPARATE_O && store_lane) {
             tma_store_wait_read();
             mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
     }
-    if (sender) tma_store_wait_read();  // shared memory lives as long as the block
+    if (store_lane) tma_store_wait_read();  // shared memory lives as long as the block
     TIMELINE(done);
 }

@@ -14,7 +14,7 @@ struct TileLists {
     static constexpr unsigned WORDS = 1 + 32, BYTES = 4 * 8 + 2 * 4 * WORDS;  // mbarriers; a count and entries, twice
 
     char* const smem;
-    unsigned list = 0, place = 0, count = 0;  // which, and for who reads: how many entries of how many are read
+    unsigned list = 0, position = 0, count = 0;  // which, and for who reads: how many entries of how many are read
 
     __device__ __forceinline__ explicit TileLists(char* smem) : smem(smem) {}
 
@@ -27,44 +27,44 @@ struct TileLists {
     // lanes of a warp.
     __device__ __forceinline__ void write(const Head& head, int m0, Range range) {
         const unsigned lane = threadIdx.x % 32;
-        unsigned newest = range.begin * (2 * LAST_TILE), held = 0;  // held: whether the newest was found
+        unsigned newest = range.begin * (2 * LAST_TILE), pending = 0;  // held: whether the newest was found
 #pragma unroll 1
         for (int first = range.begin; first < range.end; first += 32) {
             const int tile = min(first + static_cast<int>(lane), range.end - 1);
-            bool seen = false;
+            bool visible = false;
             unsigned entry = tile * (2 * LAST_TILE);
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 64; ++i) {
-                const Head::MapTile own = head.map_tile<BLOCK_N>(m0 + 64 * i, tile * BLOCK_N);
-                seen |= own.some_visible;
-                entry |= own.fully_visible << i;
+                const Head::MapTile map_tile = head.map_tile<BLOCK_N>(m0 + 64 * i, tile * BLOCK_N);
+                visible |= map_tile.some_visible;
+                entry |= map_tile.fully_visible << i;
             }
-            seen = seen && first + static_cast<int>(lane) < range.end;
-            const unsigned found = __ballot_sync(0xffffffffu, seen);
-            if (!found) continue;
-            const unsigned last = 31 - __clz(found), entries = held + __popc(found) - 1;
+            visible = visible && first + static_cast<int>(lane) < range.end;
+            const unsigned ballot = __ballot_sync(0xffffffffu, visible);
+            if (!ballot) continue;
+            const unsigned last = 31 - __clz(ballot), entries = pending + __popc(ballot) - 1;
             if (entries) {
-                unsigned* const words = open();
+                unsigned* const words = acquire();
                 if (lane == 0) words[0] = entries;
-                if (lane == 0 && held) words[1] = newest;
-                if (seen && lane != last) words[1 + held + __popc(found & ~(~0u << lane))] = entry;
-                close();
+                if (lane == 0 && pending) words[1] = newest;
+                if (visible && lane != last) words[1 + pending + __popc(ballot & ~(~0u << lane))] = entry;
+                commit();
             }
-            newest = __shfl_sync(0xffffffffu, entry, last), held = 1;
+            newest = __shfl_sync(0xffffffffu, entry, last), pending = 1;
         }
-        unsigned* const words = open();
+        unsigned* const words = acquire();
         if (lane == 0) words[0] = 1, words[1] = newest | LAST_TILE;
-        close();
+        commit();
     }
 
     // The next entry, by one thread.
     __device__ __forceinline__ unsigned next() {
-        if (place == count) {
+        if (position == count) {
             mbarrier_wait(full(), list / 2 % 2);
-            place = 0, count = words()[0];
+            position = 0, count = words()[0];
         }
-        const unsigned entry = words()[1 + place++];
-        if (place == count) mbarrier_arrive(empty()), ++list;
+        const unsigned entry = words()[1 + position++];
+        if (position == count) mbarrier_arrive(empty()), ++list;
         return entry;
     }
 
@@ -72,11 +72,11 @@ struct TileLists {
     __device__ __forceinline__ SmemAddr full() const { return smem_address(smem) + list % 2 * 8; }
     __device__ __forceinline__ SmemAddr empty() const { return full() + 16; }
     __device__ __forceinline__ unsigned* words() const { return reinterpret_cast<unsigned*>(smem + 32) + list % 2 * WORDS; }
-    __device__ __forceinline__ unsigned* open() {
+    __device__ __forceinline__ unsigned* acquire() {
         mbarrier_wait(empty(), list / 2 % 2 ^ 1);
         return words();
     }
-    __device__ __forceinline__ void close() {
+    __device__ __forceinline__ void commit() {
         __syncwarp();  // every lane's entry is there before one lane says so
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full());
         ++list;
