@@ -1,40 +1,33 @@
-// Rung 4: attention forward on Hopper's warpgroup MMA (wgmma), fed by tensor-map copies (TMA).
+// Rung 4: persistent, warp-specialised attention forward on Hopper: warpgroup MMA (wgmma), fed by TMA.
 //
-// A block stays on its SM and takes one piece of work after the other: BLOCK_M query rows of one head. One warpgroup
-// produces: a warp of it requests K and V tiles, another Q, a third tells everybody which piece is next. The others consume, 64
-// query rows each, and have its registers.
+// A work tile is BLOCK_M query rows of one head. Warp 0 loads K and V, warp 1 loads Q, and warp 2 runs the tile
+// scheduler. Each consumer warpgroup computes 64 query rows.
 //
 // clang-format off
-//   producer      K0  K1 V0  K2 V1  K3 V2 ...  and on into the next piece     STAGES tiles of K and of V, each with two
-//                                                                             mbarriers: full (TMA arrived), empty (used)
-//   consumer 0    QK1 PV0 | softmax1           | QK2 PV1 | softmax2 ...       time ->
-//   consumer 1            | QK1 PV0 | softmax1           | QK2 PV1 | ...
-//   consumer 2                      | QK1 PV0 | softmax1           | ...
-//                 they take turns on the tensor cores: while one multiplies, the others exponentiate
+//   producer      K0  K1 V0  K2 V1  K3 V2 ...  next work tile ...    STAGES stages of K and of V, each with a full and
+//                                                                     an empty mbarrier
+//   consumer 0    QK1 PV0 | softmax1           | QK2 PV1 | softmax2   time ->
+//   consumer 1            | QK1 PV0 | softmax1           | QK2 PV1
+//   consumer 2                      | QK1 PV0 | softmax1
+//                 ping-pong: while one consumer uses the tensor cores, the others compute exponentials
 //
-//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], or half of it, where there is room | mbarriers
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], all or half of it | mbarriers
 // clang-format on
 //
-// S = Q K^T reads both operands from shared memory; P goes from registers, packed, into O += P V, and V is read as it lies
-// (MN-major). Warpgroups with roles and turns are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608); its softmax of one
-// tile beside the P V of the one before is not here: it was slower than the next idea.
+// S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
+// Warp specialisation and ping-pong are those of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 //
-// No maximum is taken on the way. A tile is exponentiated under the maximum m of its row's first tile, straight into P; only
-// where the sum comes out too large for P is m raised, O rescaled and the tile done again from S, which is still there. The
-// result is the same to rounding, and a tile costs a vote instead of BLOCK_N / 2 comparisons a thread before the first
-// exponential can begin: 5% at D = 64, 9% at D = 128 (fwd_mma's lazy maximum without looking at the scores; the idea of
-// rescaling seldom is FlashAttention-4's). What else was tried, with numbers: experiments/008_hopper.
+// Deferred rescaling: P = exp2((S - m) scale log2 e) uses the maximum m of the row's first tile. Only if the sum of a
+// tile's P exceeds P_SUM_LIMIT is m raised, O rescaled, and P computed again from S. The result is the same up to
+// rounding; the maximum leaves the critical path (+5% at D = 64, +9% at D = 128). FlashAttention-4 rescales as rarely.
+// If slopes (ALiBi) let scores rise along the keys, the key tiles are visited in descending order.
 //
-// A box of a ragged batch ends where its sequence does, whether keys come or O leaves (sandbox/launch/tensor_maps.py): no row
-// of the next one is written, and none of its NaNs is multiplied by a P of 0. Nobody knows its lengths before: pieces are dealt
-// out, the longest first, as blocks come for them (tile_scheduler.cuh; experiments/016_ragged: 4 ... 46%). Nor does anybody know what a
-// block map leaves of a piece: these are dealt out too, and their tiles listed (block_sparse.cuh).
-// A piece's last P V beside the next one's first Q K^T, or its tiles brought to L2 ahead: 1 ... 8% slower (experiments/014_scores).
-// What does not wait for O is done beside the last P V: LSE, what O is divided by, and which piece is next. Then each warp sends
-// its own 16 rows and waits for no other one.
+// Invariants: TMA boxes of a ragged batch end where the sequence ends, so no row of the next sequence is read or
+// written. A masked score is -INF, its P is 0; a row whose O is not finite is recomputed by non_finite.cuh. Only the
+// last P V is followed by a wait for O: LSE, 1 / l and the next work tile are computed while it runs.
 //
-// Scores that rise along the keys, as slopes make them, would have m raised tile after tile. Where they may, the keys are
-// walked from the last one backwards: of a causal problem from the diagonal, where they are highest.
+// Names that end in _AT are offsets in shared memory, in bytes. Measurements: experiments/008_hopper, 014_scores,
+// 016_ragged.
 #define FALLBACK_INLINE __forceinline__
 #include "pipeline.cuh"
 #include "non_finite.cuh"
@@ -45,13 +38,13 @@
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // the columns beyond are zeros
+constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
-constexpr float P_SUM_LIMIT = 16384.0f;  // of a lane's sum of a tile: P stays below it, and fp16 holds that
-constexpr float SCORE_LIMIT = 3e38f;
-constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;  // reading a block map takes registers
+constexpr float P_SUM_LIMIT = 16384.0f;  // of one thread's P in a tile; P <= 16384 fits in fp16 (max 65504)
+constexpr float SCORE_LIMIT = 3e38f;     // replaces -m * scale while m is -INF: finite, near the largest float
+constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;  // the scheduler warp then needs more registers
 constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "64 rows for each consumer warpgroup");
@@ -63,106 +56,109 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
-constexpr int LOOKUP_BATCH = 8;  // of a thread's scores, looked up in memory: of more the addresses would spill
-static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "a tile is looked up in whole turns");
-static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "a bit for each of a thread's scores");
+constexpr int LOOKUP_BATCH = 8;  // scores per iteration of a mask lookup; with more, the addresses spill
+static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "whole batches per tile");
+static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "one bit per score of a thread's row in 32 bits");
 constexpr bool BIAS_TILES = BIAS & 8;
-// Whether a stage of K is empty when it is multiplied, so that the next tile may come while P V is under way. (Of three consumers
-// another one multiplies meanwhile, and the wait costs 0.5%; of two it gains up to 1%.)
+// Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
+// With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
-using Biases = Swizzled<64, BLOCK_N>;  // for a consumer, of a tile of keys
+using Biases = Swizzled<64, BLOCK_N>;  // the bias of one consumer's rows and one key tile
 
-// Shared memory, in bytes from its beginning.
+// Offsets in shared memory, in bytes.
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
 constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
-// O has a place of its own, if only for half of its slabs at a time, so that the next Q comes while it leaves; else Q's place.
+// O has its own buffer, of all or half of its slabs, so that the next Q can load during the store; else it reuses Q's.
+// 232448: most shared memory of a block, in bytes. 1024: barriers and tile lists.
 constexpr bool fits(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
 constexpr int HALF_SLABS = (Outputs::SLABS + 1) / 2;
 constexpr bool SEPARATE_O = fits(HALF_SLABS);
-constexpr int O_SLABS = !SEPARATE_O || fits(Outputs::SLABS) ? Outputs::SLABS : HALF_SLABS;  // that leave together
-constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                               // a consumer's
+constexpr int O_SLABS = !SEPARATE_O || fits(Outputs::SLABS) ? Outputs::SLABS : HALF_SLABS;  // in the buffer
+constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                                 // per consumer
 constexpr unsigned BARRIERS_AT = O_AT + (SEPARATE_O ? CONSUMERS * O_BYTES : 0);
-static_assert(SEPARATE_O || O_BYTES <= Queries::BYTES, "O finds room in Q's place");
+static_assert(SEPARATE_O || O_BYTES <= Queries::BYTES, "O must fit in Q's buffer");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers, 8 bytes each: of each stage, and of each consumer's Q; then the piece that is next.
+// The mbarriers, 8 bytes each: per stage of K and V, per consumer for Q; then the scheduler's barriers and work tile.
 constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
                    EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
                    SCHEDULER_AT = EMPTY_Q + 8 * CONSUMERS;
 using Scheduler = SchedulerPipeline<SCHEDULER_AT>;
-constexpr unsigned TILE_INFO_AT = SCHEDULER_AT + Scheduler::BYTES;  // of each stage, in a walk by the block map; and the tiles to walk
+// Block maps: one word per stage, the list entry of the key tile in it; then the lists.
+constexpr unsigned TILE_INFO_AT = SCHEDULER_AT + Scheduler::BYTES;
 constexpr unsigned TILE_LISTS_AT = (TILE_INFO_AT + 4 * STAGES + 7) / 8 * 8;
-static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "the mbarriers have 1024 bytes");
+static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(base + FULL_K + 8 * stage, 1);
         mbarrier_init(base + FULL_V + 8 * stage, 1);
-        mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // a lane of each consumer warp
+        mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // one lane of each consumer warp
         mbarrier_init(base + EMPTY_V + 8 * stage, 4 * CONSUMERS);
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
         mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
     }
-    Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // everybody who works on it
+    Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
     if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }
 
-struct WorkTileRange : WorkTile {  // of work: query rows row0 .. row0 + BLOCK_M of a head, and the key tiles they see
+struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a head, and the key tiles they see
     Range range;
     int tiles;
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
         range = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
         tiles = range.end - range.begin;
     }
-    // The first key of the j-th tile to be walked.
+    // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
     }
 };
 
-// What consumers are told of the tile in a stage, in a walk by the block map: its entry in a list.
+// Block map: the list entry of the key tile in a stage of K.
 __device__ __forceinline__ unsigned& tile_info(char* smem, unsigned stage) {
     return reinterpret_cast<unsigned*>(smem + TILE_INFO_AT)[stage];
 }
 
-// The bias of a tile of keys, which comes and goes with K.
-__device__ __forceinline__ void load_bias(const TensorMap& map, const Score& score, const WorkTileRange& work_tile, int n0,
-                                             SmemAddr base, unsigned stage) {
+// Loads the bias of one key tile; it shares the barriers of K.
+__device__ __forceinline__ void load_bias(const TensorMap& map, const Score& score, const WorkTileRange& work_tile,
+                                          int n0, SmemAddr base, unsigned stage) {
 #if BIAS
     const int h = score.bias.stride_h ? work_tile.h() : 0, b = score.bias.stride_b ? work_tile.b : 0;
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer)
-        Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0, work_tile.row0 + 64 * consumer, h, b,
-                    base + FULL_K + 8 * stage);
+        Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0,
+                          work_tile.row0 + 64 * consumer, h, b, base + FULL_K + 8 * stage);
 #endif
 }
 
-// How many of a piece's tiles are walked before the first of a warpgroup's own.
+// Index j of the first key tile that this consumer's rows see; earlier ones belong to other consumers.
 __device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own, int tiles) {
     if (tiles <= 0 || Head::MAPPED) return 0;
     if (WALK_BACKWARDS) return work_tile.range.end - own.end;
     return Head::FIRST ? own.begin - work_tile.range.begin : 0;
 }
 
-// In a window consumers see tiles of their own, up to APART after another's. Where the ring has stages to spare for that, each
-// takes turns from its own first tile on, and passes what only others see when its O has gone: so all begin together, instead
-// of one after the other, and who ends first begins the next piece. (A window of 1024: 553 for 537; with two stages: 464.)
+// In a window, consumers see different key tiles, up to WINDOW_SKEW apart. If the pipeline has enough stages, each
+// consumer starts with its own first tile, and skips the other consumers' tiles after its O is stored (staggered).
+// All consumers then start together (window of 1024: 553 instead of 537 TFLOP/s; with two stages 464).
 constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
-constexpr bool STAGGERED = Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
+constexpr bool STAGGERED =
+    Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
-// Of a ragged batch a block asks for its next piece when the keys of this one's last two tiles are requested, not when it begins: a
-// piece that waits for a block is one that another does not get (20 documents: +9%, 8 x 2048, D = 256: +6%; asked for with the
-// last tile it comes late: -1%). So who still has tiles to pass must do so before it awaits that piece.
+// Ragged batches: release the scheduler's stage when the last two key tiles are requested, not when the work tile
+// starts. A work tile that is drawn early waits for this block while another block is idle (20 documents: +9%, 8 x 2048
+// at D = 256: +6%; with the last key tile: -1%). A consumer therefore skips its remaining tiles before it waits for the
+// next.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
 
-// Before which of a piece's tiles a consumer takes turns. Skewed: for as many of its own, from `lead` on, as each consumer has.
-// Four, whose pieces are short, as long as all of them have any. Of a causal problem the first one is done before the others,
-// and would wait for turns that it does not need instead of beginning its next piece: +4% at S = 512. (Two or three consumers
-// of longer pieces: -2 ... +1%.)
+// Consumers synchronise at the warp scheduler barrier (ping-pong) for key tiles j < ping_pong_end. Staggered: as many
+// tiles as every consumer has. Four consumers (short work tiles): while the first consumer has tiles; with a causal
+// mask it finishes first and must not wait for the others (+4% at S = 512; with two or three consumers -2 ... +1%).
 __device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRange& work_tile, int first_own) {
     if (STAGGERED) {
         int min_tiles = 0x7fffffff;
@@ -174,15 +170,15 @@ __device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRan
         return first_own + min_tiles;
     }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
-    if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last one has no rows at all
+    if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last consumer has no rows
     const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + 64);
     const int tiles = first.end - first.begin;
     return first_own_tile(work_tile, first, tiles) + tiles;
 }
 
-// Finds the block's pieces and tells them, by all lanes of a warp. Of pieces walked by the block map it lists the tiles, too.
-__device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, unsigned H, unsigned group, unsigned* tile_counter,
-                                            const Score& score) {
+// The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each.
+__device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, unsigned H, unsigned group,
+                                                    unsigned* tile_counter, const Score& score) {
     Scheduler::SchedulerProducer producer{smem};
 #if RAGGED || BLOCK_MAP
     TileLists lists(smem + TILE_LISTS_AT);
@@ -194,7 +190,8 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, 
     producer.produce_all(order, heads, group, tile_counter, [&](const WorkTile& tile) {
         if (!Head::MAPPED) return;
         const WorkTileRange work_tile(tile, score);
-        if (work_tile.tiles > 0) lists.write(Head(work_tile.sequence(score), work_tile.h()), work_tile.row0, work_tile.range);
+        const Head head(work_tile.sequence(score), work_tile.h());
+        if (work_tile.tiles > 0) lists.write(head, work_tile.row0, work_tile.range);
     });
 #else
     if (!elect()) return;
@@ -205,12 +202,13 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, 
 #endif
 }
 
-// A thread's scores of a row are two of every 8 keys, from its own column on. A bit for each: those of keys before `end`,
+// In the accumulator, a thread has two of every 8 columns of a row. Bits of its columns before `end`, relative to its
+// first.
 __device__ __forceinline__ unsigned columns_before(int end) {
     const int count = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
     return count < 32 ? ~(~0u << count) : ~0u;
 }
-// and those that rows `row` and `row` + 8 see, looked up in one loop, which the compiler meets once.
+// Evaluates the mask of rows `row` and `row` + 8 in a rolled loop, so that its code is compiled once.
 __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const Head& head, int row, int column) {
     visible_bits[0] = visible_bits[1] = 0;
 #pragma unroll 1
@@ -219,12 +217,13 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
 #pragma unroll
         for (int i = 0; i < LOOKUP_BATCH; ++i) {
             const ScoreIndex at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
-            batch[i / 2 % 2] |= static_cast<unsigned>(head.visible(at.query_row(), at.key_col())) << (i / 4 * 2 + i % 2);
+            const unsigned visible = head.visible(at.query_row(), at.key_col());
+            batch[i / 2 % 2] |= visible << (i / 4 * 2 + i % 2);
         }
         visible_bits[0] |= batch[0] << first, visible_bits[1] |= batch[1] << first;
     }
 }
-// Likewise of a map that has a bit for each pair: those of 32 keys a word, from the thread's own column on.
+// A mask with one bit per (query, key): words of 32 keys for the thread's two rows.
 constexpr int WORDS = (BLOCK_N + 31) / 32;
 struct PairMask {
     unsigned words[2][WORDS];
@@ -235,22 +234,23 @@ struct PairMask {
             else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
     }
-    // Only keys from `begin` on and before `end`, both from the thread's column on.
+    // Clears bits outside of begin .. end - 1; both are relative to the thread's first column.
     __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
         const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
 #pragma unroll
         for (int k = 0; k < WORDS; ++k)
-            words[half][k] = words[half][k] >> column & before(end - 32 * k) & ~(Head::FIRST ? before(begin - 32 * k) : 0u);
+            words[half][k] = words[half][k] >> column & before(end - 32 * k) &
+                             ~(Head::FIRST ? before(begin - 32 * k) : 0u);
     }
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
 };
 
-// What a consumer's thread keeps of its two query rows, g and g + 8 of its warp's 16.
+// Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
 struct SoftmaxState {
     float O[DV_PAD / 2];
-    float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this lane's part of the sum
+    float m[2] = {-INF, -INF}, l[2] = {};  // m: maximum of the raw scores; l: this thread's part of the row sum
 
-    // Moves m up to the maxima of S.
+    // m = max(m, row maximum of S).
     __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
         float lane_max[2] = {-INF, -INF};
 #pragma unroll
@@ -258,28 +258,30 @@ struct SoftmaxState {
 #pragma unroll
         for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(lane_max[half]));
     }
-    // Likewise, and rescales what was accumulated under the old one.
+    // Updates m and rescales O and l.
     __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
         const float m_old[2] = {m[0], m[1]};
         float alpha[2];
         update_max(S);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            alpha[half] = m_old[half] == m[half] ? 1.0f : ex2((m_old[half] - m[half]) * exponent);  // equal infinities: not NaN
+            alpha[half] = m_old[half] == m[half] ? 1.0f  // also of equal infinities, instead of NaN
+                                                 : ex2((m_old[half] - m[half]) * exponent);
             l[half] *= alpha[half];
         }
 #pragma unroll
         for (int i = 0; i < DV_PAD / 2; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    // P = exp2 of what exceeds m, and `sum` of it; whether that is too much.
-    __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2], float exponent,
-                                                 float (&sum)[2]) const {
-        float sums[2][2] = {};  // two of each row: shorter chains
-        // Of a row that saw no key yet FAR: then P is 0 where S = -INF, and too much everywhere else.
+    // P = exp2((S - m) * exponent), `sum`: its row sums. True if a sum exceeds P_SUM_LIMIT: m must be raised.
+    __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
+                                                 float exponent, float (&sum)[2]) const {
+        float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
+        // While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and exceeds the limit elsewhere.
         const float shift[2] = {fminf(-m[0] * exponent, SCORE_LIMIT), fminf(-m[1] * exponent, SCORE_LIMIT)};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2])), p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
+            const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2]));
+            const float p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
             sums[i % 2][0] += p0;
             sums[i % 2][1] += p1;
             P[i / 4][i % 4] = pack(p0, p1);
@@ -288,36 +290,41 @@ struct SoftmaxState {
         sum[1] = sums[1][0] + sums[1][1];
         return fmaxf(sum[0], sum[1]) > P_SUM_LIMIT;
     }
-    // Likewise, of S - m: exact at any magnitude, and never too much once m is the maximum.
-    __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                                             float exponent, float (&sum)[2]) const {
-        const float from[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};  // no key seen: P = 0, not NaN
+    // The same from S - m, which is exact at any magnitude. No sum exceeds the limit if m is the row maximum.
+    __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4],
+                                                             const float (&S)[BLOCK_N / 2], float exponent,
+                                                             float (&sum)[2]) const {
+        // All keys masked so far: P = 0, not NaN.
+        const float from[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2((S[2 * i] - from[i % 2]) * exponent), p1 = ex2((S[2 * i + 1] - from[i % 2]) * exponent);
+            const float p0 = ex2((S[2 * i] - from[i % 2]) * exponent);
+            const float p1 = ex2((S[2 * i + 1] - from[i % 2]) * exponent);
             sum[i % 2] += p0 + p1;
             P[i / 4][i % 4] = pack(p0, p1);
         }
     }
-    // Whether some row of the warp is large: then each tile is exponentiated by differences.
+    // Whether |m| of a row of the warp is so large that P must be computed from S - m.
     __device__ __forceinline__ bool large(float exponent) const {
         return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
     }
     __device__ __forceinline__ bool finite() const {
-        float zero[4] = {};  // four short chains
+        float zero[4] = {};  // four short dependency chains
 #pragma unroll
         for (int i = 0; i < DV_PAD / 2; ++i) zero[i % 4] = fmaf(O[i], 0.0f, zero[i % 4]);
         return (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0f;
     }
 };
 
-// Clears the counter of pieces. The blocks begin beside it, look for their first pieces, and wait for it before they draw.
-extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter, const __grid_constant__ Score score) {
+// Clears the tile counter. Programmatic dependent launch: fwd_wgmma starts meanwhile and waits before its first
+// atomicAdd.
+extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
+                                                                 const __grid_constant__ Score score) {
     griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) *tile_counter = 0;
 #if RAGGED
-    const int b = threadIdx.x;  // the first offsets, which all blocks ask for at once
+    const int b = threadIdx.x;  // prefetch the first offsets, which all blocks read at once
     if (b <= score.sequences) {
         prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
         prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
@@ -334,24 +341,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
-    const __grid_constant__ TensorMap bias_map,   // likewise, where BIAS_TILES
+    const __grid_constant__ TensorMap O_warp_map, // boxes of 16 rows
+    const __grid_constant__ TensorMap bias_map,   // boxes of 64 rows, if BIAS_TILES
     int H,
     int heads,                                    // B * H
     int group,                                    // H / Hk
     const __grid_constant__ Score score,
-    unsigned* tile_counter) {                            // pieces that were dealt, beyond each block's first
+    unsigned* tile_counter) {                     // work tiles drawn so far, beyond the first of each block
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
-    if (Head::MAPPED) griddepcontrol_wait();  // which has made the block map
-    __syncthreads();  // the mbarriers are there before anybody uses them
+    if (Head::MAPPED) griddepcontrol_wait();  // the previous kernel writes the block map
+    __syncthreads();  // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
-            unsigned pipe_index = 0;  // tiles of earlier pieces
+            unsigned pipe_index = 0;  // index in the pipeline of the work tile's first key tile
             TileLists lists(smem + TILE_LISTS_AT);
             Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
@@ -359,7 +366,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 const WorkTileRange work_tile(scheduler.tile, score);
                 const int h = work_tile.h() / group, b = work_tile.b;
                 const SeqlenInfo sequence = work_tile.sequence(score);
-                // A stride of 0 is a dimension of size 1 to a tensor map.
+                // The tensor map of a broadcast dimension (stride 0) has size 1.
                 const auto load = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                          unsigned empty, unsigned full, int j, int n0, unsigned entry = 0) {
                     const unsigned i = pipe_index + j, stage = stage_of(i);
@@ -372,7 +379,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                                   full == FULL_K ? BIAS_BYTES : 0);
                     if (BIAS_TILES && full == FULL_K) load_bias(bias_map, score, work_tile, n0, base, stage);
                 };
-                // Each in the order in which they are used.
+                // In the order of use: K of tile j before V of tile j - 1.
                 if constexpr (Head::MAPPED) {
                     if (work_tile.tiles <= 0) continue;
                     int j = 0;
@@ -410,8 +417,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     TIMELINE(wait_empty_Q);
                     mbarrier_wait(base + EMPTY_Q + 8 * consumer, scheduler.phase() ^ 1);
                     TIMELINE(load_Q);
-                    Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(work_tile.row0 + 64 * consumer), h,
-                                     sequence.query_batch(b), base + FULL_Q + 8 * consumer);
+                    Queries::load(base + consumer * Queries::BYTES, Q_map,
+                                  sequence.query_box(work_tile.row0 + 64 * consumer), h, sequence.query_batch(b),
+                                  base + FULL_Q + 8 * consumer);
                 }
             }
         } else if (warp == 2) {
@@ -425,49 +433,60 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const bool store_lane = lane == 0;
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
-    unsigned next_pipe_index = 0;  // tiles of earlier pieces
-    int tiles_to_skip = 0;       // of the piece before, tiles that only others see and that are not passed yet
-    // The last consumer lets the first one begin.
+    unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
+    int tiles_to_skip = 0;         // staggered: tiles of the previous work tile that only other consumers see
+    // The last consumer opens the first one's warp scheduler barrier.
     if (CONSUMERS > 1 && warp / 4 == CONSUMERS) named_barrier_arrive(1 + CONSUMERS, 256);
 
     Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
     for (bool more = scheduler.next(); more;) {
-        // These are the same in all lanes, which the compiler does not know of what comes from shared memory. Told so, it computes
-        // addresses and descriptors once for the warp, and a turn takes 60 instructions, not 84 (D = 128, causal).
+        // Values from shared memory are uniform over the warp, but the compiler does not know. With uniform() it keeps
+        // addresses and descriptors in uniform registers: 60 instead of 84 instructions per key tile (D = 128, causal).
         const SmemAddr base = uniform(smem_address(smem));
         const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, pipe_index = uniform(next_pipe_index);
         const WorkTileRange work_tile(uniform(scheduler.tile), score);
-        const unsigned phase = scheduler.phase(), consumer_barrier = 1 + consumer;  // of the consumer's own 128 threads
-        const unsigned scheduler_barrier = 1 + CONSUMERS + consumer, next_scheduler_barrier = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
-        // Each warp has 16 rows of O, of each slab its own.
-        const SmemAddr O_smem = base + (SEPARATE_O ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
-        const int m0 = work_tile.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;    // of the warpgroup, of the warp
+        const unsigned phase = scheduler.phase(), consumer_barrier = 1 + consumer;  // named barrier of 128 threads
+        const unsigned scheduler_barrier = 1 + CONSUMERS + consumer;                // named barriers of 256 threads:
+        const unsigned next_scheduler_barrier = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;  // two consumers each
+        // Each warp stores its 16 rows of O by itself.
+        const SmemAddr O_smem =
+            base + (SEPARATE_O ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
+        const int m0 = work_tile.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
         const Head head(work_tile.sequence(score), work_tile.h());
-        const Range own = n_block_range(head, m0, m0 + 64);  // of which the warpgroup sees anything:
-        const int tiles = Head::MAPPED ? work_tile.tiles : m0 < head.Sq ? own.end - own.begin : 0, first_own = first_own_tile(work_tile, own, tiles);
-        int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : first_own + tiles - 1;  // by the block map: known when it is there
-        const Range fully_visible = head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);  // of the keys, by the warp's rows
+        const Range own = n_block_range(head, m0, m0 + 64);  // key tiles that the warpgroup sees
+        const int tiles = Head::MAPPED ? work_tile.tiles : m0 < head.Sq ? own.end - own.begin : 0;
+        const int first_own = first_own_tile(work_tile, own, tiles);
+        // Index of the last key tile. With a block map it is known when the tile with LAST_TILE arrives.
+        int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : first_own + tiles - 1;
+        // Keys that all rows of the warp see.
+        const Range fully_visible = head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);
         const int scheduled_end = ping_pong_end(head, work_tile, first_own);
         SoftmaxState softmax;
         float S[BLOCK_N / 2], sum[2];
         unsigned P[BLOCK_N / 16][4];
-        // Of a wide head every step's descriptor would be kept in a register, more than there are.
+        // Wide heads: recompute the descriptors, which would not fit in registers.
         const auto address = [](SmemAddr tile) { return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile; };
         const auto mma_QK = [&](int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
             const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(pipe_index + j) * Keys::BYTES));
             wgmma_fence();
-            TIMELINE(multiply);  // before the fence descriptors would be computed behind it: 14 instructions in a turn
+            TIMELINE(multiply);  // not before the fence: 14 more instructions per key tile
 #pragma unroll
             for (int step = 0; step < D_PAD / 16; ++step)
                 wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
             wgmma_commit();
         };
-        const auto wait_K = [&](int j) { mbarrier_wait(base + FULL_K + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j)); };
-        const auto wait_V = [&](int j) { mbarrier_wait(base + FULL_V + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j)); };
-        const auto release_K = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_K + 8 * stage_of(pipe_index + j)); };
-        const auto release_V = [&](int j) { if (lane == 0) mbarrier_arrive(base + EMPTY_V + 8 * stage_of(pipe_index + j)); };
+        const auto wait_full = [&](unsigned full, int j) {
+            mbarrier_wait(base + full + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j));
+        };
+        const auto release = [&](unsigned empty, int j) {
+            if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(pipe_index + j));
+        };
+        const auto wait_K = [&](int j) { wait_full(FULL_K, j); };
+        const auto wait_V = [&](int j) { wait_full(FULL_V, j); };
+        const auto release_K = [&](int j) { release(EMPTY_K, j); };
+        const auto release_V = [&](int j) { release(EMPTY_V, j); };
         const auto release_Q = [&] { if (SEPARATE_O && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
         const auto mma_PV = [&](int j) {
             wait_V(j);
@@ -483,13 +502,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             warpgroup_fence_operand(S);
             warpgroup_fence_operand(softmax.O);
         };
-        struct KeyTile {  // of a tile: its first key, and whether mask and condition hide none of it from the warpgroup
+        struct KeyTile {  // its first key; whether the warpgroup sees all of it
             int n0;
             bool fully_visible;
         };
-        const auto read_key_tile = [&](int j) -> KeyTile {  // while K is there
+        const auto read_key_tile = [&](int j) -> KeyTile {  // before K is released
             if (!Head::MAPPED) return {work_tile.keys_at(j), !Head::ELEMENT_MASK};
-            const unsigned word = uniform(tile_info(smem, stage_of(pipe_index + j)));  // when every lane has read it
+            const unsigned word = uniform(tile_info(smem, stage_of(pipe_index + j)));  // all lanes have read it
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
@@ -498,13 +517,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (Head::BY_PAIR) visible_bits.load(head, first_row + g, tile.n0, tile.fully_visible);
             return visible_bits;
         };
-        const auto score_mod_and_mask = [&](int j, KeyTile tile, PairMask pair_mask) {  // raw scores of dot products, -INF where a row does not see
+        // Raw scores (in units of the dot product); -INF where masked.
+        const auto score_mod_and_mask = [&](int j, KeyTile tile, PairMask pair_mask) {
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
-            const SmemAddr bias_smem = base + BIAS_AT + stage_of(pipe_index + j) * BIAS_BYTES + consumer * Biases::BYTES;
+            const SmemAddr bias_smem =
+                base + BIAS_AT + stage_of(pipe_index + j) * BIAS_BYTES + consumer * Biases::BYTES;
 #pragma unroll
             for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
-                unsigned pair[4];  // 16 x 16 of the bias, as S lies
+                unsigned pair[4];  // 16 x 16 elements of the bias, in the layout of S
                 ldmatrix_x4(pair, bias_smem + Biases::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
@@ -552,13 +573,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 }
             }
         };
-        const auto apply_dropout = [&](KeyTile tile) {  // what dropout drops of P
+        const auto apply_dropout = [&](KeyTile tile) {
             Head::Kept kept[BLOCK_N / 16];
             head.keep_along_queries(kept, first_row, tile.n0);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].apply(i % 4, P[i / 4][i % 4]);
         };
-        const auto skip_tile = [&](int j) {  // a tile that only the other consumers see, and the turn if there is one
+        // A key tile that only other consumers see: keeps the barriers' phases, and the ping-pong order, in step.
+        const auto skip_tile = [&](int j) {
             if (!STAGGERED && j > 0 && j < scheduled_end) {
                 named_barrier_sync(scheduler_barrier, 256);
                 named_barrier_arrive(next_scheduler_barrier, 256);
@@ -569,7 +591,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             release_V(j);
         };
 
-        wgmma_discard(softmax.O);  // the first P V begins it
+        wgmma_discard(softmax.O);  // the first P V overwrites it
         if (STAGGERED) {
 #pragma unroll 1
             for (int j = -tiles_to_skip; j < 0; ++j) skip_tile(j);
@@ -581,9 +603,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         if (tiles > 0) {
             TIMELINE(wait_K);
             wait_K(first_own);
-            if (!STAGGERED && first_own > 0 && first_own < scheduled_end) named_barrier_sync(scheduler_barrier, 256);
+            const bool ping_pong = !STAGGERED && first_own > 0 && first_own < scheduled_end;
+            if (ping_pong) named_barrier_sync(scheduler_barrier, 256);
             mma_QK(first_own);
-            if (!STAGGERED && first_own > 0 && first_own < scheduled_end) named_barrier_arrive(next_scheduler_barrier, 256);
+            if (ping_pong) named_barrier_arrive(next_scheduler_barrier, 256);
             const KeyTile first = read_key_tile(first_own);
             const PairMask visible_bits = load_pair_mask(first);
             wgmma_wait<0>();
@@ -610,7 +633,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                     if (j == last) release_Q();
                 }
                 const KeyTile tile = read_key_tile(j);
-                const PairMask visible_bits = load_pair_mask(tile);  // while all this is under way
+                const PairMask visible_bits = load_pair_mask(tile);  // overlaps with the MMAs
                 wait_mma();
                 TIMELINE(softmax);
                 release_V(j - 1);
@@ -625,12 +648,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 softmax.l[0] += sum[0];
                 softmax.l[1] += sum[1];
                 apply_dropout(tile);
-                if (j < last) wait_K(j + 1);  // no step of its own: a fourth mark costs 1% of time
+                if (j < last) wait_K(j + 1);  // no TIMELINE mark of its own: a fourth one costs 1% of time
             }
         }
         const int visited_tiles = Head::MAPPED ? last + 1 : work_tile.tiles;
         float inverse_l[2];
-        const auto finalize_row_stats = [&] {  // while the last P V is under way
+        const auto finalize_row_stats = [&] {  // overlaps with the last P V: LSE, 1 / l, the next work tile
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], row_sum<4>(softmax.l[half]));
@@ -640,7 +663,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             }
             if (!SCHEDULE_LATE || last + 1 >= visited_tiles) more = scheduler.next();
         };
-        if (tiles > 0) {  // again: 40 instructions fewer of a causal kernel, 2.7% at D = 128
+        // A second copy of the last P V, outside the loop: 40 fewer instructions in a causal kernel, 2.7% at D = 128.
+        if (tiles > 0) {
             TIMELINE(multiply);
             mma_PV(last);
             finalize_row_stats();
@@ -653,7 +677,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int i = 0; i < DV_PAD / 2; ++i) softmax.O[i] = 0.0f;
         }
         if (last <= first_own) release_Q();
-        // Of a block's last piece nobody passes them; nor does the producer wait for so many.
+        // At most STAGES: in the block's last work tile nothing skips them, and the producer does not wait for these.
         tiles_to_skip = STAGGERED ? min(visited_tiles - last - 1, static_cast<int>(STAGES)) : 0;
 #pragma unroll 1
         for (int j = last + 1; j < visited_tiles - tiles_to_skip; ++j) skip_tile(j);
@@ -661,20 +685,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         next_pipe_index += visited_tiles;
 
         TIMELINE(store);
-        if (SEPARATE_O && store_lane) tma_store_wait_read();             // the last piece's O
-        if (!SEPARATE_O) named_barrier_sync(consumer_barrier, 128);  // all four warps have used Q
+        if (SEPARATE_O && store_lane) tma_store_wait_read();         // the previous O has left the buffer
+        if (!SEPARATE_O) named_barrier_sync(consumer_barrier, 128);  // all four warps have read Q
         __syncwarp();
-        // A masked key's P is 0, but 0 * NaN brings its value to rows that do not see it. Seldom, and then worth the time.
+        // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed. Rare.
         if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
             attend_non_finite<16, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.h(), H, first_row, 0);
             if (!SEPARATE_O && store_lane) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
             continue;
         }
-        constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;  // slabs that leave at one time
+        constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;
 #pragma unroll
         for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {
             if (slab >= O_SLABS) {
-                if (store_lane) tma_store_wait_read<O_SLABS - 1>();  // the slab whose place it takes
+                if (store_lane) tma_store_wait_read<O_SLABS - 1>();  // the slab that is overwritten has been read
                 __syncwarp();
             }
             const SmemAddr slab_smem = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
@@ -690,15 +714,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
             }
             fence_proxy_async();
-            __syncwarp();  // the slabs' 16 rows are whole before they are sent
+            __syncwarp();  // the slabs' 16 rows are complete before one lane stores them
             if (store_lane)
-                Outputs::store(O_warp_map, head.query_box(first_row), work_tile.h(), head.query_batch(work_tile.b), slab_smem, slab, SLABS_PER_STORE);
+                Outputs::store(O_warp_map, head.query_box(first_row), work_tile.h(), head.query_batch(work_tile.b),
+                               slab_smem, slab, SLABS_PER_STORE);
         }
         if (!SEPARATE_O && store_lane) {
             tma_store_wait_read();
             mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
         }
     }
-    if (store_lane) tma_store_wait_read();  // shared memory lives as long as the block
+    if (store_lane) tma_store_wait_read();  // shared memory must outlive the stores
+
     TIMELINE(done);
 }

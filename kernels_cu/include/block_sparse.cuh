@@ -1,9 +1,9 @@
-// Which key tiles of a piece the block map leaves, for kernels whose blocks stay on their SM: a warp looks at 32 tiles at once,
-// a lane each, while the block still works on the piece before, and the thread that requests tiles reads what it found from two
-// lists in shared memory. Looked for by that thread alone, between its requests, each tile waited for three loads in a row.
+// Block sparsity: the list of key tiles of a work tile that the block map leaves. A scheduler warp tests 32 tiles at a
+// time, while the block processes the previous work tile, and passes the list to the load warp through two buffers in
+// shared memory. (In the load warp, each tile waited for three dependent loads.)
 //
-// An entry is what consumers are told of a tile: a bit for each that sees all of it, one for the piece's last tile, and which it
-// is. To mark the last one the newest entry is held back, until there is another or the piece ends.
+// A list entry holds the tile's index, the flag LAST_TILE, and one bit per consumer that sees the whole tile. To set
+// LAST_TILE, the newest entry is written only when the next one is found, or when the work tile ends.
 #pragma once
 #include <hopper.cuh>
 #include "score_mod.cuh"
@@ -11,10 +11,11 @@
 constexpr unsigned LAST_TILE = 1 << BLOCK_M / 64;
 
 struct TileLists {
-    static constexpr unsigned WORDS = 1 + 32, BYTES = 4 * 8 + 2 * 4 * WORDS;  // mbarriers; a count and entries, twice
+    // Four mbarriers; two buffers of a count and 32 entries.
+    static constexpr unsigned WORDS = 1 + 32, BYTES = 4 * 8 + 2 * 4 * WORDS;
 
     char* const smem;
-    unsigned list = 0, position = 0, count = 0;  // which, and for who reads: how many entries of how many are read
+    unsigned list = 0, position = 0, count = 0;  // lists so far; for the reader: position in a list of `count` entries
 
     __device__ __forceinline__ explicit TileLists(char* smem) : smem(smem) {}
 
@@ -23,11 +24,11 @@ struct TileLists {
         fence_proxy_async();
     }
 
-    // Lists the tiles of `range` of which query rows m0 .. m0 + BLOCK_M see something; where nothing is seen, the first. By all
-    // lanes of a warp.
+    // Lists the tiles of `range` that query rows m0 .. m0 + BLOCK_M - 1 see, or the first tile if they see none. All
+    // lanes of the warp call it.
     __device__ __forceinline__ void write(const Head& head, int m0, Range range) {
         const unsigned lane = threadIdx.x % 32;
-        unsigned newest = range.begin * (2 * LAST_TILE), pending = 0;  // held: whether the newest was found
+        unsigned newest = range.begin * (2 * LAST_TILE), pending = 0;  // pending: newest is valid and not yet written
 #pragma unroll 1
         for (int first = range.begin; first < range.end; first += 32) {
             const int tile = min(first + static_cast<int>(lane), range.end - 1);
@@ -57,7 +58,8 @@ struct TileLists {
         commit();
     }
 
-    // The next entry, by one thread.
+    // The next entry; called by one thread.
+
     __device__ __forceinline__ unsigned next() {
         if (position == count) {
             mbarrier_wait(full(), list / 2 % 2);
@@ -71,13 +73,15 @@ struct TileLists {
   private:
     __device__ __forceinline__ SmemAddr full() const { return smem_address(smem) + list % 2 * 8; }
     __device__ __forceinline__ SmemAddr empty() const { return full() + 16; }
-    __device__ __forceinline__ unsigned* words() const { return reinterpret_cast<unsigned*>(smem + 32) + list % 2 * WORDS; }
+    __device__ __forceinline__ unsigned* words() const {
+        return reinterpret_cast<unsigned*>(smem + 32) + list % 2 * WORDS;
+    }
     __device__ __forceinline__ unsigned* acquire() {
         mbarrier_wait(empty(), list / 2 % 2 ^ 1);
         return words();
     }
     __device__ __forceinline__ void commit() {
-        __syncwarp();  // every lane's entry is there before one lane says so
+        __syncwarp();  // all lanes have written their entries
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full());
         ++list;
     }

@@ -1,15 +1,17 @@
-// Warpgroup MMA of float8, behind a verb. The CPU backend has a twin of this file, sandbox/cpu/include/fp8_hopper.cuh.
+// Wrappers of the warpgroup MMA of float8. The CPU backend has the same functions in
+// sandbox/cpu/include/fp8_hopper.cuh.
 //
 // A step of wgmma is 32 deep, and both operands are read K-major from shared memory, or A from registers: there is no
-// transposition on the way. What it adds up has some 14 bits: sums of many steps are to be taken on in fp32 by the caller.
+// transposition on the way. What it adds up has some 14 bits: sums of many steps are to be taken on in fp32 by the
+// caller.
 #pragma once
 #include <hopper.cuh>
 #include "fp8.cuh"
 
 template <class T, int R>
-struct Wgmma8;  // of two operands of T, with R = N / 2 accumulators a thread
+struct Wgmma8;  // operands of type T, R = N / 2 accumulators per thread
 
-// A row of the table is one width N, as in hopper.cuh, for both types.
+// Each row of the table is one width N, as in hopper.cuh, for both types.
 #define WGMMA8_OF(T, TYPES, N, LIST, OUT, X0, X1, X2, X3, X4, X5) \
     template <> \
     struct Wgmma8<T, N / 2> { \
@@ -50,7 +52,7 @@ WGMMA8(256, L128, OUT(D64(0), D64(64)), "%128", "%129", "%130", "%131", "%132", 
 #undef WGMMA8_OF
 #undef OUT
 
-// D = A B, or D += A B, in fp32, by the four warps of a warpgroup: A (64 x 32) and B (32 x N), N = 2 R, of T, K-major.
+// D = A B, or D += A B, in fp32, by a warpgroup: A (64 x 32) and B (32 x N), N = 2 R, of type T, K-major.
 template <class T, int R>
 __device__ __forceinline__ void wgmma8(float (&d)[R], Descriptor a, Descriptor b, bool accumulate) {
     Wgmma8<T, R>::ss(d, a, b, accumulate);

@@ -1,6 +1,6 @@
-// Every line of inline PTX that Hopper's kernels (sm_90a) use beside ptx.cuh, behind a verb each: mbarriers, copies by
-// tensor map (TMA), warpgroup MMA (wgmma), registers and named barriers. The CPU backend has a twin of this file,
-// sandbox/cpu/include/hopper.cuh, with the same verbs. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate".
+// Wrappers of the inline PTX of Hopper's kernels (sm_90a), in addition to ptx.cuh: mbarriers, TMA, warpgroup MMA
+// (wgmma), register allocation and named barriers. sandbox/cpu/include/hopper.cuh has the same functions for the CPU
+// backend. PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 // clang-format off
 //
 //   accumulator D (64 x N) of a warpgroup: warp w holds rows 16 w ..       A (64 x 16) from registers: as in ptx.cuh,
@@ -11,8 +11,8 @@
 #pragma once
 #include "ptx.cuh"
 
-// ---- mbarriers: 64-bit words in shared memory, 8-byte aligned. A phase ends when as many threads have arrived as
-// mbarrier_init said and as many bytes as they announced; the barrier's parity is then the other one.
+// ---- mbarriers: 64-bit words in shared memory, 8-byte aligned. A phase completes when the number of arrivals given to
+// mbarrier_init, and all expected bytes, have been counted. The parity of the phases alternates, from 0.
 
 __device__ __forceinline__ void mbarrier_init(SmemAddr barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -22,12 +22,12 @@ __device__ __forceinline__ void mbarrier_arrive(SmemAddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that copies will bring before the phase may end.
+// Arrives, and adds `bytes` to the transaction count that TMA loads must complete before the phase can complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(SmemAddr barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of that parity has ended; the first phase has parity 0, and the one before it counts as ended.
+// Waits until the phase of that parity has completed. Parity 1 on a new barrier returns at once.
 __device__ __forceinline__ void mbarrier_wait(SmemAddr barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -38,7 +38,8 @@ __device__ __forceinline__ void mbarrier_wait(SmemAddr barrier, unsigned parity)
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Whether the phase of that parity has ended, as far as is known without waiting; and the wait of who has asked.
+// Whether the phase of that parity has completed, without waiting; and a wait that is skipped if that is known
+// (`ended`).
 __device__ __forceinline__ unsigned mbarrier_test_wait(SmemAddr barrier, unsigned parity) {
     unsigned ended;
     asm volatile(
@@ -59,26 +60,26 @@ __device__ __forceinline__ void mbarrier_wait_unless(unsigned ended, SmemAddr ba
         "}" ::"r"(barrier), "r"(parity), "r"(ended) : "memory");
 }
 
-// ---- the async proxy: how TMA and wgmma see shared memory
+// ---- the async proxy, through which TMA and wgmma access shared memory
 
-// What this thread wrote to shared memory, barriers it initialised among it, is seen by TMA and wgmma that come after it.
+// Makes this thread's earlier writes to shared memory, and mbarrier initialisations, visible to later TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- tensor maps
 
-// What cuTensorMapEncodeTiled writes: a (B, H, S, D) tensor, and the box that one copy moves. A parameter of the kernel,
-// `const __grid_constant__`. Mirrored by TensorMap in sandbox/launch/tensor_maps.py. That of a ragged batch knows a row by
-// where its sequence ends, b, and by how far before the end it is, s = -1, -2, ...; in memory the two add up, and to the map
-// only s below the end is within the tensor. Coordinates are not negative there: s is given RAGGED_ROWS more, which a fifth
-// dimension takes back.
+// A tensor map, encoded by cuTensorMapEncodeTiled: a (B, H, S, D) tensor, and the box that one copy moves. A kernel
+// parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py. Ragged batch:
+// coordinate b is the row at which the sequence ends, and s = -1, -2, ... counts backwards from it. Their sum is the
+// address; only s decides about bounds, so rows beyond the sequence are out of bounds. Coordinates must not be
+// negative: RAGGED_ROWS is added to s, and a fifth dimension subtracts it.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
 static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
 constexpr int RAGGED_ROWS = 1 << 30;
 
-// Requests the box that begins at column d, row s of head (b, h); what lies outside of the tensor becomes zeros. All of
-// the box's bytes count on the barrier when they are there.
+// Loads the box at column d, row s of head (b, h); elements out of bounds become zeros. The bytes of the box count
+// towards the barrier's transactions when they have arrived.
 __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
                                             SmemAddr barrier) {
 #if RAGGED
@@ -92,7 +93,7 @@ __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int 
 #endif
 }
 
-// Sends a box from shared memory; what would lie outside of the tensor is not written.
+// Stores a box from shared memory; elements out of bounds are not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from) {
 #if RAGGED
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
@@ -103,15 +104,15 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int d, int s, in
 #endif
 }
 
-// Closes a group of what this thread has sent.
+// Commits this thread's stores as one bulk group.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Four numbers to shared memory, 16-byte aligned, to be sent from there.
+// Four floats to shared memory, 16-byte aligned, as the source of a bulk store.
 __device__ __forceinline__ void store_floats(SmemAddr to, float x0, float x1, float x2, float x3) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
-// A lane's four of add_fragment, to its own address: added to those there, or in their place.
+// Adds, or stores, a lane's four floats of add_fragment at its own address in global memory.
 __device__ __forceinline__ void add_floats(float* to, const float (&x)[4]) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
@@ -119,31 +120,31 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
 }
 
-// Adds `bytes` bytes of fp32 numbers in shared memory to those at `to`, in L2, whoever else adds there at the same time; both
-// addresses and `bytes` are multiples of 16. A sending, as a box is.
+// Adds `bytes` bytes of fp32 values in shared memory to those at `to`, atomically, in L2. Both addresses and `bytes`
+// are multiples of 16. Belongs to a bulk group, as tma_store.
 __device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// The same, but what was there is replaced.
+// The same, but overwrites.
 __device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// Waits until the boxes and sums that this thread has sent have left shared memory, those of its PENDING newest groups aside.
+// Waits until this thread's bulk groups have read shared memory, except for the PENDING newest ones.
 template <int PENDING = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits until they have also come to where they were sent.
+// Waits until they have also been written to global memory.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// ---- counters in global memory, by which blocks wait for each other
+// ---- counters in global memory, with which blocks wait for each other
 
-// Whether so many have arrived; and until so many have. What they, and those whom they had waited for, did before is then seen from
-// here on, also by what this thread sends.
+// Whether the counter has reached `arrivals`; and a wait until it has. Acquire: what the arriving threads wrote before
+// is then visible to this thread, and to its TMA stores.
 __device__ __forceinline__ bool counter_reached(const unsigned* counter, unsigned arrivals) {
     unsigned arrived;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
@@ -159,7 +160,8 @@ __device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned a
 __device__ __forceinline__ void counter_arrive(unsigned* counter, unsigned arrivals = 1) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrivals) : "memory");
 }
-// How many have arrived: what they have done is seen once this thread has arrived by `counter_arrive_acquire`, whose fence serves both.
+// Reads the counter. What the arriving threads wrote is visible only after counter_arrive_acquire, whose fence covers
+// both.
 __device__ __forceinline__ unsigned counter_load(const unsigned* counter) {
     unsigned arrived;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
@@ -168,7 +170,7 @@ __device__ __forceinline__ unsigned counter_load(const unsigned* counter) {
 __device__ __forceinline__ void counter_arrive_acquire(unsigned* counter) {
     asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;" ::"l"(counter) : "memory");
 }
-// Adds one and returns what was there; sees what those have done whom it counts, as `counter_wait` does.
+// Adds one and returns the previous value; acquire, as counter_wait.
 __device__ __forceinline__ unsigned counter_fetch_add(unsigned* counter) {
     unsigned before;
     asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -178,53 +180,53 @@ __device__ __forceinline__ unsigned counter_fetch_add(unsigned* counter) {
 
 // ---- warpgroup MMA
 
-// Where a matrix lies in shared memory, as wgmma reads it; swizzle.cuh makes them.
+// Matrix descriptor of wgmma: a matrix in shared memory. Created by swizzle.cuh.
 struct Descriptor {
     unsigned low, high;
     __device__ __forceinline__ unsigned long long bits() const { return static_cast<unsigned long long>(high) << 32 | low; }
 };
 constexpr unsigned SWIZZLE_128B = 1u << 30;
 
-// Matrices begin at `at`; the two strides, in bytes, mean different things for the two orders (swizzle.cuh).
+// The matrix begins at `at`. The strides, in bytes, have different meanings in the two orders (swizzle.cuh).
 __device__ __forceinline__ Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
     return {at / 16 | leading / 16 << 16, stride / 16 | SWIZZLE_128B};
 }
 
-// The same matrix, `bytes` further on.
+// The descriptor advanced by `bytes`.
 __device__ __forceinline__ Descriptor operator+(Descriptor descriptor, unsigned bytes) {
     return {descriptor.low + bytes / 16, descriptor.high};
 }
 
 enum class Order { K_MAJOR, MN_MAJOR };  // which index of an operand is contiguous in shared memory
 
-// Registers that were written before are seen by the wgmmas that come after it: once before each row of them.
+// Orders earlier register accesses before the following wgmmas; once before each sequence of them.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes a group of wgmmas.
+// Commits the previous wgmmas as one group.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most PENDING of the newest groups are under way.
+// Waits until at most PENDING groups are in flight.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// To be said of accumulators after the wait for them: the compiler must not use them any earlier.
+// Keeps the compiler from moving accesses to the accumulators above the wait (CUTLASS: warpgroup_fence_operand).
 template <int R>
 __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// To be said of accumulators whose numbers nobody wants any more, before a wgmma begins them anew: the compiler, which does not
-// know that it does, need not keep them.
+// Marks accumulators as undefined before the first wgmma overwrites them, so that the compiler need not keep their
+// values.
 template <int R>
 __device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// One row of the table below is one width N of wgmma: N / 2 accumulators, then the other operands' numbers.
+// Each row of the table below is one width N of wgmma: N / 2 accumulators, then the numbers of the other operands.
 #define D8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D16(i) D8(i), D8(i + 8)
@@ -253,7 +255,7 @@ __device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
 #endif
 
 template <int R>
-struct Wgmma;  // with R = N / 2 accumulators a thread
+struct Wgmma;  // R = N / 2 accumulators per thread
 
 #define WGMMA(N, LIST, OUT, X0, X1, X2, X3, X4, X5, X6) \
     template <> \
@@ -295,8 +297,8 @@ WGMMA(256, L128, OUT(D64(0), D64(64)), "%128", "%129", "%130", "%131", "%132", "
 #undef WGMMA
 #undef OUT
 
-// D = A B, or D += A B, in fp32, by the four warps of a warpgroup: A (64 x 16) and B (16 x N), N = 2 R, in either order.
-// The accumulators may not be touched until wgmma_wait and warpgroup_fence_operand; nor may A's registers.
+// D = A B, or D += A B, in fp32, by a warpgroup: A (64 x 16) and B (16 x N), N = 2 R, in either order. Accumulators and
+// A's registers must not be accessed before wgmma_wait and warpgroup_fence_operand.
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 __device__ __forceinline__ void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate) {
     Wgmma<R>::template ss<A_ORDER == Order::MN_MAJOR, B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
@@ -315,15 +317,15 @@ __device__ __forceinline__ bool elect() {
     return elected;
 }
 
-// A value that all lanes have, so that the compiler knows it: what follows from it, a descriptor say, is computed once for the
-// warp, in uniform registers, which is where wgmma wants it. Not moved out of loops: those registers are few.
+// Tells the compiler that all lanes have the same value. What depends on it, such as a descriptor, is then computed
+// once per warp in uniform registers, as wgmma requires. Not hoisted out of loops: there are few uniform registers.
 __device__ __forceinline__ unsigned uniform(unsigned x) {
     unsigned y;
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
 }
 
-// A lane's address, found here: what it takes is moved neither behind a wait nor into the branches that use it.
+// A lane's address, computed at this point: the compiler moves it neither behind a wait nor into branches.
 __device__ __forceinline__ float* pin_address(float* address) {
     const unsigned long long whole = reinterpret_cast<unsigned long long>(address);
     const unsigned low = __shfl_sync(0xffffffffu, static_cast<unsigned>(whole), threadIdx.x % 32);
@@ -331,7 +333,7 @@ __device__ __forceinline__ float* pin_address(float* address) {
     return reinterpret_cast<float*>(static_cast<unsigned long long>(high) << 32 | low);
 }
 
-// Registers of each thread of a warpgroup from here on: given back, or taken when others have given enough back.
+// Sets the number of registers per thread of a warpgroup; inc waits until other warpgroups have released enough.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -341,15 +343,15 @@ __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Barriers 1 .. 15 of a block, each for `threads` threads, whole warps (0 is __syncthreads): those that sync wait until
-// all have come, those that arrive do not wait.
+// Named barriers 1 to 15 of a block, for `threads` threads in whole warps (0 is __syncthreads). sync waits until all
+// threads have arrived; arrive does not wait.
 __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Syncs; returns whether any thread brought true. The compiler knows that all lanes of a warp are told the same.
+// As sync; returns whether the predicate is true in any thread. The result is uniform over the warp.
 __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, bool predicate) {
     unsigned any;
     asm volatile(
@@ -358,7 +360,8 @@ __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, 
     return uniform(any);
 }
 
-// ldmatrix_x4 the other way: lane i gives the address of row i % 8 of matrix i / 8.
+// The inverse of ldmatrix_x4: lane i gives the address of row i % 8 of matrix i / 8.
+
 __device__ __forceinline__ void stmatrix_x4(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");

@@ -1,19 +1,20 @@
-// Tiles of 16-bit elements, or of float8, in shared memory as TMA writes them, with 128-byte swizzle, and as wgmma and stmatrix see them.
+// Tiles in shared memory with the 128-byte swizzle of TMA, wgmma and stmatrix. Elements of 16 bits, or of 8 (float8).
 // clang-format off
 //
-//   a tile (ROWS x COLUMNS) is slabs of 64 columns:    slab 0: [ROWS][64]   slab 1: [ROWS][64]   ...   a box fills one
-//   a row of a slab is 128 bytes, 8 chunks of 16:      chunk c of row r lies at place c ^ r % 8, so that the eight rows
-//                                                      of an 8 x 8 matrix fall into eight different groups of banks
-//   8 rows are 1024 bytes, which slabs are aligned to: r % 8 is three bits of the address
+//   a tile (ROWS x COLUMNS) is slabs of 64 columns:    slab 0: [ROWS][64]   slab 1: [ROWS][64]   ...   one TMA box each
+//   a row of a slab is 128 bytes, 8 chunks of 16:      chunk c of row r is stored at position c ^ r % 8, so that the
+//                                                      eight rows of an 8 x 8 matrix are in different banks
+//   8 rows are 1024 bytes, the alignment of a slab:    r % 8 is three bits of the address
 //
 // clang-format on
-// Of elements of one byte a slab is 128 columns, and a step of wgmma 32 deep: as many bytes.
+// With elements of one byte, a slab has 128 columns, and a wgmma step is 32 deep: the same bytes.
 //
-// One step of wgmma is 16 deep. Where columns are summed over (Q, K in Q K^T: K-major), a step is 16 columns, 32 bytes
-// within the rows; the next 8 rows are `stride` = 1024 bytes on. Where rows are summed over (V in P V: MN-major), a step is
-// 16 rows, 2048 bytes; the next 8 rows are `stride` = 1024 bytes on and the next slab is `leading` bytes on.
+// A wgmma step is 16 deep. K-major (Q and K in Q K^T: the sum runs over columns): a step is 16 columns, 32 bytes of
+// each row, and `stride` = 1024 bytes is the distance of the next 8 rows. MN-major (V in P V: the sum runs over rows):
+// a step is 16 rows, 2048 bytes, `stride` = 1024 bytes is the distance of the next 8 rows, and `leading` that of the
+// next slab.
 #pragma once
-#include <hopper.cuh>  // not the neighbour: on the CPU backend its twin
+#include <hopper.cuh>  // angle brackets: the CPU backend has its own
 
 template <int ROWS, int COLUMNS, int ELEMENT_BYTES = 2>
 struct Swizzled {
@@ -24,32 +25,35 @@ struct Swizzled {
     static __device__ __forceinline__ Descriptor k_major(SmemAddr tile) { return make_descriptor(tile, 0, 1024); }
     static __device__ __forceinline__ Descriptor mn_major(SmemAddr tile) { return make_descriptor(tile, SLAB_BYTES, 1024); }
 
-    // How far step `i` of 16 columns, or of 16 rows, lies into the tile.
+    // Offset in bytes of step `i`, of 16 columns or of 16 rows.
     static constexpr __device__ unsigned k_step(int i) { return i / 4 * SLAB_BYTES + i % 4 * 32; }
     static constexpr __device__ unsigned mn_step(int i) { return i * 2048; }
 
-    // How far chunk `chunk` of row `row` lies into the tile.
+    // Offset in bytes of a chunk of 16 bytes.
     static __device__ __forceinline__ unsigned chunk(unsigned row, unsigned chunk) {
         return chunk / 8 * SLAB_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
     }
 
-    // Rows s .. s + ROWS of head (b, h), a box a slab. `more` bytes will be requested besides, before the barrier's phase ends.
+    // Loads rows s .. s + ROWS - 1 of head (b, h), one box per slab. `more`: bytes of further loads on the same
+    // barrier.
     static __device__ __forceinline__ void load(SmemAddr tile, const TensorMap& map, int s, int h, int b,
-                                                   SmemAddr barrier, unsigned more = 0) {
+                                                SmemAddr barrier, unsigned more = 0) {
         mbarrier_arrive_expect_tx(barrier, BYTES + more);
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
+        for (int slab = 0; slab < SLABS; ++slab)
+            tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Such a tile that begins at a column, as part of what somebody else announced.
+    // Loads a tile that begins at a column; its bytes are already expected by the barrier.
     static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h, int b,
-                                               SmemAddr barrier) {
+                                                     SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
-    // Sends rows s .. s + ROWS: so many slabs from slab `first` on, the first of which lies at `from`.
+    // Stores rows s .. s + ROWS - 1: `slabs` slabs from slab `first` on, from shared memory at `from`.
     static __device__ __forceinline__ void store(const TensorMap& map, int s, int h, int b, SmemAddr from, int first = 0,
-                                                int slabs = SLABS) {
+                                                 int slabs = SLABS) {
+
 #pragma unroll
         for (int slab = first; slab < min(first + slabs, SLABS); ++slab)
             tma_store(map, slab * SLAB_COLUMNS, s, h, b, from + (slab - first) * SLAB_BYTES);

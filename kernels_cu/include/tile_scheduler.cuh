@@ -2,11 +2,11 @@
 // head (forward), or BLOCK_N key rows of one head (backward).
 //
 //   for_each_work_tile, for_each_window_work_tile   static persistent scheduler of dense batches
-//   LongestFirst<QueryTiles or KeyTiles>            longest-first order for ragged batches and for block maps. Persistent blocks draw
-//                                                   tile numbers from a counter in global memory, because sequence lengths and the
-//                                                   number of visible tiles are not known when the kernel is launched.
-//   SchedulerPipeline<AT>                           broadcasts the work tile from the scheduler warp to the other warps of a block
+//   LongestFirst<QueryTiles or KeyTiles>            longest-first order for ragged batches and for block maps
+//   SchedulerPipeline<AT>                           broadcasts the work tile inside a block
 //
+// With LongestFirst, persistent blocks draw tile numbers from a counter in global memory (dynamic scheduler): sequence
+// lengths, and the number of visible key tiles, are not known when the kernel is launched.
 // Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
 // batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by
 // length bucket (two key tiles, or four query tiles, wide), so that tiles of one sequence and head stay together.
@@ -52,7 +52,8 @@ struct QueryTiles {  // the query tiles of one sequence and head, sorted by the 
     // Whether a tile is so short that the next tile must be scheduled before this one is acquired (16 x 512: +1%).
     static __device__ __forceinline__ bool is_short(const Score& score, const WorkTile& work_tile) {
         const SeqlenOffsets& own = work_tile.extent;
-        return CAUSAL && own.Sk > BUCKET && work_tile.row0 + ROWS + (score.bottom_right ? own.Sk - own.Sq : 0) <= BUCKET;
+        const int diagonal = score.bottom_right ? own.Sk - own.Sq : 0;
+        return CAUSAL && own.Sk > BUCKET && work_tile.row0 + ROWS + diagonal <= BUCKET;
     }
     // Length of the longest tile, given the sequence lengths; heads per L2 head group.
     static __device__ __forceinline__ int longest(int, int Sk) { return Sk; }
@@ -89,7 +90,8 @@ struct LongestFirst {
     const Score& score;
     const SeqlenOffsets own;  // extent of sequence `lane`: the cache for the first 32 sequences
 
-    __device__ __forceinline__ explicit LongestFirst(const Score& score) : score(score), own(extent(threadIdx.x % 32)) {}
+    __device__ __forceinline__ explicit LongestFirst(const Score& score)
+        : score(score), own(extent(threadIdx.x % 32)) {}
 
     // SeqlenOffsets of sequence b; empty if b is out of range.
     __device__ __forceinline__ SeqlenOffsets extent(int b) const {
@@ -152,7 +154,9 @@ struct LongestFirst {
         }
     }
 
-    __device__ __forceinline__ bool is_short(const WorkTile& work_tile) const { return Tiles::is_short(score, work_tile); }
+    __device__ __forceinline__ bool is_short(const WorkTile& work_tile) const {
+        return Tiles::is_short(score, work_tile);
+    }
 
     // The number-th work tile of all heads, invalid if there are fewer. `heads` are query heads (QueryTiles) or
     // key/value heads (KeyTiles); `group` is H / Hk. All lanes of the warp call it.
@@ -186,7 +190,8 @@ struct QueryTiles;
 template <class Tiles>
 struct LongestFirst {  // by the causal mask alone; in L2 head groups, as for_each_work_tile
     const unsigned tiles, H;
-    __device__ __forceinline__ LongestFirst(const Score& score, unsigned H) : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
+    __device__ __forceinline__ LongestFirst(const Score& score, unsigned H)
+        : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
     __device__ __forceinline__ bool is_short(const WorkTile&) const { return false; }  // not known
     __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned) const {
         if (number >= tiles * heads) return {};
@@ -269,8 +274,8 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 // and an empty mbarrier.
 //
 //   using Scheduler = SchedulerPipeline<AT>;
-//   Scheduler::SchedulerProducer producer{smem};     scheduler warp:    producer.publish(work_tile), or producer.produce_all(...)
-//   Scheduler::Consumer scheduler(smem);             other warps:       while (scheduler.next()) ... scheduler.tile ...
+//   Scheduler::SchedulerProducer producer{smem};     scheduler warp:   producer.publish(work_tile) or produce_all(...)
+//   Scheduler::Consumer scheduler(smem);             other warps:      while (scheduler.next()) ... scheduler.tile ...
 
 template <unsigned AT>
 struct SchedulerPipeline {
@@ -296,8 +301,8 @@ struct SchedulerPipeline {
         // has number blockIdx.x, the others draw from `tile_counter`: once the previous tile is released, or at once
         // after a short one.
         template <class F>
-        __device__ __forceinline__ void produce_all(const LongestFirst<QueryTiles>& order, unsigned heads, unsigned group,
-                                                    unsigned* tile_counter, F f) {
+        __device__ __forceinline__ void produce_all(const LongestFirst<QueryTiles>& order, unsigned heads,
+                                                    unsigned group, unsigned* tile_counter, F f) {
             const bool leader = threadIdx.x % 32 == 0;
             bool prefetch = true;
 #pragma unroll 1

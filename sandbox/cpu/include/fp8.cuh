@@ -1,4 +1,4 @@
-// The CPU twin of kernels_cu/include/fp8.cuh: the same verbs, lane by lane.
+// kernels_cu/include/fp8.cuh for the CPU backend: the same functions, lane by lane.
 #pragma once
 #include "ptx.cuh"
 
@@ -22,7 +22,7 @@ inline void mma_m16n8k32(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
     const int g = int(cpu::sandbox_self->lane) / 4, q = int(cpu::sandbox_self->lane) % 4;
     for (int i = 0; i < 4; ++i) {
         float sum = 0.0f;
-        for (int k = 0; k < 32; ++k) {  // element k of a row lies in lane k % 16 / 4, register k / 16, byte k % 4
+        for (int k = 0; k < 32; ++k) {  // element k of a row is in lane k % 16 / 4, register k / 16, byte k % 4
             const int place = 32 * (k / 16) + 8 * (k % 4);
             const uint64_t row = all[i / 2][4 * g + k % 16 / 4] >> place, col = all[2][4 * (2 * q + i % 2) + k % 16 / 4] >> place;
             sum += to_float(cpu::bits<T>(static_cast<unsigned char>(row))) * to_float(cpu::bits<T>(static_cast<unsigned char>(col)));

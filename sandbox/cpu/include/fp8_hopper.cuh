@@ -1,4 +1,4 @@
-// The CPU twin of kernels_cu/include/fp8_hopper.cuh.
+// kernels_cu/include/fp8_hopper.cuh for the CPU backend: the same functions.
 #pragma once
 #include "fp8.cuh"
 #include "hopper.cuh"

@@ -1,5 +1,5 @@
-// The CPU twin of kernels_cu/include/hopper.cuh: the same verbs. What is asynchronous on the GPU stays so here: it happens
-// in the runtime, later, and what nobody waited for shows (runtime.h).
+// kernels_cu/include/hopper.cuh for the CPU backend: the same functions. Asynchronous operations stay asynchronous: the
+// runtime executes them later, so a missing wait is detected (runtime.h).
 #pragma once
 #include "ptx.cuh"
 
@@ -15,7 +15,7 @@ inline void mbarrier_arrive_expect_tx(SmemAddr barrier, unsigned bytes, SANDBOX_
 inline void mbarrier_wait(SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
-inline unsigned mbarrier_test_wait(SmemAddr, unsigned) { return false; }  // never known without waiting
+inline unsigned mbarrier_test_wait(SmemAddr, unsigned) { return false; }  // always the slow path: wait
 inline void mbarrier_wait_unless(unsigned ended, SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     if (!ended) cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
@@ -85,7 +85,7 @@ struct Descriptor {
 };
 
 inline Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
-    const unsigned long long offset = at - sandbox_dynamic_smem;  // the address on the GPU, where the block has one array
+    const unsigned long long offset = at - sandbox_dynamic_smem;  // the address on the GPU: one array of shared memory
     return {offset / 16 | static_cast<unsigned long long>(leading / 16) << 16 |
             static_cast<unsigned long long>(stride / 16) << 32 | 1ull << 62};
 }
@@ -148,7 +148,8 @@ inline bool named_barrier_or(unsigned id, unsigned threads, bool predicate, SAND
 }
 
 namespace cpu {
-// Element i of this lane's pair of a matrix goes to (g; 2q + i), or transposed to (2q + i; g).
+// Element i of this lane's pair of a matrix is stored at (g; 2q + i), or transposed at (2q + i; g).
+
 inline void store_matrices(SmemAddr row, const unsigned (&mine)[4], bool transposed, Site site) {
     if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("stmatrix to an address that is not a multiple of 16", site);
     uint64_t rows[32];
