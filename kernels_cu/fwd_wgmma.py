@@ -4,30 +4,30 @@ from dataclasses import replace
 
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-SMEM = 232448  # bytes that a block may have
+SMEM = 232448  # most shared memory of a block, in bytes
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, stages of K and V, O or half of it where there is room, mbarriers; rows padded to multiples of 128 bytes."""
-    slabs, fed = cdiv(p.Dv, 64), fed_bytes(p, t)
-    sizes = (fed + 128 * own * t.BLOCK_M for own in (slabs, cdiv(slabs, 2)))
-    return next((size for size in sizes if size <= SMEM), fed)
+    """Q, stages of K and V, O or half of it if it fits, mbarriers; rows padded to multiples of 128 bytes."""
+    slabs, inputs = cdiv(p.Dv, 64), input_bytes(p, t)
+    sizes = (inputs + 128 * own * t.BLOCK_M for own in (slabs, cdiv(slabs, 2)))
+    return next((size for size in sizes if size <= SMEM), inputs)
 
 
-def fed_bytes(p: Problem, t: Tile) -> int:
-    """All of it but O: the bias in tiles, where tensor maps can copy it, among it."""
+def input_bytes(p: Problem, t: Tile) -> int:
+    """All shared memory except for O: includes bias tiles, if TMA can load them."""
     row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
     bias = 128 * cdiv(t.BLOCK_N, 64) * t.BLOCK_M if p.bias_tiles else 0
     return row * t.BLOCK_M + t.STAGES * ((row + row_v) * t.BLOCK_N + bias) + 1024
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
+    """The requirements of wgmma, of tensor maps (alignment, strides), and of a scale that is part of the exponent."""
     return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
 def most_keys(p: Problem) -> int:
-    """BLOCK_N that does not spill where scores are looked up in memory, found by trial."""
+    """Largest BLOCK_N without spills if a mask, bias or snippet reads memory (measured)."""
     width = max(p.D, p.Dv)
     if (p.score and p.score.changes) or (p.bias and not p.bias_tiles) or (p.bias and p.block_map[3]):
         return 96 if width <= 64 else 80 if width <= 128 else 48
@@ -37,12 +37,12 @@ def most_keys(p: Problem) -> int:
 
 
 def pure(p: Problem) -> bool:
-    """Whether its scores are plain, of a ragged batch or not."""
+    """Whether no score option is used; the batch may be ragged."""
     return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """What a warpgroup's registers and an SM's shared memory ask of a tile."""
+    """Why a tile is not supported: registers of a warpgroup, or shared memory of an SM."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
     most = {3: 128, 4: 80}.get(consumers, 200) - (0 if pure(p) else 16)
@@ -56,31 +56,37 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O, S and P at Dv={p.Dv}: at most {most}",
         ),
-        (consumers < 4 or pure(p), "BLOCK_M=256 takes plain problems alone (a softcap spills): 192 rows take options"),
-        (consumers < 3 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: 128 rows do not"),
+        (
+            consumers < 4 or pure(p),
+            "BLOCK_M=256 does not support score options (a softcap spills registers): use BLOCK_M=192",
+        ),
+        (consumers < 3 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills registers with dropout: use BLOCK_M=128"),
         (
             consumers < 3 or not p.ragged or pure(p),
-            f"BLOCK_M={t.BLOCK_M} spills of a ragged batch with options: 128 rows do not",
+            f"BLOCK_M={t.BLOCK_M} spills registers with a ragged batch and score options: use BLOCK_M=128",
         ),
         (
             most_keys(p) >= t.BLOCK_N and (consumers < 3 or most_keys(p) == 256),
-            f"tile {t} spills with what is looked up in memory: at most 128 rows and {most_keys(p)} keys do not",
+            f"tile {t} spills with scores that read memory: use BLOCK_M <= 128 and BLOCK_N <= {most_keys(p)}",
         ),
         (
             not p.block_map[3] or 512 % t.BLOCK_N == 0,
-            f"BLOCK_N={t.BLOCK_N} must divide 512 with a mask: so many keys are a word of the block map",
+            f"BLOCK_N={t.BLOCK_N} must divide 512 with a mask: a word of the block map covers 512 keys",
         ),
         (
-            cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > fed_bytes(p, t),
-            f"STAGES={t.STAGES} leave no room for rows of O, Dv={p.Dv} wide, which do not fit where Q was, at D={p.D}",
+            cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > input_bytes(p, t),
+            f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, and Q's buffer is too small at D={p.D}",
         ),
-        (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
+        (
+            smem <= SMEM,
+            f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM}",
+        ),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
 
 
 def rank(p: Problem, t: Tile) -> bool:
-    """First what was fastest (experiments/008_hopper, 014_scores)."""
+    """The fastest tile first (experiments/008_hopper, 014_scores)."""
     return best(p) != (t.BLOCK_M, t.BLOCK_N)
 
 
@@ -88,7 +94,7 @@ def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
     short = p.Sq < (4096 if p.causal else 2048)
-    if p.block_map[3]:  # as masks are made: in powers of two
+    if p.block_map[3]:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
     if p.ragged and not simple:
         return 128, 64 if width > 128 else 128
@@ -97,12 +103,12 @@ def best(p: Problem) -> tuple[int, int]:
     if p.bias_tiles:
         return 128 if short else 192, 64
     if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
-        return 256, 64  # four consumers hide more of the beginnings and ends of short rows
+        return 256, 64  # four consumers hide more of the prologue and epilogue of short rows
     if width <= 64:
         return 192, 128
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
-    if width > 96 and simple:  # below 2048 rows where no consumer of the last tile is without any
+    if width > 96 and simple:  # below 2048 rows: if every consumer of the last tile has rows
         short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64)
     if short and not narrow:
         return 128, 128
@@ -110,7 +116,7 @@ def best(p: Problem) -> tuple[int, int]:
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """One block for each of BLOCKS multiprocessors, which takes piece after piece."""
+    """At most BLOCKS persistent blocks, one per SM."""
     return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
 
 
@@ -120,7 +126,7 @@ kernel = Kernel(
     rung=4,
     default=True,
     ragged=True,
-    summary="Hopper's warpgroup MMA, fed by TMA: one warpgroup loads, the others take turns on the tensor cores",
+    summary="Hopper's warpgroup MMA, fed by TMA: warp-specialised, persistent, ping-pong consumers",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
     arch_suffix="a",
@@ -135,7 +141,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows; a bias has room for two
+        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows; with a bias only two stages fit
         Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),
