@@ -1,4 +1,4 @@
-"""fwd_decode_wgmma: few queries and many heads, with persistent blocks."""
+"""fwd_decode_wgmma: few queries, many heads, persistent blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FEW = Problem(3, 15, 4, 300, 72, Hk=3, Dv=40, dtype="float16", causal="bottom-ri
 
 @pytest.fixture(autouse=True)
 def hopper(device: Device) -> None:
-    if KERNEL.why_unsupported(FEW, None if device == HOST else driver.device(device[1]).arch):
-        pytest.skip("wgmma exists on compute capability 9.0 alone")
+    if KERNEL.refuses(FEW, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma requires compute capability 9.0")
 
 
 def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:
@@ -32,9 +32,9 @@ def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("inputs", ["large", "hidden"])
-def test_persistent_blocks_process_several_work_tiles(rows: int, inputs: str, device: Device) -> None:
-    """The results are correct, and the number of work tiles per block changes no bit: there are 18 if the rows need two
-    tiles, else nine. NaN behind the mask does not reach the next work tile of a block."""
+def test_results_do_not_depend_on_the_number_of_blocks(rows: int, inputs: str, device: Device) -> None:
+    """18 work tiles with 16 rows per tile, otherwise nine: correct, and bit-equal for every number of blocks. NaN
+    behind the mask must not reach the next work tile."""
     options = {"Dv": 72} if rows == 64 else {"key_lengths": inputs == "hidden", "sink": inputs == "large"}
     case = Case(inputs, dataclasses.replace(FEW, **options), inputs)
     given, found = inputs_of("forward", case), []
@@ -48,8 +48,8 @@ def test_persistent_blocks_process_several_work_tiles(rows: int, inputs: str, de
         assert all(outputs[name].tobytes() == found[0][name].tobytes() for name in ("O", "LSE"))
 
 
-def test_maxima_that_rise_from_tile_to_tile() -> None:
-    """Tiles are visited from the last key to the first. With keys that grow towards the first, every tile raises m."""
+def test_maxima_that_rise_along_the_mainloop() -> None:
+    """Key tiles are visited in descending order: if scores grow towards the first key, each tile raises m."""
     rng = np.random.default_rng(0)
     shapes = ((1, 4, 5, 64), (1, 2, 400, 64), (1, 2, 400, 64))
     q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in shapes)
@@ -59,8 +59,8 @@ def test_maxima_that_rise_from_tile_to_tile() -> None:
         assert np.allclose(x, y, atol=4e-3)
 
 
-def test_heads_of_a_tile_have_their_own_options(device: Device) -> None:
-    """Slopes, sinks, bias and mask per head, for heads whose rows share a tile; some rows see no key."""
+def test_options_per_head_in_a_packed_tile(device: Device) -> None:
+    """Slopes, sinks, bias and mask differ between the heads of a tile; some rows see no key."""
     shape = (FEW.B, FEW.H, FEW.Sq, FEW.Sk)
     bias, mask = {"bias": shape, "softcap": 9.0}, {"mask": shape, "window": (90, 0)}
     for options in ({"alibi": (FEW.H,), "sink": True}, bias, mask):
@@ -69,11 +69,11 @@ def test_heads_of_a_tile_have_their_own_options(device: Device) -> None:
         assert result.ok, f"{problem}: {result}"
 
 
-def test_nan_stays_in_the_rows_that_see_it(device: Device) -> None:
-    """With several heads in a tile. The next work tile of the block is unaffected."""
+def test_nan_reaches_only_rows_that_see_it(device: Device) -> None:
+    """NaN in K or V reaches no other head of the tile, and no row of the next work tile."""
     inputs = inputs_of("forward", Case("nan", FEW))
-    inputs["V"][1, 2, 298] = np.nan  # seen by the last two queries
-    inputs["K"][2, 0, 299, 3] = np.nan  # by the last
+    inputs["V"][1, 2, 298] = np.nan  # the last two queries see it
+    inputs["K"][2, 0, 299, 3] = np.nan  # the last query sees it
     found = trial.launch(KERNEL, tile_of(32, 1), FEW, inputs, device).outputs
     rows = np.isnan(found["O"].astype(np.float32)).any(axis=3)
     expected = np.zeros_like(rows)
@@ -82,9 +82,9 @@ def test_nan_stays_in_the_rows_that_see_it(device: Device) -> None:
     assert (np.isnan(found["LSE"]) == (expected & (np.arange(3) == 2)[:, None, None])).all()
 
 
-def test_attention_chooses_it_where_heads_are_many() -> None:
-    """With 16 packed rows if the work tiles divide evenly among the blocks. The tile has as many rows as the options
-    leave registers for; with 32 rows and an even division it has three stages."""
+def test_selection_with_many_heads() -> None:
+    """With 16 packed rows only if the work tiles are balanced; BLOCK_M as large as options permit; with 32 rows three
+    stages if balanced."""
     of = lambda B, Sq, **options: Problem(B, 32, Sq, 8192, Hk=8, **{"D": 128, "dtype": "bfloat16", **options})  # noqa: E731
     found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(8, 32, causal="bottom-right"), of(64, 32, D=64),
              of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True)]  # fmt: skip
