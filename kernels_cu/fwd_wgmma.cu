@@ -80,10 +80,16 @@ constexpr unsigned BARRIERS_AT = O_AT + (SEPARATE_O ? CONSUMERS * O_BYTES : 0);
 static_assert(SEPARATE_O || O_BYTES <= Queries::BYTES, "O must fit in Q's buffer");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers, 8 bytes each: per stage of K and V, per consumer for Q; then the scheduler's barriers and work tile.
-constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
-                   EMPTY_V = FULL_V + 8 * STAGES, FULL_Q = EMPTY_V + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS,
-                   SCHEDULER_AT = EMPTY_Q + 8 * CONSUMERS;
+// The mbarriers: pipelines of K and of V; one stage of Q per consumer; the scheduler's barriers and work tile.
+using KPipeline = Pipeline<BARRIERS_AT>;
+using VPipeline = Pipeline<KPipeline::END>;
+constexpr unsigned Q_BARRIERS_AT = VPipeline::END, SCHEDULER_AT = Q_BARRIERS_AT + 16 * CONSUMERS;
+__device__ __forceinline__ SmemAddr full_Q(SmemAddr base, unsigned consumer) {
+    return base + Q_BARRIERS_AT + 8 * consumer;
+}
+__device__ __forceinline__ SmemAddr empty_Q(SmemAddr base, unsigned consumer) {
+    return base + (Q_BARRIERS_AT + 8 * CONSUMERS) + 8 * consumer;
+}
 using Scheduler = SchedulerPipeline<SCHEDULER_AT>;
 // Block maps: one word per stage, the list entry of the key tile in it; then the lists.
 constexpr unsigned TILE_INFO_AT = SCHEDULER_AT + Scheduler::BYTES;
@@ -92,14 +98,14 @@ static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and list
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(base + FULL_K + 8 * stage, 1);
-        mbarrier_init(base + FULL_V + 8 * stage, 1);
-        mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // one lane of each consumer warp
-        mbarrier_init(base + EMPTY_V + 8 * stage, 4 * CONSUMERS);
+        mbarrier_init(KPipeline::full(base, stage), 1);
+        mbarrier_init(VPipeline::full(base, stage), 1);
+        mbarrier_init(KPipeline::empty(base, stage), 4 * CONSUMERS);  // one lane of each consumer warp
+        mbarrier_init(VPipeline::empty(base, stage), 4 * CONSUMERS);
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
-        mbarrier_init(base + FULL_Q + 8 * consumer, 1);
-        mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
+        mbarrier_init(full_Q(base, consumer), 1);
+        mbarrier_init(empty_Q(base, consumer), 4);
     }
     Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
     if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
@@ -132,7 +138,7 @@ __device__ __forceinline__ void load_bias(const TensorMap& map, const Score& sco
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer)
         Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0,
-                          work_tile.row0 + 64 * consumer, h, b, base + FULL_K + 8 * stage);
+                          work_tile.row0 + 64 * consumer, h, b, KPipeline::full(base, stage));
 #endif
 }
 
@@ -174,6 +180,86 @@ __device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRan
     const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + 64);
     const int tiles = first.end - first.begin;
     return first_own_tile(work_tile, first, tiles) + tiles;
+}
+
+// The thread that loads K and V of all work tiles, in the order of use: K of tile j before V of tile j - 1.
+__device__ __forceinline__ void load_KV(char* smem, const View<const dtype>& K, const View<const dtype>& V,
+                                        const TensorMap& K_map, const TensorMap& V_map, const TensorMap& bias_map,
+                                        int group, const Score& score) {
+    const SmemAddr base = smem_address(smem);
+    unsigned pipe_index = 0;  // index in the pipeline of the work tile's first key tile
+    TileLists lists(smem + TILE_LISTS_AT);
+    Scheduler::Consumer scheduler(smem);
+#pragma unroll 1
+    while (scheduler.next(!SCHEDULE_LATE)) {
+        const WorkTileRange work_tile(scheduler.tile, score);
+        const int h = work_tile.h() / group, b = work_tile.b;
+        const SeqlenInfo sequence = work_tile.sequence(score);
+        // The tensor map of a broadcast dimension (stride 0) has size 1.
+        const auto load_K = [&](int j, int n0, unsigned entry = 0) {
+            const unsigned i = pipe_index + j, stage = stage_of(i);
+            TIMELINE(wait_empty);
+            KPipeline::acquire(base, i);
+            TIMELINE(load);
+            if (Head::MAPPED) tile_info(smem, stage) = entry;
+            Keys::load(base + K_AT + stage * Keys::BYTES, K_map, sequence.key_box(n0), K.stride_h ? h : 0,
+                       sequence.key_batch(K.stride_b ? b : 0), KPipeline::full(base, stage), BIAS_BYTES);
+            if (BIAS_TILES) load_bias(bias_map, score, work_tile, n0, base, stage);
+        };
+        const auto load_V = [&](int j, int n0) {
+            const unsigned i = pipe_index + j, stage = stage_of(i);
+            TIMELINE(wait_empty);
+            VPipeline::acquire(base, i);
+            TIMELINE(load);
+            Values::load(base + V_AT + stage * Values::BYTES, V_map, sequence.key_box(n0), V.stride_h ? h : 0,
+                         sequence.key_batch(V.stride_b ? b : 0), VPipeline::full(base, stage));
+        };
+        if constexpr (Head::MAPPED) {
+            if (work_tile.tiles <= 0) continue;
+            int j = 0;
+#pragma unroll 1
+            for (int before = 0, n0 = 0, entry = 0;; ++j, before = n0) {
+                const bool more = !(entry & LAST_TILE);
+                if (more) {
+                    entry = lists.next();
+                    n0 = entry / (2 * LAST_TILE) * BLOCK_N;
+                    load_K(j, n0, entry);
+                }
+                if (j > 0) load_V(j - 1, before);
+                if (!more) break;
+            }
+            pipe_index += j;
+        } else {
+#pragma unroll 1
+            for (int j = 0; j <= work_tile.tiles; ++j) {
+                if (j < work_tile.tiles) load_K(j, work_tile.keys_at(j));
+                if (SCHEDULE_LATE && j == max(work_tile.tiles - 2, 0)) scheduler.release();
+                if (j > 0) load_V(j - 1, work_tile.keys_at(j - 1));
+            }
+            pipe_index += work_tile.tiles;
+        }
+    }
+}
+
+// The thread that loads Q of all work tiles, 64 rows for each consumer.
+__device__ __forceinline__ void load_Q(char* smem, const View<const dtype>& Q, const TensorMap& Q_map,
+                                       const Score& score) {
+    const SmemAddr base = smem_address(smem);
+    Scheduler::Consumer scheduler(smem);
+#pragma unroll 1
+    while (scheduler.next()) {
+        const WorkTileRange work_tile(scheduler.tile, score);
+        const int h = Q.stride_h ? work_tile.h() : 0, b = Q.stride_b ? work_tile.b : 0;
+        const SeqlenInfo sequence = work_tile.sequence(score);
+#pragma unroll 1
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            TIMELINE(wait_empty_Q);
+            mbarrier_wait(empty_Q(base, consumer), scheduler.phase() ^ 1);
+            TIMELINE(load_Q);
+            Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(work_tile.row0 + 64 * consumer),
+                          h, sequence.query_batch(b), full_Q(base, consumer));
+        }
+    }
 }
 
 // The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each.
@@ -357,74 +443,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp == 0 && elect()) {
-            unsigned pipe_index = 0;  // index in the pipeline of the work tile's first key tile
-            TileLists lists(smem + TILE_LISTS_AT);
-            Scheduler::Consumer scheduler(smem);
-#pragma unroll 1
-            while (scheduler.next(!SCHEDULE_LATE)) {
-                const WorkTileRange work_tile(scheduler.tile, score);
-                const int h = work_tile.h() / group, b = work_tile.b;
-                const SeqlenInfo sequence = work_tile.sequence(score);
-                // The tensor map of a broadcast dimension (stride 0) has size 1.
-                const auto load = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                         unsigned empty, unsigned full, int j, int n0, unsigned entry = 0) {
-                    const unsigned i = pipe_index + j, stage = stage_of(i);
-                    TIMELINE(wait_empty);
-                    mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
-                    TIMELINE(load);
-                    if (Head::MAPPED && full == FULL_K) tile_info(smem, stage) = entry;
-                    tiles.load(base + tile + stage * tiles.BYTES, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
-                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage,
-                                  full == FULL_K ? BIAS_BYTES : 0);
-                    if (BIAS_TILES && full == FULL_K) load_bias(bias_map, score, work_tile, n0, base, stage);
-                };
-                // In the order of use: K of tile j before V of tile j - 1.
-                if constexpr (Head::MAPPED) {
-                    if (work_tile.tiles <= 0) continue;
-                    int j = 0;
-#pragma unroll 1
-                    for (int before = 0, n0 = 0, entry = 0;; ++j, before = n0) {
-                        const bool more = !(entry & LAST_TILE);
-                        if (more) {
-                            entry = lists.next();
-                            n0 = entry / (2 * LAST_TILE) * BLOCK_N;
-                            load(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, n0, entry);
-                        }
-                        if (j > 0) load(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, before);
-                        if (!more) break;
-                    }
-                    pipe_index += j;
-                } else {
-#pragma unroll 1
-                    for (int j = 0; j <= work_tile.tiles; ++j) {
-                        if (j < work_tile.tiles) load(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j, work_tile.keys_at(j));
-                        if (SCHEDULE_LATE && j == max(work_tile.tiles - 2, 0)) scheduler.release();
-                        if (j > 0) load(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j - 1, work_tile.keys_at(j - 1));
-                    }
-                    pipe_index += work_tile.tiles;
-                }
-            }
-        } else if (warp == 1 && elect()) {
-            Scheduler::Consumer scheduler(smem);
-#pragma unroll 1
-            while (scheduler.next()) {
-                const WorkTileRange work_tile(scheduler.tile, score);
-                const int h = Q.stride_h ? work_tile.h() : 0, b = Q.stride_b ? work_tile.b : 0;
-                const SeqlenInfo sequence = work_tile.sequence(score);
-#pragma unroll 1
-                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-                    TIMELINE(wait_empty_Q);
-                    mbarrier_wait(base + EMPTY_Q + 8 * consumer, scheduler.phase() ^ 1);
-                    TIMELINE(load_Q);
-                    Queries::load(base + consumer * Queries::BYTES, Q_map,
-                                  sequence.query_box(work_tile.row0 + 64 * consumer), h, sequence.query_batch(b),
-                                  base + FULL_Q + 8 * consumer);
-                }
-            }
-        } else if (warp == 2) {
-            schedule_work_tiles(smem, heads, H, group, tile_counter, score);
-        }
+        if (warp == 0 && elect()) load_KV(smem, K, V, K_map, V_map, bias_map, group, score);
+        else if (warp == 1 && elect()) load_Q(smem, Q, Q_map, score);
+        else if (warp == 2) schedule_work_tiles(smem, heads, H, group, tile_counter, score);
         TIMELINE(done);
         return;
     }
@@ -477,17 +498,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
                 wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
             wgmma_commit();
         };
-        const auto wait_full = [&](unsigned full, int j) {
-            mbarrier_wait(base + full + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j));
-        };
-        const auto release = [&](unsigned empty, int j) {
-            if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(pipe_index + j));
-        };
-        const auto wait_K = [&](int j) { wait_full(FULL_K, j); };
-        const auto wait_V = [&](int j) { wait_full(FULL_V, j); };
-        const auto release_K = [&](int j) { release(EMPTY_K, j); };
-        const auto release_V = [&](int j) { release(EMPTY_V, j); };
-        const auto release_Q = [&] { if (SEPARATE_O && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer); };
+        const auto wait_K = [&](int j) { KPipeline::wait(base, pipe_index + j); };
+        const auto wait_V = [&](int j) { VPipeline::wait(base, pipe_index + j); };
+        const auto release_K = [&](int j) { if (lane == 0) KPipeline::release(base, pipe_index + j); };
+        const auto release_V = [&](int j) { if (lane == 0) VPipeline::release(base, pipe_index + j); };
+        const auto release_Q = [&] { if (SEPARATE_O && lane == 0) mbarrier_arrive(empty_Q(base, consumer)); };
         const auto mma_PV = [&](int j) {
             wait_V(j);
             wgmma_fence();
@@ -597,7 +612,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             for (int j = -tiles_to_skip; j < 0; ++j) skip_tile(j);
         }
         TIMELINE(wait_Q);
-        mbarrier_wait(base + FULL_Q + 8 * consumer, phase);
+        mbarrier_wait(full_Q(base, consumer), phase);
 #pragma unroll 1
         for (int j = 0; j < first_own; ++j) skip_tile(j);
         if (tiles > 0) {
@@ -691,7 +706,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed. Rare.
         if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
             attend_non_finite<16, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.h(), H, first_row, 0);
-            if (!SEPARATE_O && store_lane) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+            if (!SEPARATE_O && store_lane) mbarrier_arrive(empty_Q(base, consumer));
             continue;
         }
         constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;
@@ -721,7 +736,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
         }
         if (!SEPARATE_O && store_lane) {
             tma_store_wait_read();
-            mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+            mbarrier_arrive(empty_Q(base, consumer));
         }
     }
     if (store_lane) tma_store_wait_read();  // shared memory must outlive the stores
