@@ -48,16 +48,16 @@ static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are
 // Names that end in _AT are offsets in shared memory, in bytes.
 constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * Pairs::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
                    ROW_STATS_AT = V_AT + STAGES * Values::BYTES, BARRIERS_AT = ROW_STATS_AT + 5 * 4 * BLOCK_M;
-constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
-                   EMPTY_V = FULL_V + 8 * STAGES;  // mbarriers, 8 bytes each
+using KPipeline = Pipeline<BARRIERS_AT>;
+using VPipeline = Pipeline<KPipeline::END>;
 static_assert(SMEM_BYTES == BARRIERS_AT + 32 * STAGES, "spec and kernel disagree on shared memory");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(base + FULL_K + 8 * stage, 1);
-        mbarrier_init(base + FULL_V + 8 * stage, 1);
-        mbarrier_init(base + EMPTY_K + 8 * stage, 4);  // one lane of each warp
-        mbarrier_init(base + EMPTY_V + 8 * stage, 4);
+        mbarrier_init(KPipeline::full(base, stage), 1);
+        mbarrier_init(VPipeline::full(base, stage), 1);
+        mbarrier_init(KPipeline::empty(base, stage), 4);  // one lane of each warp
+        mbarrier_init(VPipeline::empty(base, stage), 4);
     }
     fence_proxy_async();
 }
@@ -135,18 +135,18 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         for (int number = blockIdx.x; number < work_tiles; number += gridDim.x) {
             const WorkTileRange work_tile(number, row_tiles, Hk, group, score);
             // The tensor map of a broadcast dimension (stride 0) has size 1.
-            const auto load = [&](auto tiles, const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                  unsigned empty, unsigned full, int j) {
+            const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
+                                  unsigned tile, int j) {
                 const unsigned stage = stage_of(next_pipe_index);
-                mbarrier_wait(base + empty + 8 * stage, parity_of(next_pipe_index) ^ 1);
+                pipeline.acquire(base, next_pipe_index);
                 tiles.load(base + tile + stage * tiles.BYTES, map, work_tile.first_key(j),
                            tensor.stride_h ? work_tile.h : 0, tensor.stride_b ? work_tile.b : 0,
-                           base + full + 8 * stage);
+                           pipeline.full(base, stage));
             };
 #pragma unroll 1
             for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
-                load(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
-                load(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
+                load(Keys(), KPipeline(), K_map, K, K_AT, j);
+                load(Values(), VPipeline(), V_map, V, V_AT, j);
             }
         }
         return;
@@ -240,7 +240,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 
         // MMAs on the i-th tile of the pipeline (issue only), and the release of its stage.
         const auto mma_KQ = [&](unsigned i) {
-            mbarrier_wait(base + FULL_K + 8 * stage_of(i), parity_of(i));
+            KPipeline::wait(base, i);
             const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(i) * Keys::BYTES);
             const Descriptor Q_smem = Queries::k_major(base);
             wgmma_fence();
@@ -250,7 +250,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             wgmma_commit();
         };
         const auto mma_VP = [&](unsigned i) {
-            mbarrier_wait(base + FULL_V + 8 * stage_of(i), parity_of(i));
+            VPipeline::wait(base, i);
             const Descriptor P_smem = Pairs::k_major(base + P_AT + i % 2 * Pairs::BYTES);
             wgmma_fence();
 #pragma unroll
@@ -264,9 +264,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             }
             wgmma_commit();
         };
-        const auto release = [&](unsigned empty, unsigned i) {
-            if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
-        };
+        const auto release_K = [&](unsigned i) { if (lane == 0) KPipeline::release(base, i); };
+        const auto release_V = [&](unsigned i) { if (lane == 0) VPipeline::release(base, i); };
         const auto wait_S = [&] {
             wgmma_wait<0>();
             warpgroup_fence_operand(S);
@@ -317,7 +316,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             const bool needs_rescale = exponentiate(Differences<false>()) || large;
             if (OVERLAP_QK) {
                 wait_O();  // of the previous tile
-                if (j > 0) release(EMPTY_V, pipe_index - 1);
+                if (j > 0) release_V(pipe_index - 1);
             }
             if (named_barrier_or(CONSUMER_BARRIER, CONSUMERS, needs_rescale)) {
                 mma_KQ(pipe_index);
@@ -327,7 +326,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 exponentiate(Differences<true>());  // now P <= 1
                 consumer_barrier();
             }
-            release(EMPTY_K, pipe_index);
+            release_K(pipe_index);
 #pragma unroll
             for (int k = 0; k < N; ++k) l[own_row(k)] += S[k];
             if (OVERLAP_QK && j + 1 < work_tile.tiles) mma_KQ(pipe_index + 1);
@@ -337,12 +336,12 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 warpgroup_fence_operand(S);
             } else {
                 wait_O();
-                release(EMPTY_V, pipe_index);
+                release_V(pipe_index);
             }
         }
         if (OVERLAP_QK) {
             wait_O();
-            if (work_tile.tiles > 0) release(EMPTY_V, next_pipe_index - 1);
+            if (work_tile.tiles > 0) release_V(next_pipe_index - 1);
         }
 
         const int number = work_tile.number(row_tiles, Hk) + gridDim.x;

@@ -75,22 +75,23 @@ constexpr unsigned VT_BYTES = (Transposed::BYTES + 1023) / 1024 * 1024, BARRIERS
 static_assert(Transposed::SLAB_BYTES % 1024 == 0, "a swizzled slab begins at a multiple of 1024 bytes");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers, 8 bytes each: per stage of K, V and Vt, per consumer for Q.
-constexpr unsigned FULL_K = BARRIERS_AT, EMPTY_K = FULL_K + 8 * STAGES, FULL_V = EMPTY_K + 8 * STAGES,
-                   EMPTY_V = FULL_V + 8 * STAGES, FULL_VT = EMPTY_V + 8 * STAGES, EMPTY_VT = FULL_VT + 8 * STAGES,
-                   FULL_Q = EMPTY_VT + 8 * STAGES, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
+// The mbarriers: pipelines of K, V and Vt; one stage of Q per consumer.
+using KPipeline = Pipeline<BARRIERS_AT>;
+using VPipeline = Pipeline<KPipeline::END>;
+using VtPipeline = Pipeline<VPipeline::END>;
+constexpr unsigned FULL_Q = VtPipeline::END, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
 constexpr unsigned HAS_TILE_AT = EMPTY_Q + 8 * CONSUMERS;  // per stage of V: 1 if it holds a tile, 0 at the end
 constexpr unsigned TILE_INFO_AT = (HAS_TILE_AT + 4 * STAGES + 15) / 16 * 16;  // per consumer: two work tiles
 static_assert(TILE_INFO_AT + 64 * CONSUMERS <= SMEM_BYTES, "the barriers must fit in 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(base + FULL_K + 8 * stage, 1);
-        mbarrier_init(base + FULL_V + 8 * stage, 1);
-        mbarrier_init(base + FULL_VT + 8 * stage, TRANSPOSE_WARPS);
-        mbarrier_init(base + EMPTY_K + 8 * stage, 4 * CONSUMERS);  // one lane of each warp that reads it
-        mbarrier_init(base + EMPTY_V + 8 * stage, TRANSPOSE_WARPS);
-        mbarrier_init(base + EMPTY_VT + 8 * stage, 4 * CONSUMERS);
+        mbarrier_init(KPipeline::full(base, stage), 1);
+        mbarrier_init(VPipeline::full(base, stage), 1);
+        mbarrier_init(VtPipeline::full(base, stage), TRANSPOSE_WARPS);
+        mbarrier_init(KPipeline::empty(base, stage), 4 * CONSUMERS);  // one lane of each warp that reads it
+        mbarrier_init(VPipeline::empty(base, stage), TRANSPOSE_WARPS);
+        mbarrier_init(VtPipeline::empty(base, stage), 4 * CONSUMERS);
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
         mbarrier_init(base + FULL_Q + 8 * consumer, 1);
@@ -395,22 +396,22 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 const int h = work_tile.h / group, b = work_tile.b;
                 const SeqlenInfo sequence(score, b);
                 // The tensor map of a broadcast dimension (stride 0) has size 1.
-                const auto load = [&](auto tiles, const TensorMap& map, const auto& tensor, unsigned tile,
-                                      unsigned empty, unsigned full, int j) {
+                const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const auto& tensor,
+                                      unsigned tile, int j) {
                     const unsigned i = pipe_index + j, stage = stage_of(i);
                     TIMELINE(wait_empty);
-                    mbarrier_wait(base + empty + 8 * stage, parity_of(i) ^ 1);
+                    pipeline.acquire(base, i);
                     TIMELINE(load);
-                    if (full == FULL_V) has_tile[stage] = true;
+                    if (tile == V_AT) has_tile[stage] = true;
                     tiles.load(base + tile + stage * tiles.BYTES, map, sequence.key_box(work_tile.keys_at(j)),
-                               tensor.stride_h ? h : 0,
-                                  sequence.key_batch(tensor.stride_b ? b : 0), base + full + 8 * stage);
+                               tensor.stride_h ? h : 0, sequence.key_batch(tensor.stride_b ? b : 0),
+                               pipeline.full(base, stage));
                 };
                 const auto load_KV = [&](int begin, int end) {
 #pragma unroll 1
                     for (int j = begin; j < end; ++j) {
-                        load(Keys(), K_map, K, K_AT, EMPTY_K, FULL_K, j);
-                        load(Values(), V_map, V, V_AT, EMPTY_V, FULL_V, j);
+                        load(Keys(), KPipeline(), K_map, K, K_AT, j);
+                        load(Values(), VPipeline(), V_map, V, V_AT, j);
                     }
                 };
                 load_KV(0, min(work_tile.tiles, 1));  // does not depend on the release of the previous Q
@@ -426,9 +427,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 load_KV(1, work_tile.tiles);
                 pipe_index += work_tile.tiles;
             });
-            mbarrier_wait(base + EMPTY_V + 8 * stage_of(pipe_index), parity_of(pipe_index) ^ 1);
+            VPipeline::acquire(base, pipe_index);
             has_tile[stage_of(pipe_index)] = false;
-            mbarrier_arrive(base + FULL_V + 8 * stage_of(pipe_index));
+            mbarrier_arrive(VPipeline::full(base, stage_of(pipe_index)));
 #pragma unroll 1
             for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                 mbarrier_wait(base + EMPTY_Q + 8 * consumer, work_tiles % 2 ^ 1);
@@ -440,18 +441,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             for (unsigned i = 0;; ++i) {  // key tiles of all work tiles
                 const unsigned stage = stage_of(i);
                 TIMELINE(wait_V);
-                mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));
+                VPipeline::wait(base, i);
                 if (!has_tile[stage]) break;
                 TIMELINE(wait_empty);
-                mbarrier_wait(base + EMPTY_VT + 8 * stage, parity_of(i) ^ 1);
+                VtPipeline::acquire(base, i);
                 TIMELINE(transpose);
                 transpose_V(base + V_AT + stage * Values::BYTES, base + VT_AT + stage * VT_BYTES,
                             warp + TRANSPOSE_WARPS - 4);
                 fence_proxy_async();
                 __syncwarp();  // all lanes have read V and written Vt
                 if (lane == 0) {
-                    mbarrier_arrive(base + EMPTY_V + 8 * stage);
-                    mbarrier_arrive(base + FULL_VT + 8 * stage);
+                    VPipeline::release(base, i);
+                    mbarrier_arrive(VtPipeline::full(base, stage));
                 }
             }
         }
@@ -481,15 +482,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         SoftmaxState softmax;
         // Wide heads: recompute the descriptors, which would not fit in registers.
         const auto address = [](SmemAddr tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
-        const auto is_full = [&](unsigned full, int j) {
-            return mbarrier_test_wait(base + full + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j));
+        const auto is_full = [&](auto pipeline, int j) {
+            const unsigned i = pipe_index + j;
+            return mbarrier_test_wait(pipeline.full(base, stage_of(i)), parity_of(i));
         };
-        const auto wait = [&](unsigned full, int j, unsigned is_full = 0) {
-            mbarrier_wait_unless(is_full, base + full + 8 * stage_of(pipe_index + j), parity_of(pipe_index + j));
+        const auto wait = [&](auto pipeline, int j, unsigned is_full = 0) {
+            const unsigned i = pipe_index + j;
+            mbarrier_wait_unless(is_full, pipeline.full(base, stage_of(i)), parity_of(i));
         };
-        const auto release = [&](unsigned empty, int j) {
-            if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(pipe_index + j));
-        };
+        const auto release = [&](auto pipeline, int j) { if (lane == 0) pipeline.release(base, pipe_index + j); };
         const auto mma_QK = [&](float (&S)[BLOCK_N / 2], int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
             const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(pipe_index + j) * Keys::BYTES));
@@ -561,10 +562,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         const auto skip_tile = [&](int j) {  // a key tile that only other consumers see
             warp_scheduler_barrier_sync();
             warp_scheduler_barrier_arrive();
-            wait(FULL_K, j);
-            release(EMPTY_K, j);
-            wait(FULL_VT, j);
-            release(EMPTY_VT, j);
+            wait(KPipeline(), j);
+            release(KPipeline(), j);
+            wait(VtPipeline(), j);
+            release(VtPipeline(), j);
         };
 
         if (m0 >= min(head.Sq, work_tile.end)) {  // the warpgroup has no rows in this work tile
@@ -585,7 +586,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 wgmma_wait<0>();
                 TIMELINE(softmax);
                 warpgroup_fence_operand(S);
-                release(EMPTY_K, j);
+                release(KPipeline(), j);
                 if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // the last read of Q
                 mask(S, j);
             };
@@ -593,7 +594,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 apply_dropout(S, j);
                 pack_P(P, S);
             };
-            wait(FULL_K, first_own);
+            wait(KPipeline(), first_own);
             mma_QK(S, first_own);
             finish_S(first_own);
             float unused_alpha[2];  // O and l are still 0
@@ -611,32 +612,32 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                     softmax.store_partial_O(slot);
                 }
                 TIMELINE(wait_V);
-                wait(FULL_VT, j, V_full);
+                wait(VtPipeline(), j, V_full);
                 TIMELINE(wait_barrier);
                 warp_scheduler_barrier_sync();
                 TIMELINE(multiply);
                 mma_PV(P, j, tiles_in_O > 0);
                 TIMELINE(wait_K);
-                wait(FULL_K, j + 1, K_full);
+                wait(KPipeline(), j + 1, K_full);
                 wait_PV();
                 wgmma_discard(S);
                 mma_QK(S, j + 1);
                 warp_scheduler_barrier_arrive();
-                release(EMPTY_VT, j);
+                release(VtPipeline(), j);
                 finish_S(j + 1);
                 if (!CHECK_SUMS && softmax.scores_too_large(S, exponent)) softmax.rescale(S, exponent);
-                V_full = is_full(FULL_VT, j + 1), K_full = is_full(FULL_K, j + 2);
+                V_full = is_full(VtPipeline(), j + 1), K_full = is_full(KPipeline(), j + 2);
                 softmax.exponentiate(S, exponent, sums);
                 if (CHECK_SUMS && softmax.sums_too_large(sums)) softmax.rescale_after_exp(S, sums, exponent);
                 softmax.add(sums);
                 convert_P(j + 1);
             }
-            wait(FULL_VT, last);
+            wait(VtPipeline(), last);
             warp_scheduler_barrier_sync();
             mma_PV(P, last, last > first_own);
             wait_PV();
             warp_scheduler_barrier_arrive();
-            release(EMPTY_VT, last);
+            release(VtPipeline(), last);
             if (last - first_own > SPLIT_TILES) softmax.load_partial_O(slot, exponent);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
