@@ -403,54 +403,101 @@ struct SoftmaxState {
     }
 };
 
-// Clears the tile counter. Programmatic dependent launch: fwd_wgmma starts meanwhile and waits before its first
-// atomicAdd.
-extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
-                                                                 const __grid_constant__ Score score) {
-    griddepcontrol_launch_dependents();
-    if (threadIdx.x == 0) *tile_counter = 0;
-#if RAGGED
-    const int b = threadIdx.x;  // prefetch the first offsets, which all blocks read at once
-    if (b <= score.sequences) {
-        prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
-        prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
+// score_mod of S with its bias tile, 16 x 16 elements at a time; lane 4 g + q has rows g and g + 8 of the warp's 16.
+__device__ __forceinline__ void add_bias_tile(float (&S)[BLOCK_N / 2], const Head& head, SmemAddr bias_smem, int row,
+                                              int column, unsigned warp, unsigned lane) {
+    const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
+#pragma unroll
+    for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
+        unsigned pair[4];  // 16 x 16 elements of the bias, in the layout of S
+        ldmatrix_x4(pair, bias_smem + Biases::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float2 shift = unpack(pair[k]);
+            const int i = 8 * step + 2 * k;
+            S[i] = head.raw(S[i], at(i), shift.x);
+            S[i + 1] = head.raw(S[i + 1], at(i + 1), shift.y);
+        }
     }
-#endif
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
-    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
-    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,                                   // (B, H, Sq), contiguous
-    const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
-    const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
-    const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap O_warp_map, // boxes of 16 rows
-    const __grid_constant__ TensorMap bias_map,   // boxes of 64 rows, if BIAS_TILES
-    int H,
-    int heads,                                    // B * H
-    int group,                                    // H / Hk
-    const __grid_constant__ Score score,
-    unsigned* tile_counter) {                     // work tiles drawn so far, beyond the first of each block
-    extern __shared__ __align__(1024) char smem[];
-    const SmemAddr base = smem_address(smem);
-    if (threadIdx.x == 0) init_barriers(base);
-    if (Head::MAPPED) griddepcontrol_wait();  // the previous kernel writes the block map
-    __syncthreads();  // the mbarriers are initialised before they are used
-    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-
-    if (warp < 4) {
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp == 0 && elect()) load_KV(smem, K, V, K_map, V_map, bias_map, group, score);
-        else if (warp == 1 && elect()) load_Q(smem, Q, Q_map, score);
-        else if (warp == 2) schedule_work_tiles(smem, heads, H, group, tile_counter, score);
-        TIMELINE(done);
-        return;
+// Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
+// of the warp see; tile_visible: whether an element mask hides nothing in the tile.
+__device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
+                                           Range fully_visible, bool tile_visible, PairMask pair_mask) {
+    const int column = n0 + 2 * q;
+    const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
+    if (!at_begin && !at_end && tile_visible) return;
+    const Range visible[2] = {head.keys(row, row + 1), head.keys(row + 8, row + 9)};
+    const int end[2] = {visible[0].end - column, visible[1].end - column};
+    const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
+    if (Head::BY_PAIR) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) pair_mask.clip(half, 2 * q, begin[half], end[half]);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i)
+            if (!pair_mask.has(i)) S[i] = -INF;
+    } else if (Head::ELEMENT_MASK) {
+        unsigned visible_bits[2];
+        if (tile_visible) {
+            for (int half = 0; half < 2; ++half)
+                visible_bits[half] = columns_before(end[half]) & ~columns_before(begin[half]);
+        } else {
+            look_up_mask(visible_bits, head, row, column);
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i)
+            if (!(visible_bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
+    } else {
+        if (at_end) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+        }
+        if (at_begin) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+        }
     }
+}
 
-    setmaxnreg_inc<CONSUMER_REGISTERS>();
+// Epilogue: O / l of the warp's 16 rows, to shared memory and from there to global memory by TMA.
+__device__ __forceinline__ void store_O(const SoftmaxState& softmax, const float (&inverse_l)[2], SmemAddr O_smem,
+                                        const TensorMap& O_warp_map, const WorkTileRange& work_tile, const Head& head,
+                                        int first_row, unsigned lane, bool store_lane) {
+    constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;
+#pragma unroll
+    for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {
+        if (slab >= O_SLABS) {
+            if (store_lane) tma_store_wait_read<O_SLABS - 1>();  // the slab that is overwritten has been read
+            __syncwarp();
+        }
+        const SmemAddr slab_smem = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
+#pragma unroll
+        for (int step = 4 * slab; step < min(4 * (slab + SLABS_PER_STORE), DV_PAD / 16); ++step) {
+            unsigned pair[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int i = 8 * step + 2 * k;
+                pair[k] = pack(softmax.O[i] * inverse_l[k % 2], softmax.O[i + 1] * inverse_l[k % 2]);
+            }
+            const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
+            stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
+        }
+        fence_proxy_async();
+        __syncwarp();  // the slabs' 16 rows are complete before one lane stores them
+        if (store_lane)
+            Outputs::store(O_warp_map, head.query_box(first_row), work_tile.h(), head.query_batch(work_tile.b),
+                           slab_smem, slab, SLABS_PER_STORE);
+    }
+}
+
+// A consumer warpgroup: the mainloop and the epilogue of all work tiles, 64 query rows of each.
+__device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, unsigned lane, const View<const dtype>& Q,
+                                                   const View<const dtype>& K, const View<const dtype>& V,
+                                                   const View<dtype>& O, float* LSE, const TensorMap& O_warp_map, int H,
+                                                   int group, const Score& score) {
     const bool store_lane = lane == 0;
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
@@ -538,55 +585,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
             const SmemAddr bias_smem =
                 base + BIAS_AT + stage_of(pipe_index + j) * BIAS_BYTES + consumer * Biases::BYTES;
-#pragma unroll
-            for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
-                unsigned pair[4];  // 16 x 16 elements of the bias, in the layout of S
-                ldmatrix_x4(pair, bias_smem + Biases::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const float2 shift = unpack(pair[k]);
-                    const int i = 8 * step + 2 * k;
-                    S[i] = head.raw(S[i], at(i), shift.x);
-                    S[i + 1] = head.raw(S[i + 1], at(i + 1), shift.y);
-                }
+            if (BIAS_TILES) {
+                add_bias_tile(S, head, bias_smem, row, column, warp, lane);
+                release_K(j);
             }
-            if (BIAS_TILES) release_K(j);
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = head.raw(S[i], at(i));
-            const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
-            if (!at_begin && !at_end && tile.fully_visible) return;
-            const Range visible[2] = {head.keys(row, row + 1), head.keys(row + 8, row + 9)};
-            const int end[2] = {visible[0].end - column, visible[1].end - column};
-            const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
-            if (Head::BY_PAIR) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) pair_mask.clip(half, 2 * q, begin[half], end[half]);
-#pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!pair_mask.has(i)) S[i] = -INF;
-            } else if (Head::ELEMENT_MASK) {
-                unsigned visible_bits[2];
-                if (tile.fully_visible) {
-                    for (int half = 0; half < 2; ++half)
-                        visible_bits[half] = columns_before(end[half]) & ~columns_before(begin[half]);
-                } else {
-                    look_up_mask(visible_bits, head, row, column);
-                }
-#pragma unroll
-                for (int i = 0; i < BLOCK_N / 2; ++i)
-                    if (!(visible_bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
-            } else {
-                if (at_end) {
-#pragma unroll
-                    for (int i = 0; i < BLOCK_N / 2; ++i)
-                        if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-                }
-                if (at_begin) {
-#pragma unroll
-                    for (int i = 0; i < BLOCK_N / 2; ++i)
-                        if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
-                }
-            }
+            apply_mask(S, head, row, n0, q, fully_visible, tile.fully_visible, pair_mask);
         };
         const auto apply_dropout = [&](KeyTile tile) {
             Head::Kept kept[BLOCK_N / 16];
@@ -709,31 +714,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
             if (!SEPARATE_O && store_lane) mbarrier_arrive(empty_Q(base, consumer));
             continue;
         }
-        constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;
-#pragma unroll
-        for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {
-            if (slab >= O_SLABS) {
-                if (store_lane) tma_store_wait_read<O_SLABS - 1>();  // the slab that is overwritten has been read
-                __syncwarp();
-            }
-            const SmemAddr slab_smem = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
-#pragma unroll
-            for (int step = 4 * slab; step < min(4 * (slab + SLABS_PER_STORE), DV_PAD / 16); ++step) {
-                unsigned pair[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const int i = 8 * step + 2 * k;
-                    pair[k] = pack(softmax.O[i] * inverse_l[k % 2], softmax.O[i + 1] * inverse_l[k % 2]);
-                }
-                const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
-                stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
-            }
-            fence_proxy_async();
-            __syncwarp();  // the slabs' 16 rows are complete before one lane stores them
-            if (store_lane)
-                Outputs::store(O_warp_map, head.query_box(first_row), work_tile.h(), head.query_batch(work_tile.b),
-                               slab_smem, slab, SLABS_PER_STORE);
-        }
+        store_O(softmax, inverse_l, O_smem, O_warp_map, work_tile, head, first_row, lane, store_lane);
         if (!SEPARATE_O && store_lane) {
             tma_store_wait_read();
             mbarrier_arrive(empty_Q(base, consumer));
@@ -741,5 +722,56 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     }
     if (store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 
+}
+
+// Clears the tile counter. Programmatic dependent launch: fwd_wgmma starts meanwhile and waits before its first
+// atomicAdd.
+extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
+                                                                 const __grid_constant__ Score score) {
+    griddepcontrol_launch_dependents();
+    if (threadIdx.x == 0) *tile_counter = 0;
+#if RAGGED
+    const int b = threadIdx.x;  // prefetch the first offsets, which all blocks read at once
+    if (b <= score.sequences) {
+        prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
+        prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
+    }
+#endif
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
+    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
+    float* LSE,                                   // (B, H, Sq), contiguous
+    const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
+    const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ TensorMap O_warp_map, // boxes of 16 rows
+    const __grid_constant__ TensorMap bias_map,   // boxes of 64 rows, if BIAS_TILES
+    int H,
+    int heads,                                    // B * H
+    int group,                                    // H / Hk
+    const __grid_constant__ Score score,
+    unsigned* tile_counter) {                     // work tiles drawn so far, beyond the first of each block
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddr base = smem_address(smem);
+    if (threadIdx.x == 0) init_barriers(base);
+    if (Head::MAPPED) griddepcontrol_wait();  // the previous kernel writes the block map
+    __syncthreads();  // the mbarriers are initialised before they are used
+    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+
+    if (warp < 4) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp == 0 && elect()) load_KV(smem, K, V, K_map, V_map, bias_map, group, score);
+        else if (warp == 1 && elect()) load_Q(smem, Q, Q_map, score);
+        else if (warp == 2) schedule_work_tiles(smem, heads, H, group, tile_counter, score);
+        TIMELINE(done);
+        return;
+    }
+
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consumer_warpgroup(smem, warp, lane, Q, K, V, O, LSE, O_warp_map, H, group, score);
     TIMELINE(done);
 }
