@@ -30,8 +30,10 @@
 // 016_ragged.
 #define FALLBACK_INLINE __forceinline__
 #include "pipeline.cuh"
+#include "mask_wgmma.cuh"
 #include "non_finite.cuh"
 #include "score_mod.cuh"
+#include "softmax.cuh"
 #include "swizzle.cuh"
 #include "tile_scheduler.cuh"
 #include "block_sparse.cuh"
@@ -42,8 +44,6 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
-constexpr float P_SUM_LIMIT = 16384.0f;  // of one thread's P in a tile; P <= 16384 fits in fp16 (max 65504)
-constexpr float SCORE_LIMIT = 3e38f;     // replaces -m * scale while m is -INF: finite, near the largest float
 constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;  // the scheduler warp then needs more registers
 constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
@@ -56,9 +56,6 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
-constexpr int LOOKUP_BATCH = 8;  // scores per iteration of a mask lookup; with more, the addresses spill
-static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "whole batches per tile");
-static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "one bit per score of a thread's row in 32 bits");
 constexpr bool BIAS_TILES = BIAS & 8;
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
@@ -288,121 +285,6 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, 
 #endif
 }
 
-// In the accumulator, a thread has two of every 8 columns of a row. Bits of its columns before `end`, relative to its
-// first.
-__device__ __forceinline__ unsigned columns_before(int end) {
-    const int count = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
-    return count < 32 ? ~(~0u << count) : ~0u;
-}
-// Evaluates the mask of rows `row` and `row` + 8 in a rolled loop, so that its code is compiled once.
-__device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const Head& head, int row, int column) {
-    visible_bits[0] = visible_bits[1] = 0;
-#pragma unroll 1
-    for (int first = 0; first < BLOCK_N / 4; first += LOOKUP_BATCH / 2) {
-        unsigned batch[2] = {};
-#pragma unroll
-        for (int i = 0; i < LOOKUP_BATCH; ++i) {
-            const ScoreIndex at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
-            const unsigned visible = head.visible(at.query_row(), at.key_col());
-            batch[i / 2 % 2] |= visible << (i / 4 * 2 + i % 2);
-        }
-        visible_bits[0] |= batch[0] << first, visible_bits[1] |= batch[1] << first;
-    }
-}
-// A mask with one bit per (query, key): words of 32 keys for the thread's two rows.
-constexpr int WORDS = (BLOCK_N + 31) / 32;
-struct PairMask {
-    unsigned words[2][WORDS];
-    __device__ __forceinline__ void load(const Head& head, int row, int n0, bool fully_visible) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (fully_visible) for (unsigned& word : words[half]) word = ~0u;
-            else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
-        }
-    }
-    // Clears bits outside of begin .. end - 1; both are relative to the thread's first column.
-    __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
-        const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
-#pragma unroll
-        for (int k = 0; k < WORDS; ++k)
-            words[half][k] = words[half][k] >> column & before(end - 32 * k) &
-                             ~(Head::FIRST ? before(begin - 32 * k) : 0u);
-    }
-    __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
-};
-
-// Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
-struct SoftmaxState {
-    float O[DV_PAD / 2];
-    float m[2] = {-INF, -INF}, l[2] = {};  // m: maximum of the raw scores; l: this thread's part of the row sum
-
-    // m = max(m, row maximum of S).
-    __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
-        float lane_max[2] = {-INF, -INF};
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) lane_max[i / 2 % 2] = fmaxf(lane_max[i / 2 % 2], S[i]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(lane_max[half]));
-    }
-    // Updates m and rescales O and l.
-    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
-        const float m_old[2] = {m[0], m[1]};
-        float alpha[2];
-        update_max(S);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            alpha[half] = m_old[half] == m[half] ? 1.0f  // also of equal infinities, instead of NaN
-                                                 : ex2((m_old[half] - m[half]) * exponent);
-            l[half] *= alpha[half];
-        }
-#pragma unroll
-        for (int i = 0; i < DV_PAD / 2; ++i) O[i] *= alpha[i / 2 % 2];
-    }
-    // P = exp2((S - m) * exponent), `sum`: its row sums. True if a sum exceeds P_SUM_LIMIT: m must be raised.
-    __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                                 float exponent, float (&sum)[2]) const {
-        float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
-        // While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and exceeds the limit elsewhere.
-        const float shift[2] = {fminf(-m[0] * exponent, SCORE_LIMIT), fminf(-m[1] * exponent, SCORE_LIMIT)};
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2]));
-            const float p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
-            sums[i % 2][0] += p0;
-            sums[i % 2][1] += p1;
-            P[i / 4][i % 4] = pack(p0, p1);
-        }
-        sum[0] = sums[0][0] + sums[0][1];
-        sum[1] = sums[1][0] + sums[1][1];
-        return fmaxf(sum[0], sum[1]) > P_SUM_LIMIT;
-    }
-    // The same from S - m, which is exact at any magnitude. No sum exceeds the limit if m is the row maximum.
-    __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4],
-                                                             const float (&S)[BLOCK_N / 2], float exponent,
-                                                             float (&sum)[2]) const {
-        // All keys masked so far: P = 0, not NaN.
-        const float from[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};
-        sum[0] = sum[1] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2((S[2 * i] - from[i % 2]) * exponent);
-            const float p1 = ex2((S[2 * i + 1] - from[i % 2]) * exponent);
-            sum[i % 2] += p0 + p1;
-            P[i / 4][i % 4] = pack(p0, p1);
-        }
-    }
-    // Whether |m| of a row of the warp is so large that P must be computed from S - m.
-    __device__ __forceinline__ bool large(float exponent) const {
-        return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
-    }
-    __device__ __forceinline__ bool finite() const {
-        float zero[4] = {};  // four short dependency chains
-#pragma unroll
-        for (int i = 0; i < DV_PAD / 2; ++i) zero[i % 4] = fmaf(O[i], 0.0f, zero[i % 4]);
-        return (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0f;
-    }
-};
-
 // score_mod of S with its bias tile, 16 x 16 elements at a time; lane 4 g + q has rows g and g + 8 of the warp's 16.
 __device__ __forceinline__ void add_bias_tile(float (&S)[BLOCK_N / 2], const Head& head, SmemAddr bias_smem, int row,
                                               int column, unsigned warp, unsigned lane) {
@@ -417,47 +299,6 @@ __device__ __forceinline__ void add_bias_tile(float (&S)[BLOCK_N / 2], const Hea
             const int i = 8 * step + 2 * k;
             S[i] = head.raw(S[i], at(i), shift.x);
             S[i + 1] = head.raw(S[i + 1], at(i + 1), shift.y);
-        }
-    }
-}
-
-// Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
-// of the warp see; tile_visible: whether an element mask hides nothing in the tile.
-__device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
-                                           Range fully_visible, bool tile_visible, PairMask pair_mask) {
-    const int column = n0 + 2 * q;
-    const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
-    if (!at_begin && !at_end && tile_visible) return;
-    const Range visible[2] = {head.keys(row, row + 1), head.keys(row + 8, row + 9)};
-    const int end[2] = {visible[0].end - column, visible[1].end - column};
-    const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
-    if (Head::BY_PAIR) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) pair_mask.clip(half, 2 * q, begin[half], end[half]);
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i)
-            if (!pair_mask.has(i)) S[i] = -INF;
-    } else if (Head::ELEMENT_MASK) {
-        unsigned visible_bits[2];
-        if (tile_visible) {
-            for (int half = 0; half < 2; ++half)
-                visible_bits[half] = columns_before(end[half]) & ~columns_before(begin[half]);
-        } else {
-            look_up_mask(visible_bits, head, row, column);
-        }
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i)
-            if (!(visible_bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
-    } else {
-        if (at_end) {
-#pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i)
-                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-        }
-        if (at_begin) {
-#pragma unroll
-            for (int i = 0; i < BLOCK_N / 2; ++i)
-                if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
         }
     }
 }
@@ -676,7 +517,8 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
         const auto finalize_row_stats = [&] {  // overlaps with the last P V: LSE, 1 / l, the next work tile
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], row_sum<4>(softmax.l[half]));
+                const float l = row_sum<4>(softmax.l[half]);
+                const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], l);
                 inverse_l[half] = final_row.inverse;
                 const int query_row = first_row + 8 * half + g;
                 if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(work_tile.head) + query_row] = final_row.lse;

@@ -680,7 +680,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         dtype_o* const dst = scaled.query(O, epilogue_info.h, row) + 4 * q;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const FinalizedRow final_row = scaled.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], sum[half] * (1.0f / P_MAX));
+            const float l = sum[half] * (1.0f / P_MAX);
+            const FinalizedRow final_row = scaled.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], l);
             const float inverse = final_row.inverse * (1.0f / P_MAX);
             if (row + 8 * half >= scaled.Sq) continue;
             if (q == 0) lse[8 * half] = final_row.lse;

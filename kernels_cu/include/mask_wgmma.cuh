@@ -1,0 +1,92 @@
+// Masking of a wgmma accumulator of BLOCK_N columns: lane 4 g + q of a warp has rows g and g + 8 of 16, and columns 2q
+// and 2q + 1 of every 8.
+#pragma once
+#include "score_mod.cuh"
+
+constexpr int LOOKUP_BATCH = 8;  // scores per iteration of a mask lookup; with more, the addresses spill
+static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "whole batches per tile");
+static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "one bit per score of a thread's row in 32 bits");
+
+// In the accumulator, a thread has two of every 8 columns of a row. Bits of its columns before `end`, relative to its
+// first.
+__device__ __forceinline__ unsigned columns_before(int end) {
+    const int count = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
+    return count < 32 ? ~(~0u << count) : ~0u;
+}
+// Evaluates the mask of rows `row` and `row` + 8 in a rolled loop, so that its code is compiled once.
+__device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const Head& head, int row, int column) {
+    visible_bits[0] = visible_bits[1] = 0;
+#pragma unroll 1
+    for (int first = 0; first < BLOCK_N / 4; first += LOOKUP_BATCH / 2) {
+        unsigned batch[2] = {};
+#pragma unroll
+        for (int i = 0; i < LOOKUP_BATCH; ++i) {
+            const ScoreIndex at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
+            const unsigned visible = head.visible(at.query_row(), at.key_col());
+            batch[i / 2 % 2] |= visible << (i / 4 * 2 + i % 2);
+        }
+        visible_bits[0] |= batch[0] << first, visible_bits[1] |= batch[1] << first;
+    }
+}
+// A mask with one bit per (query, key): words of 32 keys for the thread's two rows.
+constexpr int WORDS = (BLOCK_N + 31) / 32;
+struct PairMask {
+    unsigned words[2][WORDS];
+    __device__ __forceinline__ void load(const Head& head, int row, int n0, bool fully_visible) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (fully_visible) for (unsigned& word : words[half]) word = ~0u;
+            else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
+        }
+    }
+    // Clears bits outside of begin .. end - 1; both are relative to the thread's first column.
+    __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
+        const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k)
+            words[half][k] = words[half][k] >> column & before(end - 32 * k) &
+                             ~(Head::FIRST ? before(begin - 32 * k) : 0u);
+    }
+    __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
+};
+
+// Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
+// of the warp see; tile_visible: whether an element mask hides nothing in the tile.
+__device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
+                                           Range fully_visible, bool tile_visible, PairMask pair_mask) {
+    const int column = n0 + 2 * q;
+    const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
+    if (!at_begin && !at_end && tile_visible) return;
+    const Range visible[2] = {head.keys(row, row + 1), head.keys(row + 8, row + 9)};
+    const int end[2] = {visible[0].end - column, visible[1].end - column};
+    const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
+    if (Head::BY_PAIR) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) pair_mask.clip(half, 2 * q, begin[half], end[half]);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i)
+            if (!pair_mask.has(i)) S[i] = -INF;
+    } else if (Head::ELEMENT_MASK) {
+        unsigned visible_bits[2];
+        if (tile_visible) {
+            for (int half = 0; half < 2; ++half)
+                visible_bits[half] = columns_before(end[half]) & ~columns_before(begin[half]);
+        } else {
+            look_up_mask(visible_bits, head, row, column);
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i)
+            if (!(visible_bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
+    } else {
+        if (at_end) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+        }
+        if (at_begin) {
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 2; ++i)
+                if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+        }
+    }
+}

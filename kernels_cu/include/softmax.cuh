@@ -1,0 +1,80 @@
+// Online softmax of a wgmma accumulator, with deferred rescaling: P is computed with the maximum m of the row's first
+// tile, and m is raised only if the sum of a tile's P exceeds P_SUM_LIMIT.
+#pragma once
+#include "score_mod.cuh"
+
+constexpr float P_SUM_LIMIT = 16384.0f;  // of one thread's P in a tile; P <= 16384 fits in fp16 (max 65504)
+constexpr float SCORE_LIMIT = 3e38f;     // replaces -m * scale while m is -INF: finite, near the largest float
+
+// Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
+struct SoftmaxState {
+    static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
+    float O[O_REGISTERS];
+    float m[2] = {-INF, -INF}, l[2] = {};  // m: maximum of the raw scores; l: this thread's part of the row sum
+
+    // m = max(m, row maximum of S).
+    __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
+        float lane_max[2] = {-INF, -INF};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) lane_max[i / 2 % 2] = fmaxf(lane_max[i / 2 % 2], S[i]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(lane_max[half]));
+    }
+    // Updates m and rescales O and l.
+    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
+        const float m_old[2] = {m[0], m[1]};
+        float alpha[2];
+        update_max(S);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            alpha[half] = m_old[half] == m[half] ? 1.0f  // also of equal infinities, instead of NaN
+                                                 : ex2((m_old[half] - m[half]) * exponent);
+            l[half] *= alpha[half];
+        }
+#pragma unroll
+        for (int i = 0; i < O_REGISTERS; ++i) O[i] *= alpha[i / 2 % 2];
+    }
+    // P = exp2((S - m) * exponent), `sum`: its row sums. True if a sum exceeds P_SUM_LIMIT: m must be raised.
+    __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
+                                                 float exponent, float (&sum)[2]) const {
+        float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
+        // While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and exceeds the limit elsewhere.
+        const float shift[2] = {fminf(-m[0] * exponent, SCORE_LIMIT), fminf(-m[1] * exponent, SCORE_LIMIT)};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) {
+            const float p0 = ex2(fmaf(S[2 * i], exponent, shift[i % 2]));
+            const float p1 = ex2(fmaf(S[2 * i + 1], exponent, shift[i % 2]));
+            sums[i % 2][0] += p0;
+            sums[i % 2][1] += p1;
+            P[i / 4][i % 4] = pack(p0, p1);
+        }
+        sum[0] = sums[0][0] + sums[0][1];
+        sum[1] = sums[1][0] + sums[1][1];
+        return fmaxf(sum[0], sum[1]) > P_SUM_LIMIT;
+    }
+    // The same from S - m, which is exact at any magnitude. No sum exceeds the limit if m is the row maximum.
+    __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4],
+                                                             const float (&S)[BLOCK_N / 2], float exponent,
+                                                             float (&sum)[2]) const {
+        // All keys masked so far: P = 0, not NaN.
+        const float from[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) {
+            const float p0 = ex2((S[2 * i] - from[i % 2]) * exponent);
+            const float p1 = ex2((S[2 * i + 1] - from[i % 2]) * exponent);
+            sum[i % 2] += p0 + p1;
+            P[i / 4][i % 4] = pack(p0, p1);
+        }
+    }
+    // Whether |m| of a row of the warp is so large that P must be computed from S - m.
+    __device__ __forceinline__ bool large(float exponent) const {
+        return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
+    }
+    __device__ __forceinline__ bool finite() const {
+        float zero[4] = {};  // four short dependency chains
+#pragma unroll
+        for (int i = 0; i < O_REGISTERS; ++i) zero[i % 4] = fmaf(O[i], 0.0f, zero[i % 4]);
+        return (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0f;
+    }
+};
