@@ -33,10 +33,12 @@ template <class T>
 __device__ __forceinline__ unsigned pack4(float x0, float x1, float x2, float x3) {
     unsigned packed;
     if (IS_E5M2<T>)
-        asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\ncvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+        asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+            "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
             "mov.b32 %0, {low, high};\n}" : "=r"(packed) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     else
-        asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+            "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
             "mov.b32 %0, {low, high};\n}" : "=r"(packed) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     return packed;
 }
@@ -56,8 +58,12 @@ __device__ __forceinline__ void mma_m16n8k32(float (&c)[4], const unsigned (&a)[
 
 // Input: results of ldmatrix_x4_trans for keys 2q, 2q + 1, and for the keys 8 further, each with columns 2g and 2g + 1.
 // Output: four keys of the even or odd column, in the order SLOTS.
-__device__ __forceinline__ unsigned even_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x6420); }
-__device__ __forceinline__ unsigned odd_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x7531); }
+__device__ __forceinline__ unsigned even_column(unsigned keys, unsigned keys_8) {
+    return __byte_perm(keys, keys_8, 0x6420);
+}
+__device__ __forceinline__ unsigned odd_column(unsigned keys, unsigned keys_8) {
+    return __byte_perm(keys, keys_8, 0x7531);
+}
 
 // For 16-bit products with V. pack_halves: two floats as halves, the first in the low half of the register.
 // columns_as_halves: the even and the odd column of an ldmatrix_x4_trans result as pairs of halves (exact).
@@ -70,10 +76,12 @@ template <class T>
 __device__ __forceinline__ void columns_as_halves(unsigned keys, unsigned& even, unsigned& odd) {
     const unsigned columns = __byte_perm(keys, 0, 0x3120);
     if (IS_E5M2<T>)
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+            "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
             : "=r"(even), "=r"(odd) : "r"(columns));
     else
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
             : "=r"(even), "=r"(odd) : "r"(columns));
 }
 

@@ -1,9 +1,8 @@
 // Wrappers of the warpgroup MMA of float8. The CPU backend has the same functions in
 // sandbox/cpu/include/fp8_hopper.cuh.
 //
-// A step of wgmma is 32 deep, and both operands are read K-major from shared memory, or A from registers: there is no
-// transposition on the way. What it adds up has some 14 bits: sums of many steps are to be taken on in fp32 by the
-// caller.
+// A step is 32 deep. B is read K-major from shared memory; A, too, or from registers. There are no transposed operands.
+// The accumulation has about 14 bits: callers accumulate long sums in fp32.
 #pragma once
 #include <hopper.cuh>
 #include "fp8.cuh"
@@ -21,11 +20,13 @@ struct Wgmma8;  // operands of type T, R = N / 2 accumulators per thread
                          ", accumulate, 1, 1;\n}" \
                          : OUT : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate))); \
         } \
-        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, bool accumulate) { \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, \
+                                                  bool accumulate) { \
             asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" LIST "}, {" X0 ", " X1 ", " X2 \
                          ", " X3 "}, " X4 ", accumulate, 1, 1;\n}" \
-                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "r"(static_cast<int>(accumulate))); \
+                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), \
+                                 "r"(static_cast<int>(accumulate))); \
         } \
     };
 #define OUT(...) __VA_ARGS__

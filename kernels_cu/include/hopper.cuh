@@ -84,11 +84,13 @@ __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int 
                                             SmemAddr barrier) {
 #if RAGGED
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS) : "memory");
 #else
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
 #endif
 }
@@ -114,7 +116,8 @@ __device__ __forceinline__ void store_floats(SmemAddr to, float x0, float x1, fl
 
 // Adds, or stores, a lane's four floats of add_fragment at its own address in global memory.
 __device__ __forceinline__ void add_floats(float* to, const float (&x)[4]) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
@@ -129,7 +132,8 @@ __device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigne
 
 // The same, but overwrites.
 __device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
 // Waits until this thread's bulk groups have read shared memory, except for the PENDING newest ones.
@@ -168,7 +172,8 @@ __device__ __forceinline__ unsigned counter_load(const unsigned* counter) {
     return arrived;
 }
 __device__ __forceinline__ void counter_arrive_acquire(unsigned* counter) {
-    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;" ::"l"(counter) : "memory");
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;"
+                 ::"l"(counter) : "memory");
 }
 // Adds one and returns the previous value; acquire, as counter_wait.
 __device__ __forceinline__ unsigned counter_fetch_add(unsigned* counter) {
@@ -183,7 +188,9 @@ __device__ __forceinline__ unsigned counter_fetch_add(unsigned* counter) {
 // Matrix descriptor of wgmma: a matrix in shared memory. Created by swizzle.cuh.
 struct Descriptor {
     unsigned low, high;
-    __device__ __forceinline__ unsigned long long bits() const { return static_cast<unsigned long long>(high) << 32 | low; }
+    __device__ __forceinline__ unsigned long long bits() const {
+        return static_cast<unsigned long long>(high) << 32 | low;
+    }
 };
 constexpr unsigned SWIZZLE_128B = 1u << 30;
 
@@ -228,7 +235,8 @@ __device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
 
 // Each row of the table below is one width N of wgmma: N / 2 accumulators, then the numbers of the other operands.
 #define D8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+    "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D16(i) D8(i), D8(i + 8)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
@@ -269,7 +277,8 @@ struct Wgmma;  // R = N / 2 accumulators per thread
                                  "n"(B_TRANSPOSED)); \
         } \
         template <int TRANSPOSED> \
-        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, bool accumulate) { \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, \
+                                                  bool accumulate) { \
             asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5 ", 0;\n" \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1 ", " X2 \
                          ", " X3 "}, " X4 ", accumulate, 1, 1, " X6 ";\n}" \
@@ -313,7 +322,8 @@ __device__ __forceinline__ void wgmma(float (&d)[R], const unsigned (&a)[4], Des
 // True in one lane of the warp.
 __device__ __forceinline__ bool elect() {
     unsigned elected;
-    asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.b32 %0, 1, 0, elected;\n}" : "=r"(elected));
+    asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.b32 %0, 1, 0, elected;\n}"
+                 : "=r"(elected));
     return elected;
 }
 
@@ -355,7 +365,8 @@ __device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threa
 __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, bool predicate) {
     unsigned any;
     asm volatile(
-        "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %3, 0;\nbar.red.or.pred any, %1, %2, mine;\nselp.b32 %0, 1, 0, any;\n}"
+        "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %3, 0;\n"
+        "bar.red.or.pred any, %1, %2, mine;\nselp.b32 %0, 1, 0, any;\n}"
         : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(predicate)) : "memory");
     return uniform(any);
 }

@@ -23,7 +23,9 @@ struct Swizzled {
     static_assert(ROWS % 8 == 0, "the swizzle repeats every 8 rows");
 
     static __device__ __forceinline__ Descriptor k_major(SmemAddr tile) { return make_descriptor(tile, 0, 1024); }
-    static __device__ __forceinline__ Descriptor mn_major(SmemAddr tile) { return make_descriptor(tile, SLAB_BYTES, 1024); }
+    static __device__ __forceinline__ Descriptor mn_major(SmemAddr tile) {
+        return make_descriptor(tile, SLAB_BYTES, 1024);
+    }
 
     // Offset in bytes of step `i`, of 16 columns or of 16 rows.
     static constexpr __device__ unsigned k_step(int i) { return i / 4 * SLAB_BYTES + i % 4 * 32; }
@@ -44,15 +46,15 @@ struct Swizzled {
             tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
     // Loads a tile that begins at a column; its bytes are already expected by the barrier.
-    static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h, int b,
-                                                     SmemAddr barrier) {
+    static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h,
+                                                     int b, SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
     // Stores rows s .. s + ROWS - 1: `slabs` slabs from slab `first` on, from shared memory at `from`.
-    static __device__ __forceinline__ void store(const TensorMap& map, int s, int h, int b, SmemAddr from, int first = 0,
-                                                 int slabs = SLABS) {
+    static __device__ __forceinline__ void store(const TensorMap& map, int s, int h, int b, SmemAddr from,
+                                                 int first = 0, int slabs = SLABS) {
 
 #pragma unroll
         for (int slab = first; slab < min(first + slabs, SLABS); ++slab)

@@ -24,8 +24,10 @@ inline void mma_m16n8k32(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
         float sum = 0.0f;
         for (int k = 0; k < 32; ++k) {  // element k of a row is in lane k % 16 / 4, register k / 16, byte k % 4
             const int place = 32 * (k / 16) + 8 * (k % 4);
-            const uint64_t row = all[i / 2][4 * g + k % 16 / 4] >> place, col = all[2][4 * (2 * q + i % 2) + k % 16 / 4] >> place;
-            sum += to_float(cpu::bits<T>(static_cast<unsigned char>(row))) * to_float(cpu::bits<T>(static_cast<unsigned char>(col)));
+            const uint64_t row = all[i / 2][4 * g + k % 16 / 4] >> place;
+            const uint64_t col = all[2][4 * (2 * q + i % 2) + k % 16 / 4] >> place;
+            sum += to_float(cpu::bits<T>(static_cast<unsigned char>(row))) *
+                   to_float(cpu::bits<T>(static_cast<unsigned char>(col)));
         }
         c[i] += sum;
     }
@@ -34,7 +36,9 @@ inline void mma_m16n8k32(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
 inline unsigned even_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x6420); }
 inline unsigned odd_column(unsigned keys, unsigned keys_8) { return __byte_perm(keys, keys_8, 0x7531); }
 
-inline unsigned pack_halves(float low, float high) { return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16; }
+inline unsigned pack_halves(float low, float high) {
+    return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16;
+}
 template <class T>
 inline void columns_as_halves(unsigned keys, unsigned& even, unsigned& odd) {
     const auto number = [&](int byte) { return to_float(cpu::bits<T>(static_cast<unsigned char>(keys >> 8 * byte))); };

@@ -47,7 +47,8 @@ inline void bulk_store(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_bulk_store(to, from, bytes, false, site);
 }
 inline void store_floats(SmemAddr to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
-    if (reinterpret_cast<uint64_t>(to) % 16) cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
+    if (reinterpret_cast<uint64_t>(to) % 16)
+        cpu::sandbox_trap("store_floats to an address that is not a multiple of 16", site);
     *reinterpret_cast<float4*>(to) = make_float4(x0, x1, x2, x3);
     cpu::sandbox_generic_write(to, 16);
 }
@@ -153,7 +154,8 @@ namespace cpu {
 inline void store_matrices(SmemAddr row, const unsigned (&mine)[4], bool transposed, Site site) {
     if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("stmatrix to an address that is not a multiple of 16", site);
     uint64_t rows[32];
-    memcpy(rows, sandbox_collective(Collective::stmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site), sizeof rows);
+    memcpy(rows, sandbox_collective(Collective::stmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site),
+           sizeof rows);
     const unsigned g = sandbox_self->lane / 4, q = sandbox_self->lane % 4;
     for (unsigned matrix = 0; matrix < 4; ++matrix)
         for (unsigned i = 0; i < 2; ++i) {
