@@ -1,25 +1,24 @@
-// Rung 1: attention forward, one thread per query row.
+// Rung 1: attention forward, one thread per query row. FlashAttention-2's Algorithm 1 (arXiv:2307.08691).
+// sandbox/reference/flash.py (flash2) has the same loops in NumPy.
 //
-// Thread t of a block owns query row m0 + t and needs no other row's numbers, but all threads read the same keys and
-// values, so the block loads each K/V tile once. A row's Q and O, HEAD_DIM + HEAD_DIM_V floats, do not fit into registers
-// at 256 columns each; they live in shared memory, transposed, so that the 32 rows of a warp fall into 32 banks:
+// Thread t of a block computes query row m0 + t. All threads read the same keys and values, so the block loads each K/V
+// tile into shared memory once. Q and O of a row are HEAD_DIM + HEAD_DIM_V floats, too many for registers at 256 columns:
+// they are in shared memory, transposed, so that the 32 rows of a warp are in 32 different banks.
 //
-//   Q_smem, O_smem [columns][BLOCK_M]    column t belongs to thread t alone: no barrier
+//   Q_smem, O_smem [columns][BLOCK_M]    only thread t uses column t: no barrier
 //   K_smem, V_smem [BLOCK_N][columns]    all threads read the same word: a broadcast
-//
-// FlashAttention-2's Algorithm 1 (arXiv:2307.08691); read it beside flash2 in sandbox/reference/flash.py.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N), "spec and kernel disagree on shared memory");
 
-extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few blocks fit, registers may be many
-    View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: one block per SM may use all registers
+    View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
     View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
     View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,           // (B, H, Sq), contiguous
-    int group,            // H / Hk: so many query heads share a key/value head
+    float* LSE,             // (B, H, Sq), contiguous
+    int group,              // H / Hk: query heads per key/value head
     Score score) {
     extern __shared__ __align__(16) float smem[];
     float* Q_smem = smem;
@@ -42,10 +41,10 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
         __syncthreads();  // every row has used the previous K/V tile before it is overwritten
         load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, head.Sk, t);
         load_tile<BLOCK_N, BLOCK_M, HEAD_DIM_V>(V_smem, V, b, h / group, n0, head.Sk, t);
-        __syncthreads();  // the tile is whole before any row reads it
+        __syncthreads();  // the tile is complete before any row reads it
 
         float S_rmem[BLOCK_N] = {};
-#pragma unroll 1  // the loops over j are unrolled; unrolling this one too spills
+#pragma unroll 1  // the loops over j are unrolled; unrolling this one as well spills
         for (int d = 0; d < HEAD_DIM; ++d) {
             const float q = Q_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j) S_rmem[j] += q * K_smem[j * HEAD_DIM + d];
@@ -55,22 +54,21 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: few
             S_rmem[j] = head.masked(S_rmem[j], query_row, n0 + j);
             m_new = fmaxf(m_new, S_rmem[j]);
         }
-        const float shift = m_new == -INF ? 0.0f : m_new;  // no key seen yet: exp(-INF - 0) is 0, not NaN
+        const float shift = m_new == -INF ? 0.0f : m_new;  // no visible key yet: exp(-INF - 0) is 0, not NaN
         const float alpha = expf(m - shift);
         for (int j = 0; j < BLOCK_N; ++j) {
             S_rmem[j] = expf(S_rmem[j] - shift);  // P
             row_sum += S_rmem[j];
-            if (!head.keep(query_row, n0 + j)) S_rmem[j] = 0.0f;
+            if (!head.keep(query_row, n0 + j)) S_rmem[j] = 0.0f;  // dropout
         }
         l = alpha * l + row_sum;
         m = m_new;
-        const unsigned long long seen = head.visible_bits<BLOCK_N>(query_row, n0, true);
+        const unsigned long long bits = head.visible_bits<BLOCK_N>(query_row, n0, true);
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
-            for (int j = 0; j < BLOCK_N; ++j)  // a hidden key's P is 0, but 0 * NaN would let its value through; beyond Sk are zeros
-                if (!Head::HIDES || (Head::ELEMENT_MASK ? seen >> j & 1 : head.visible(query_row, n0 + j)))
-                    o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
+            for (int j = 0; j < BLOCK_N; ++j)  // skips masked keys: their P is 0, but 0 * NaN is NaN
+                if (head.visible(bits, j, query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }
     }

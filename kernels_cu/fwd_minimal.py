@@ -17,7 +17,9 @@ kernel = Kernel(
     block=lambda t: (t.BLOCK_M, 1, 1),
     smem_bytes=lambda p, t: 4 * (p.D + p.Dv) * (t.BLOCK_M + t.BLOCK_N),
     check_tile=lambda p, t, arch: (
-        None if t.BLOCK_M <= 1024 else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one a row"
+        None
+        if t.BLOCK_M <= 1024
+        else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one per query row"
     ),
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

@@ -1,14 +1,14 @@
-// What time it is, where, and who is there, for marks (timeline.cuh). The CPU backend has a twin of this file.
+// Clocks and SM index for timeline marks (timeline.cuh). The CPU backend has its own version of this file.
 #pragma once
 
-// Cycles of this SM's clock, the low 32 bits. No memory access is moved across.
+// The low 32 bits of this SM's cycle counter. The compiler does not move memory accesses across the call.
 __device__ __forceinline__ unsigned sm_clock() {
     unsigned cycles;
     asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
     return cycles;
 }
 
-// Nanoseconds of a clock that all SMs share; it advances in steps of 32 or more.
+// Nanoseconds of the global timer, which all SMs share; its resolution is 32 ns or more.
 __device__ __forceinline__ unsigned long long shared_clock() {
     unsigned long long nanoseconds;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
@@ -21,10 +21,10 @@ __device__ __forceinline__ unsigned sm_index() {
     return index;
 }
 
-// Whether this lane writes a mark: all that are here do, the same to the same place, which is one access to memory.
+// Whether this lane writes the mark. All active lanes do: the same value to the same address is one memory access.
 __device__ __forceinline__ constexpr bool marks_here() { return true; }
 
-// A mark's four bytes, to global memory, AT bytes behind an address; nobody waits for them.
+// Stores a mark to global memory at address + AT.
 template <unsigned AT>
 __device__ __forceinline__ void write_mark(unsigned long long address, unsigned clock) {
     asm volatile("st.global.u32 [%0 + %1], %2;" ::"l"(address), "n"(AT), "r"(clock) : "memory");

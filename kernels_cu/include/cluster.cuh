@@ -1,18 +1,19 @@
-// A team: CLUSTER blocks, neighbours along x, that run at one time and read and write each other's shared memory (CUDA: a thread block
-// cluster, from compute capability 9.0 on). With CLUSTER = 1 a block is alone and all of this is nothing.
+// Thread block clusters (compute capability 9.0): CLUSTER blocks, adjacent along x, run at the same time and access each other's
+// shared memory (DSMEM). With CLUSTER = 1 these functions do nothing, except that cluster_sync is __syncthreads.
 //
-//   cluster_arrive();                              this block has begun: from now on it has shared memory
+//   cluster_arrive();                         this block has started
 //   ...
-//   cluster_wait();                              all of the team have
-//   map_shared_rank(inbox, member)[i] = x;
-//   cluster_sync();                            what they have written is there
+//   cluster_wait();                           all blocks of the cluster have started: their shared memory may be accessed
+//   map_shared_rank(pointer, rank)[i] = x;    a store to DSMEM
+//   cluster_sync();                           the stores of all blocks are visible
 #pragma once
 #include "tensor.cuh"
 
-// Which of the team this block is.
+// This block's rank in its cluster.
 __device__ __forceinline__ unsigned cluster_cta_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
-// Says that this block has begun, and waits for nobody; and waits until all of the team have said so. Once each, before any cluster_sync.
+// Arrives at the cluster barrier without waiting; waits until all blocks of the cluster have arrived. Call each once, before any
+// cluster_sync.
 __device__ __forceinline__ void cluster_arrive() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -24,7 +25,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Waits for all threads of the team; what they have written to shared memory is there. Nobody may leave while others use its memory.
+// Waits for all threads of the cluster; their stores to shared memory are then visible. A block must not exit while other blocks
+// access its shared memory.
 __device__ __forceinline__ void cluster_sync() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -33,14 +35,14 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Where the block of that number in its team has what lies at `own` in this block's shared memory.
+// The address in the shared memory of block `rank` that corresponds to `local` in this block's.
 template <class T>
-__device__ __forceinline__ T* map_shared_rank(T* own, unsigned member) {
+__device__ __forceinline__ T* map_shared_rank(T* local, unsigned rank) {
 #if CLUSTER > 1
-    T* there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(member));
-    return there;
+    T* remote;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(local), "r"(rank));
+    return remote;
 #else
-    return own;
+    return local;
 #endif
 }

@@ -1,22 +1,22 @@
-// Which elements of P dropout keeps: a pure function of the seed and of (b, h, i, j), the same in every kernel and tile. The
-// definition, in NumPy: sandbox/reference/dropout.py.
+// Dropout: which elements of P are kept, as a pure function of the seed and of (b, h, i, j): the same in every kernel and tile.
+// sandbox/reference/dropout.py is the definition in NumPy.
 //
-// One call of Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") serves the eight elements of
-// a 16 x 16 block of (query, key) space that one lane holds in the accumulators of two neighbouring m16n8 products. Packed to
-// 16 bits these are the four registers of an A operand, two neighbours each, and its four words belong to them one to one:
+// One call of Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") gives random bits for the eight
+// elements of a 16 x 16 block of P that one lane has in the accumulators of two adjacent m16n8 MMAs. Packed to 16 bits, these
+// elements are the four registers of an A operand. Word k of the call belongs to register k, 16 bits per element:
 //
 // clang-format off
 //   queries along rows (forward)              keys along rows (backward: S^T)
-//     word 0: row g,     keys 2q, 2q+1          element (g, 2q) of S^T belongs to lane 4 (2q) + g / 2, its right neighbour to
-//     word 1: row g + 8, keys 2q, 2q+1          the lane of 2q + 1; half-word g % 2. So lanes g and g ^ 1 need the same two
-//     word 2: row g,     keys 2q+8, 2q+9        calls, the one all low, the other all high half-words: each makes one call,
-//     word 3: row g + 8, keys 2q+8, 2q+9        and they exchange halves.
+//     word 0: row g,     keys 2q, 2q+1          the bits of element (g, 2q) of S^T are drawn by lane 4 (2q) + g / 2, those of
+//     word 1: row g + 8, keys 2q, 2q+1          (g, 2q + 1) by lane 4 (2q + 1) + g / 2; half-word g % 2. Lanes g and g ^ 1 need
+//     word 2: row g,     keys 2q+8, 2q+9        the same two calls: one uses all low, the other all high half-words. Each lane
+//     word 3: row g + 8, keys 2q+8, 2q+9        makes one call, and the two lanes exchange half-words.
 // clang-format on
 #pragma once
-#include <ptx.cuh>  // along the include path: on the CPU backend its twin
+#include <ptx.cuh>  // the CPU backend has its own
 
-// N counters of four words, in place, under one key: round by round, so that a round's key serves all of them. A round takes
-// two wide multiplications and two exclusive ors of three.
+// Philox 4x32-10 of N counters of four words, in place, with the seed as key. The N calls run in lockstep and share the round keys.
+// A round is two wide multiplications and two three-input XORs.
 template <int N>
 __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long long seed) {
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
@@ -35,11 +35,11 @@ __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long
     }
 }
 
-// Which of a lane's elements of a 16 x 16 block are kept: two in each register of the A operand.
+// The keep mask of a lane's elements of a 16 x 16 block: two elements in each register of the A operand.
 struct KeepMask {
-    unsigned word[4], least;
+    unsigned word[4], threshold;
 
-    // What is left of register i, two elements packed to 16 bits. Two predicated instructions; with `mask` it takes three.
+    // Register i, two 16-bit elements, with dropped elements set to 0. Two predicated instructions; `mask` and an AND take three.
     __device__ __forceinline__ unsigned apply(int i, unsigned packed) const {
         if (!keep_low(i)) packed &= 0xffff0000u;
         if (!keep_high(i)) packed &= 0x0000ffffu;
@@ -50,69 +50,69 @@ struct KeepMask {
         return (keep_low(i) ? 0x0000ffffu : 0) | (keep_high(i) ? 0xffff0000u : 0);
     }
 
-    // Whether element `which` of register i is kept, the one in the low half or the other.
+    // Whether element `which` of register i is kept; 0: low half, 1: high half.
     __device__ __forceinline__ bool keep(int i, int which) const { return which ? keep_high(i) : keep_low(i); }
 
   private:
-    __device__ __forceinline__ bool keep_low(int i) const { return word[i] << 16 >= least; }
-    __device__ __forceinline__ bool keep_high(int i) const { return word[i] >= least; }
+    __device__ __forceinline__ bool keep_low(int i) const { return word[i] << 16 >= threshold; }
+    __device__ __forceinline__ bool keep_high(int i) const { return word[i] >= threshold; }
 };
 
-// Where nothing is dropped.
+// Without dropout.
 struct KeepAll {
     __device__ __forceinline__ unsigned apply(int, unsigned packed) const { return packed; }
     __device__ __forceinline__ unsigned mask(int) const { return ~0u; }
     __device__ __forceinline__ bool keep(int, int) const { return true; }
 };
 
-// Dropout in head h of batch entry b. An element is kept where its 16 bits reach `least`, shifted up by 16.
+// Dropout of head h of batch entry b. An element is kept if its 16 random bits << 16 are at threshold `threshold`.
 struct Dropout {
     const unsigned long long* seed;
-    unsigned least, h, b;
+    unsigned threshold, h, b;
 
     // Whether element (i, j) is kept.
     __device__ __forceinline__ bool keep(unsigned i, unsigned j) const {
         unsigned words[1][4];
         draw(words, i, j, i % 8 * 4 + j % 8 / 2);
-        const unsigned left = i & 8 ? words[0][1] : words[0][0], right = i & 8 ? words[0][3] : words[0][2];
-        const unsigned word = j & 8 ? right : left;
-        return (j & 1 ? word : word << 16) >= least;
+        const unsigned low_keys = i & 8 ? words[0][1] : words[0][0], high_keys = i & 8 ? words[0][3] : words[0][2];
+        const unsigned word = j & 8 ? high_keys : low_keys;
+        return (j & 1 ? word : word << 16) >= threshold;
     }
 
-    // Of N blocks side by side, the first at (i, j), multiples of 16: this lane's elements in operands with queries along rows.
+    // Keep masks of N adjacent blocks, the first at (i, j), multiples of 16: this lane's elements with queries along rows.
     template <int N>
     __device__ __forceinline__ void along_queries(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         unsigned words[N][4];
         draw(words, i, j, thread_index_x() % 32);
 #pragma unroll
-        for (int n = 0; n < N; ++n) kept[n] = {{words[n][0], words[n][1], words[n][2], words[n][3]}, least};
+        for (int n = 0; n < N; ++n) kept[n] = {{words[n][0], words[n][1], words[n][2], words[n][3]}, threshold};
     }
 
-    // The same with keys along rows. Every lane of the warp has to ask.
+    // The same with keys along rows. A warp collective.
     template <int N>
     __device__ __forceinline__ void along_keys(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         const unsigned thread = thread_index_x(), g = thread % 32 / 4, q = thread % 4;
         unsigned words[N][4];
         draw(words, i, j, (2 * q + g % 2) * 4 + g / 2);
-        const unsigned low = 0x5410, high = 0x7632;  // both words' low, or high, half-words
+        const unsigned low = 0x5410, high = 0x7632;  // selectors of __byte_perm: the low, or high, half-words of both words
         const unsigned own = g % 2 ? high : low, other = g % 2 ? low : high;
-        const unsigned first = g % 2 ? 0x1054 : 0x5410, second = g % 2 ? 0x3276 : 0x7632;  // own half-words: of query 2q + g % 2
+        const unsigned first = g % 2 ? 0x1054 : 0x5410, second = g % 2 ? 0x3276 : 0x7632;  // own bits belong to query 2q + g % 2
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            kept[n].least = least;
+            kept[n].threshold = threshold;
 #pragma unroll
             for (int k = 0; k < 2; ++k) {  // keys g + 8k
-                const unsigned a = words[n][2 * k], b = words[n][2 * k + 1];  // of queries from 0, from 8 on
-                const unsigned mine = __byte_perm(a, b, own);
-                const unsigned theirs = __shfl_xor_sync(0xffffffffu, __byte_perm(a, b, other), 4);
-                kept[n].word[k] = __byte_perm(mine, theirs, first);
-                kept[n].word[k + 2] = __byte_perm(mine, theirs, second);
+                const unsigned a = words[n][2 * k], b = words[n][2 * k + 1];  // queries 0 .. 7, queries 8 .. 15
+                const unsigned used = __byte_perm(a, b, own);
+                const unsigned received = __shfl_xor_sync(0xffffffffu, __byte_perm(a, b, other), 4);
+                kept[n].word[k] = __byte_perm(used, received, first);
+                kept[n].word[k + 2] = __byte_perm(used, received, second);
             }
         }
     }
 
   private:
-    // What lane `lane` draws for N blocks side by side.
+    // The random words of lane `lane` for N adjacent blocks.
     template <int N>
     __device__ __forceinline__ void draw(unsigned (&words)[N][4], unsigned i, unsigned j, unsigned lane) const {
 #pragma unroll

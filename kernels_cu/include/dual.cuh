@@ -1,14 +1,14 @@
-// What a score's expression is written in: `Real`, and for a backward a Dual, which knows its own derivative. Rules of
-// forward differentiation: Griewank and Walther, Evaluating Derivatives (2008), chapter 3.
+// Number types of score expressions: `Real`, and for the backward `Dual`, a value with its derivative (forward-mode automatic
+// differentiation: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3).
 #pragma once
-#include <ptx.cuh>  // along the include path: on the CPU backend its twin
+#include <ptx.cuh>  // the CPU backend has its own
 
 #ifndef REAL
-#define REAL float  // the truth, on the host, is computed with double
+#define REAL float  // the host computes the reference in double
 #endif
 using Real = REAL;
 
-// A value and its derivative with respect to one variable. Constants mix with it as they are: their derivative is 0.
+// A value and its derivative with respect to one variable. Real operands are constants: their derivative is 0.
 struct Dual {
     Real value, derivative;
 
@@ -44,18 +44,18 @@ DUAL_FN Dual operator/(Real a, Dual b) {
 COMPARE(<) COMPARE(<=) COMPARE(>) COMPARE(>=) COMPARE(==) COMPARE(!=)
 #undef COMPARE
 
-// The functions that an expression may call, for integers, Real and Dual; apart, so that no other of these names is found.
+// The functions that an expression may call, for integers, Real and Dual. The namespace hides other functions of these names.
 namespace expression {
 
 #if defined(DTYPE_float32)
 DUAL_FN Real exp(Real x) { return sizeof(Real) == 4 ? Real(::expf(float(x))) : Real(::exp(double(x))); }
 DUAL_FN Real log(Real x) { return sizeof(Real) == 4 ? Real(::logf(float(x))) : Real(::log(double(x))); }
 DUAL_FN Real tanh(Real x) { return sizeof(Real) == 4 ? Real(::tanhf(float(x))) : Real(::tanh(double(x))); }
-#else  // one or two instructions of the special function unit: good beside inputs of 16 bits
+#else  // one or two instructions of the special function unit: accurate enough for 16-bit inputs
 DUAL_FN Real exp(Real x) { return ex2(1.4426950408889634f * x); }
 DUAL_FN Real log(Real x) { return __logf(x); }
 #if defined(DTYPE_bfloat16)
-DUAL_FN Real tanh(Real x) { return tanh_approx(x); }  // error 2^-11, of a score that plain attention would round to 2^-9
+DUAL_FN Real tanh(Real x) { return tanh_approx(x); }  // error 2^-11; attention in bfloat16 rounds the score to 2^-9
 #else
 DUAL_FN Real tanh(Real x) { return 1.0f - __fdividef(2.0f, 1.0f + exp(2.0f * x)); }  // error 2^-22
 #endif

@@ -1,17 +1,19 @@
-// Which keys a query row sees, which tiles that leaves, and which of these are seen whole: lengths, causality and windows tell it
-// by ranges; a mask and a user's condition pair by pair, and of tiles by the block map.
-// A part of score_mod.cuh, after seqlen.cuh; kernels ask their Head.
+// Masking: which scores are hidden, which tiles have a visible score, and which tiles need no mask.
+//
+// Lengths, causality and windows are ranges of keys per query row, computed without memory accesses. A mask tensor and a user's
+// condition are evaluated per (query, key); for tiles the block map has the result (block_map.cuh).
+// Part of score_mod.cuh, included after seqlen.cuh. Kernels use these functions through their Head.
 #pragma once
 
 struct Range {
     int begin, end;
 };
 
-// Of head h of batch entry b.
+// The mask of head h of batch entry b.
 struct Mask : SeqlenInfo {
-    static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // a row's keys have a first, a last one
-    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;               // what is seen has to be looked up
-    static constexpr bool HIDES = FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some key within Sk, from some row
+    static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // the keys of a row have a lower, an upper bound
+    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;                 // visibility is read or computed per element
+    static constexpr bool HIDES = FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
 
 #if MASK
     const bool* mask;
@@ -23,7 +25,7 @@ struct Mask : SeqlenInfo {
     int h;
 #endif
 
-    __device__ __forceinline__ Mask(const SeqlenInfo& sequence, int h) : SeqlenInfo(sequence) {
+    __device__ __forceinline__ Mask(const SeqlenInfo& seqlen, int h) : SeqlenInfo(seqlen) {
 #if MASK
         mask = score.mask.head(b, h);
 #endif
@@ -35,6 +37,7 @@ struct Mask : SeqlenInfo {
 #endif
     }
 
+    // The first and the last key of a query row, as the window and causality bound them.
     __device__ __forceinline__ int first_key(int query_row) const {
 #if WINDOW & 1
         return query_row + diagonal - score.left;
@@ -50,48 +53,57 @@ struct Mask : SeqlenInfo {
 #endif
     }
 
-    // Whether query row i may look at key j, as far as lengths, causality and window go.
+    // ---- elements
+
+    // Whether lengths, causality and window leave key_col visible to query_row.
     __device__ __forceinline__ bool in_range(int query_row, int key_col) const {
         return key_col < Sk && (!LAST || key_col <= last_key(query_row)) && (!FIRST || key_col >= first_key(query_row));
     }
 
-    // Whether mask and the user's own condition let query row i look at key j; both must exist.
+    // Whether the mask tensor and the user's condition leave key_col visible to query_row. Requires query_row < Sq, key_col < Sk.
     __device__ __forceinline__ bool mask_allows(int query_row, int key_col) const {
-        bool seen = true;
+        bool allowed = true;
 #if MASK
-        seen = mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
+        allowed = mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::HIDES) seen = seen && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
+        if (Snippet::HIDES) allowed = allowed && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
 #endif
-        return seen;
+        return allowed;
     }
 
-    // Whether query row i may look at key j. Of a row from Sq on: as a row that there is, or not at all.
+    // Whether key_col is visible to query_row. The result for query_row >= Sq is unspecified: such rows are not stored.
     __device__ __forceinline__ bool visible(int query_row, int key_col) const {
         const bool reached = in_range(query_row, key_col);
         return ELEMENT_MASK ? reached && query_row < Sq && mask_allows(query_row, key_col) : reached;
     }
 
-    // As `sees`, of a row in a query tile that may reach beyond the last: for walks over query rows.
+    // The same, and false for query_row >= Sq. Used where a sum over query rows includes rows of a partial tile.
     __device__ __forceinline__ bool visible_in_bounds(int query_row, int key_col) const {
         return query_row < Sq && visible(query_row, key_col);
     }
 
-    // `visible_in_bounds` of a row, or a key, and others that follow one another, up to 64: a bit each, where it takes a look into memory.
+    // Bit k: visible_in_bounds of the k-th of COUNT consecutive keys of a row, or with along_keys = false of the k-th of COUNT
+    // consecutive rows of a key. 0 unless visibility is an element mask, which is then evaluated once per pair.
     template <int COUNT>
     __device__ __forceinline__ unsigned long long visible_bits(int query_row, int key_col, bool along_keys) const {
-        static_assert(!ELEMENT_MASK || COUNT <= 64, "a bit for each pair");
+        static_assert(!ELEMENT_MASK || COUNT <= 64, "one bit per pair");
         unsigned long long bits = 0;
         for (int k = 0; ELEMENT_MASK && k < COUNT; ++k)
             bits |= static_cast<unsigned long long>(visible_in_bounds(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
         return bits;
     }
 
-    // ---- which tiles: ranges of what some row or key sees, and of what all of them see. `end` may be less than `begin`.
-    // BY_MAP: of what all of them see where the block map tells nothing else.
+    // `visible` of the pair that has bit k of `bits`.
+    __device__ __forceinline__ bool visible(unsigned long long bits, int k, int query_row, int key_col) const {
+        return !HIDES || (ELEMENT_MASK ? bits >> k & 1 : visible(query_row, key_col));
+    }
 
-    // Of the keys, for query rows m0 .. m1. m1 may exceed Sq.
+    // ---- n_block and m_block ranges, in rows: `keys` and `queries` contain every visible score of a tile; in `fully_visible_…`
+    // every score is visible. A range is empty if end <= begin. BY_MAP: the caller also tests the block map, so that an
+    // element mask does not make the fully visible range empty.
+
+    // Keys for query rows m0 .. m1; m1 may exceed Sq.
     __device__ __forceinline__ Range keys(int m0, int m1) const {
         return {FIRST ? max(0, first_key(m0)) : 0, LAST ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
     }
@@ -101,7 +113,7 @@ struct Mask : SeqlenInfo {
         return {FIRST ? max(0, first_key(min(m1, Sq) - 1)) : 0, LAST ? min(Sk, last_key(m0) + 1) : Sk};
     }
 
-    // Of the query rows, for keys n0 .. n1, of which those from Sk on do not count.
+    // Query rows for keys n0 .. n1; n1 may exceed Sk.
     __device__ __forceinline__ Range queries(int n0, int n1) const {
         if (KEY_LENGTHS && n0 >= Sk) return {0, 0};
         return {LAST ? max(0, n0 - last_key(0)) : 0, FIRST ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
@@ -112,8 +124,8 @@ struct Mask : SeqlenInfo {
         return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
     }
 
-    // Of the query rows, those that reach key j.
+    // Query rows that have key j in their range.
     __device__ __forceinline__ Range visible_queries(int j) const { return j < Sk ? queries(j, j + 1) : Range{0, 0}; }
 
-#include "block_map.cuh"  // which tiles mask and condition leave
+#include "block_map.cuh"  // tiles that a mask tensor or a condition leaves
 };

@@ -1,33 +1,33 @@
-// Tiles of 16-bit elements, or of pairs of float8, in shared memory, as the tensor-core kernels keep them: how rows are laid out, filled by cp.async,
-// and addressed by ldmatrix.
+// Shared-memory tiles of the mma.sync kernels: swizzled layout, loads by cp.async, addresses for ldmatrix. An element has 16 bits;
+// float8 tiles are tiles of pairs.
 #pragma once
-#include <ptx.cuh>  // found along the include path, where the CPU backend puts its twin first
+#include <ptx.cuh>  // the CPU backend has its own
 
-// Rows of COLUMNS elements, a multiple of 16, are made of 16-byte chunks, and the chunks of a row change places with one
-// another (XOR with the row) so that the eight rows that an ldmatrix reads fall into eight different groups of banks.
+// A row of COLUMNS elements consists of 16-byte chunks. The swizzle is an XOR of the chunk index with the row, so that the eight
+// rows of an ldmatrix matrix are in eight different groups of four banks.
 template <int COLUMNS>
 struct Swizzled {
     static_assert(COLUMNS % 16 == 0, "whole MMA steps");
-    static constexpr unsigned CHUNKS = COLUMNS / 8;                                // 16-byte chunks of a row
-    static constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // they change places within such groups
-    static constexpr unsigned ROW = 2 * COLUMNS;                                   // bytes
+    static constexpr unsigned CHUNKS = COLUMNS / 8;                                   // 16-byte chunks per row
+    static constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks are permuted within such groups
+    static constexpr unsigned ROW = 2 * COLUMNS;                                      // bytes per row
 
-    // Where chunk `chunk` of row `row` lies in its tile, in bytes.
+    // Byte offset of a chunk in the tile.
     static __device__ __forceinline__ unsigned at(unsigned row, unsigned chunk) {
         return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;
     }
 };
 
-// Requests rows n0 .. n0 + ROWS of a (S, WIDTH) matrix, by threads 0 .. THREADS_; rows from S on and columns from WIDTH on
-// become zeros.
+// Issues cp.async for rows n0 .. n0 + ROWS of an (S, WIDTH) matrix with threads 0 .. THREADS_. Rows >= S and columns >= WIDTH are
+// filled with zeros.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, long long stride, int n0, int S,
                                              unsigned thread = threadIdx.x) {
     using Tile = Swizzled<COLUMNS>;
     constexpr int PER_CHUNK = 16 / sizeof(T);  // elements
-    constexpr unsigned STEP = THREADS_ / Tile::CHUNKS, COPIERS = STEP * Tile::CHUNKS;  // one chunk of every STEP-th row each
+    constexpr unsigned STEP = THREADS_ / Tile::CHUNKS, ACTIVE = STEP * Tile::CHUNKS;  // a thread loads one chunk of every STEP-th row
     const unsigned row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
-    if (COPIERS < THREADS_ && thread >= COPIERS) return;
+    if (ACTIVE < THREADS_ && thread >= ACTIVE) return;
     const T* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * PER_CHUNK;
     const bool whole = WIDTH == COLUMNS * PER_CHUNK / 8 && ROWS % STEP == 0 && n0 + ROWS <= S;
 #pragma unroll
@@ -41,19 +41,19 @@ __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, lo
     }
 }
 
-// The copies of such a tile one at a time, for who puts them between other things. A thread copies the same chunk of every group
-// of a row before it goes on to another row: one address serves them all, the rest are immediates.
+// The same as single copies, which a kernel interleaves with MMAs. A thread copies the same chunk of every group of a row before it
+// advances to another row: one address register, all other offsets are immediates.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T = dtype>
 struct TileCopies {
     using Tile = Swizzled<COLUMNS>;
-    static constexpr unsigned GROUP = Tile::GROUP, GROUPS = Tile::CHUNKS / GROUP, STEP = THREADS_ / GROUP;  // every STEP-th row
+    static constexpr unsigned GROUP = Tile::GROUP, GROUPS = Tile::CHUNKS / GROUP, STEP = THREADS_ / GROUP;  // rows per step
     static constexpr int COUNT = (ROWS + STEP - 1) / STEP * GROUPS, PER_CHUNK = 16 / sizeof(T);
     static constexpr bool WHOLE = WIDTH == COLUMNS * PER_CHUNK / 8;
-    static_assert(THREADS_ % GROUP == 0 && STEP % 8 == 0, "rows STEP apart are swizzled alike");
+    static_assert(THREADS_ % GROUP == 0 && STEP % 8 == 0, "rows at a distance of STEP have the same swizzle");
     SmemAddr to;
     const T* from;
     unsigned row, chunk;
-    int rows;  // from `row` on, before S
+    int rows;  // valid rows from `row`
 
     __device__ __forceinline__ void begin(SmemAddr tile, const T* matrix, long long stride, int n0, int S) {
         const unsigned thread = thread_index_x();
@@ -62,8 +62,8 @@ struct TileCopies {
         from = matrix + (n0 + static_cast<int>(row)) * stride + chunk * PER_CHUNK;
         rows = S - n0 - static_cast<int>(row);
     }
-    // Copy i of COUNT, in their order.
-    __device__ __forceinline__ void request(int i, long long stride) {
+    // Issues copy i of COUNT; in order.
+    __device__ __forceinline__ void load(int i, long long stride) {
         const unsigned step = i / GROUPS * STEP, group = i % GROUPS * GROUP;
         if (i > 0 && group == 0) from += STEP * stride;
         const bool inside = static_cast<int>(step) < rows && (WHOLE || (group + chunk) * PER_CHUNK < WIDTH);
@@ -72,8 +72,8 @@ struct TileCopies {
     }
 };
 
-// Byte offsets, within a tile, of the row and chunk of a 16 x 16 block that this lane points ldmatrix at. Step i of 16
-// columns lies at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
+// Byte offsets in a tile of the address that this lane passes to ldmatrix for a 16 x 16 block: row and chunk of step 0. Step i of
+// 16 columns is at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
 template <int COLUMNS, bool ONE_REGISTER = false>
 struct FragmentOffsets {
     using Tile = Swizzled<COLUMNS>;
@@ -87,8 +87,8 @@ struct FragmentOffsets {
     }
 };
 
-// The same by an instruction more for a register or three less: a step's bits of the chunk's number may as well be flipped
-// after the row's have been.
+// The same with one to three registers less and one instruction more: the XOR with the step's bits of the chunk index is applied
+// after the XOR with the row.
 template <int COLUMNS>
 struct FragmentOffsets<COLUMNS, true> {
     using Tile = Swizzled<COLUMNS>;

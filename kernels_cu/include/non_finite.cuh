@@ -1,21 +1,22 @@
-// Attention one warp a row, key after key, only those that the row sees: slow, and right whatever the inputs hold. Tensor-core
-// kernels fall back on it for blocks that meet NaN or inf behind a mask, where 0 * NaN would reach rows that do not see it. In the
-// backward, P of rows with a large LSE is set to NaN, so that their gradients are computed here.
+// The non-finite fallback: attention with one warp per row, which visits only visible keys, one at a time. Slow, but correct for any
+// input. Tensor-core kernels multiply P = 0 of a masked key by its V, and 0 * NaN = NaN would affect rows that must not depend on
+// that key. A block whose result is not finite is therefore computed again by these functions. In the backward, kernels also set P to
+// NaN for rows with a large LSE (Head::is_large), so that their gradients are computed here.
 #pragma once
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
-// Out of line, so that its registers are not the fast path's; in line where a kernel says so whose consumers wait for products in
-// a loop. Behind a call the compiler takes the lanes of a warp to be apart, and has them meet before each product: causal rows of
-// fwd_wgmma were 4 ... 11% slower (experiments/008_hopper).
+// Not inlined, so that it does not use registers of the mainloop. Hopper kernels define FALLBACK_INLINE as __forceinline__: after a call
+// the compiler assumes that a warp may have diverged and adds a WARPSYNC before each wgmma, which made causal fwd_wgmma 4 ... 11% slower
+// (experiments/008_hopper).
 #ifndef FALLBACK_INLINE
 #define FALLBACK_INLINE __noinline__
 #endif
 
-// A lane's share of a row: every 32nd column.
+// Columns per lane: every 32nd.
 constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31) / 32;
 
-// Query rows m0 .. m0 + ROWS of head h of H and batch entry b, by WARPS_ warps, of which this is the one of number `warp`.
+// O and LSE of query rows m0 .. m0 + ROWS of head h of H and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
 template <int ROWS, int WARPS_>
 __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE, int group,
@@ -45,7 +46,7 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
     }
 }
 
-// P, as dO meets it, and dS of query row `i` and key `j`, by all lanes of a warp.
+// P after dropout, and dS, of query row i and key j. A warp collective.
 struct Pair {
     float p, ds;
     __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
@@ -55,14 +56,13 @@ struct Pair {
         for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
         const Dual P = head.P(row_sum<32>(s), lse, i, j);
         const bool kept = head.keep(i, j);
-        const float before = lse == -INF ? 0.0f : P.value;  // dropout
-        p = head.apply_dropout(before, kept);
-        ds = before * (head.apply_dropout(row_sum<32>(dp), kept) - delta) * P.derivative;
+        const float undropped = lse == -INF ? 0.0f : P.value;
+        p = head.apply_dropout(undropped, kept);
+        ds = undropped * (head.apply_dropout(row_sum<32>(dp), kept) - delta) * P.derivative;
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS of head kv_head and batch entry b, by WARPS_ warps, of which this is the one of number
-// `warp`.
+// dK and dV of keys n0 .. n0 + ROWS of head kv_head and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
 template <int ROWS, int WARPS_>
 __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
@@ -70,8 +70,8 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
                                                       const View<dtype>& dV, int group, const Score& score, int b, int kv_head, int H,
                                                       int n0, int warp) {
     const int lane = threadIdx.x % 32;
-    const SeqlenInfo own(score, b);
-    for (int j = n0 + warp; j < min(n0 + ROWS, own.key_rows()); j += WARPS_) {
+    const SeqlenInfo seqlen(score, b);
+    for (int j = n0 + warp; j < min(n0 + ROWS, seqlen.key_rows()); j += WARPS_) {
         float dk[OWNED_COLS] = {}, dv[OWNED_COLS_V] = {};
         for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
             const Head head(score, b, h);
@@ -86,12 +86,12 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
                 for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += pair.p * to_float(grad[d]);
             }
         }
-        for (int d = lane; d < HEAD_DIM; d += 32) own.key(dK, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
-        for (int d = lane; d < HEAD_DIM_V; d += 32) own.key(dV, kv_head, j)[d] = dtype(dv[d / 32]);
+        for (int d = lane; d < HEAD_DIM; d += 32) seqlen.key(dK, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
+        for (int d = lane; d < HEAD_DIM_V; d += 32) seqlen.key(dV, kv_head, j)[d] = dtype(dv[d / 32]);
     }
 }
 
-// Columns d0 .. d0 + COLS of dQ of query rows m0 .. m0 + ROWS of head h of H and batch entry b, by one warp.
+// dQ, columns d0 .. d0 + COLS, of query rows m0 .. m0 + ROWS of head h of H and batch entry b, computed by one warp.
 template <int ROWS, int COLS>
 __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
                                                    const View<const dtype>& dO, const float* LSE, const float* delta,
@@ -115,7 +115,7 @@ __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, c
     }
 }
 
-// The same of the block's query tile, of head blockIdx.y.
+// The same for head blockIdx.y and the batch entry of the block's query tile.
 template <int ROWS, int COLS>
 __device__ FALLBACK_INLINE void query_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                         const View<const dtype>& V, const View<const dtype>& dO,

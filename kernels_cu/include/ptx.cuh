@@ -1,27 +1,27 @@
-// Every line of inline PTX that warp-level kernels use, behind a verb each. The CPU backend has a twin of this file,
-// sandbox/cpu/include/ptx.cuh, with the same verbs. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16".
+// Wrappers of all inline PTX of warp-level kernels. sandbox/cpu/include/ptx.cuh has the same functions for the CPU backend.
+// Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16".
 // clang-format off
 //
-//   accumulator C (16 x 8)                 A (16 x 16), two elements a register   B (16 x 8), two elements a register
+//   accumulator C (16 x 8)                 A (16 x 16), 2 elements per register   B (16 x 8), 2 elements per register
 //   c0 c1: row g,     columns 2q, 2q+1     a0: row g,     columns 2q, 2q+1        b0: rows 2q, 2q+1,   column g
 //   c2 c3: row g + 8, columns 2q, 2q+1     a1: row g + 8, columns 2q, 2q+1        b1: rows 2q+8, 2q+9, column g
 //                                          a2: row g,     columns 2q+8, 2q+9
 //                                          a3: row g + 8, columns 2q+8, 2q+9      g = lane / 4, q = lane % 4
 //
 // clang-format on
-// So two neighbouring accumulators of S are, packed to 16 bits, an A operand of P V: no shuffle between the products.
+// Two adjacent accumulators of S, packed to 16 bits, are an A operand of P V: no shuffle between the MMAs.
 #pragma once
 #include "tensor.cuh"
 
 using SmemAddr = unsigned;  // a byte address in shared memory
 
-// Whether `require` looks: on the CPU backend, and where SANDBOX_CHECKED asks for it. On a GPU the driver then writes
-// `otherwise`, and the context is lost. A lane of each warp speaks: of some kernels one warp alone sees what is required.
+// Device-side assertions: enabled on the CPU backend, and on a GPU if SANDBOX_CHECKED is set. A failure on a GPU prints `message`
+// and destroys the CUDA context. One lane per warp reports it.
 #if CHECKED_KERNELS
 constexpr bool CHECKED = true;
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, unsigned long);
-__device__ __forceinline__ void require(bool holds, const char* otherwise) {
-    if (!holds && threadIdx.x % 32 == 0) __assertfail(otherwise, __FILE__, __LINE__, "require", 1);
+__device__ __forceinline__ void require(bool condition, const char* message) {
+    if (!condition && threadIdx.x % 32 == 0) __assertfail(message, __FILE__, __LINE__, "require", 1);
 }
 #else
 constexpr bool CHECKED = false;
@@ -32,21 +32,22 @@ __device__ __forceinline__ SmemAddr smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// threadIdx.x, asked of the hardware each time: the compiler keeps nothing that is computed from it across a call.
+// threadIdx.x, read from the special register at each call: the compiler then recomputes values derived from it instead of keeping
+// them in registers.
 __device__ __forceinline__ unsigned thread_index_x() {
     unsigned index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index)::"memory");
     return index;
 }
 
-// Likewise a number that is seldom asked for: what follows from it is not kept in registers over a loop.
+// A copy of x that the compiler cannot trace: values derived from it are not kept in registers across a loop.
 __device__ __forceinline__ unsigned opaque(unsigned x) {
     unsigned y;
     asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x) : "memory");
     return y;
 }
 
-// Likewise blockIdx.x, blockIdx.y and gridDim.x.
+// blockIdx.x, blockIdx.y and gridDim.x, read at each call like thread_index_x.
 __device__ __forceinline__ unsigned block_index_x() {
     unsigned index;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index)::"memory");
@@ -63,11 +64,11 @@ __device__ __forceinline__ unsigned grid_size_x() {
     return size;
 }
 
-// The largest of three integers: on compute capability 9.0 one instruction.
+// The maximum of three integers: one instruction on compute capability 9.0.
 __device__ __forceinline__ int max3(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 
-// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8, and receives of each
-// matrix the elements (g; 2q, 2q+1), or with _trans the elements (2q, 2q+1; g).
+// Loads four 8 x 8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 and gets elements
+// (g; 2q, 2q+1) of each matrix, or with _trans elements (2q, 2q+1; g).
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SmemAddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
@@ -78,7 +79,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
 }
 
-// C += A B in fp32; of kernels of float8, the product of halves.
+// C += A B with fp32 accumulation. In float8 kernels the operands are fp16.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if defined(DTYPE_bfloat16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -89,7 +90,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats rounded to 16 bits, of float8 to those of O, in one register, the first in the low half.
+// Two floats rounded to dtype (in float8 kernels to dtype_o) in one register, the first in the low half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
 #if defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
@@ -100,27 +101,27 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// The two floats again.
+// The inverse of pack.
 __device__ __forceinline__ float2 unpack(unsigned packed) {
     const dtype* pair = reinterpret_cast<const dtype*>(&packed);
     return make_float2(to_float(pair[0]), to_float(pair[1]));
 }
 
-// 2^x to 2 ulp; exact for -inf and NaN.
+// 2^x with an error of 2 ulp; exact for -inf and NaN.
 __device__ __forceinline__ float ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// The logarithm to base 2, with an error of 2^-22 near 1; of 0: -inf.
+// Base-2 logarithm with an error of 2^-22 near 1; -inf for 0.
 __device__ __forceinline__ float lg2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// 1 / x to 1 ulp.
+// 1 / x with an error of 1 ulp.
 __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -134,8 +135,8 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
-// Copies 16 bytes from global to shared memory without passing through registers; zeros when `valid` is false. The
-// bytes are there for this thread after cp_async_wait, for others after a barrier too.
+// Copies 16 bytes from global to shared memory asynchronously; writes zeros if `valid` is false. The data is visible to this thread
+// after cp_async_wait, to others after a subsequent barrier.
 __device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -145,38 +146,38 @@ __device__ __forceinline__ void cp_async_4(SmemAddr to, const void* from, bool v
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
-// Closes a group of copies.
+// Commits this thread's copies since the last commit as a group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most PENDING of this thread's newest groups are still on their way.
+// Waits until at most the PENDING most recent groups of this thread are incomplete.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Asks for the line of an address, and does not wait for it: to be in L2, or also in this SM's L1.
+// Prefetches the cache line of an address into L2, or into L1 and L2.
 __device__ __forceinline__ void prefetch_L2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
-// Lets the next entry begin as soon as every block of this one has begun, where it may (`early` in its spec); it then has to
-// wait for what this one writes. Before compute capability 9.0 it begins afterwards in any case.
+// Programmatic dependent launch: allows the next entry to start when all blocks of this one have started, if its spec has early=True.
+// The next entry must call griddepcontrol_wait before it reads this one's results. No effect before compute capability 9.0.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the previous entry has ended and what it has written is there.
+// Waits until the previous entry has completed and its writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Adds a warp's fragment, a 16 x 8 accumulator, to 128 floats of global memory at `to`, a multiple of 16 bytes, in an order
-// that makes of it as few transactions as the architecture can: one of 512 bytes, or four of 128. `load_fragment_rows` knows it.
+// Adds a warp's 16 x 8 accumulator atomically to 128 floats of global memory at `to`, aligned to 16 bytes. The order of the floats
+// minimizes transactions: one of 512 bytes (sm_90), else four of 128. load_fragment_rows reads this order.
 __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
     const unsigned lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
@@ -188,16 +189,16 @@ __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
 #endif
 }
 
-// Rows g and g + 8 of the 16 x 8 sums that add_fragment has left at `from`.
+// Rows g and g + 8 of a 16 x 8 sum in the order of add_fragment.
 __device__ __forceinline__ void load_fragment_rows(float (&rows)[2][8], const float* from, unsigned g) {
     const float4* const sums = reinterpret_cast<const float4*>(from);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if __CUDA_ARCH__ >= 900
-        const float4 lane = sums[4 * g + i];  // that of columns 2i and 2i + 1
+        const float4 lane = sums[4 * g + i];  // columns 2i and 2i + 1
         rows[0][2 * i] = lane.x, rows[0][2 * i + 1] = lane.y, rows[1][2 * i] = lane.z, rows[1][2 * i + 1] = lane.w;
 #else
-        const float4 lanes = sums[8 * i + g];  // element i of the four that share the rows
+        const float4 lanes = sums[8 * i + g];  // element i of the four lanes of a row
         float(&row)[8] = rows[i / 2];
         row[i % 2] = lanes.x, row[2 + i % 2] = lanes.y, row[4 + i % 2] = lanes.z, row[6 + i % 2] = lanes.w;
 #endif

@@ -1,21 +1,26 @@
-// What a score means: each option of a problem comes in here and nowhere else. A kernel binds its head once,
+// Score options: scale, softcap, ALiBi, bias, user expressions, sinks, dropout; with mask.cuh also masks and lengths.
+// A kernel constructs one object per query head and calls its functions:
 //
 //   const Head head(score, b, h);
 //
-// and asks it everything: which keys a row sees, what a dot product becomes, how that differs in the backward, which tiles are
-// to be walked and which of them are seen whole. An option that is not asked for is not compiled in.
+// The options modify a score x in this order:
 //
-//   x = scale * (q . k) -> softcap -> slopes -> bias -> the user's expression       the order of the steps
+//   x = scale * (q . k) -> softcap -> ALiBi -> bias -> the user's expression
 //
-// Small kernels take x as it is (`score`, `pair`). Tensor-core kernels take it `raw`, in units that save instructions: of a
-// plain problem raw is the dot product itself, its unit the scale, folded with log2(e) into the one FFMA before exp2.
+// An option that a problem does not use is not compiled in.
+//
+// Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `P`). Tensor-core kernels use raw scores,
+// with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of the factor
+// unit * log2(e) in the FFMA before exp2, which saves one multiplication per score.
 #pragma once
 #include "dropout.cuh"
 #include "dual.cuh"
 
-// Macros of options that nobody asked for. WINDOW: 1, a row's keys have a first; 2, a last. BIAS: 1, as Q; 2, fp32. MASK: 1.
-// BIAS and MASK + 4: the same for every key. BIAS + 8: tensor maps can copy tiles of it. DESCALE: 8 of float8; 1, 2, 4: Q, K, V
-// have a tensor of numbers.
+// Defaults of the option macros; 0: not used. Values are bit masks:
+// WINDOW   1: left bound, 2: right bound
+// BIAS     1: Q's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
+// MASK     1; + 4: the same for every key
+// DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -59,7 +64,8 @@
 #define SCORE_BYTES 16
 #endif
 
-// A tensor that broadcasts to (B, H, Sq, Sk): strides in elements, 0 where it does not vary; in Sk 1, or it does not vary.
+// A tensor that broadcasts to (B, H, Sq, Sk). Strides in elements, 0 in a broadcast dimension. The stride in Sk is 1, or 0
+// with BIAS & 4, MASK & 4.
 template <class T>
 struct Broadcast {
     const T* data;
@@ -72,22 +78,22 @@ using bias_t = float;
 using bias_t = dtype_o;
 #endif
 
-// A tensor that broadcasts to (B, heads), likewise.
-struct HeadNumbers {
+// A tensor that broadcasts to (B, heads): one factor per head.
+struct HeadFactors {
     const float* data;
     long long stride_b, stride_h;
     __device__ __forceinline__ float operator()(int b, int h) const { return data[b * stride_b + h * stride_h]; }
 };
 
 #if SCORE_SNIPPET
-// A tensor that the user's expressions read as name(i, j), with RANK indices; strides in elements.
+// A tensor with RANK dimensions that the user's expressions read as name(i, j). Strides in elements.
 template <class T, int RANK>
 struct SnippetTensor {
     const T* data;
     long long strides[RANK ? RANK : 1];
     template <class... I>
     __device__ __forceinline__ auto operator()(I... indices) const {
-        static_assert(sizeof...(I) == RANK, "a tensor is read with as many indices as it has dimensions");
+        static_assert(sizeof...(I) == RANK, "a tensor takes one index per dimension");
         const long long at[] = {static_cast<long long>(indices)..., 0};
         long long offset = 0;
         for (int axis = 0; axis < RANK; ++axis) offset += at[axis] * strides[axis];
@@ -100,40 +106,40 @@ struct SnippetTensor {
     template <class Float>
     static __device__ __forceinline__ Real read(Float x) { return static_cast<float>(x); }
 };
-#include <score_snippet.cuh>  // struct Snippet: generated from the user's lines (sandbox/core/snippet.py)
+#include <score_snippet.cuh>  // struct Snippet, generated from the user's expressions (sandbox/core/snippet.py)
 #else
 struct Snippet {
     static constexpr bool SCORES = false, HIDES = false;
 };
 #endif
 
-// Passed by value to every kernel, last. Mirrored by score_fields in sandbox/core/options.py.
+// The last argument of every kernel, passed by value. score_fields in sandbox/core/options.py has the same fields.
 struct Score {
     int Sq, Sk;
-    int diagonal;  // key i + diagonal lies opposite of query i (Sk - Sq: bottom-right, 0: top-left)
+    int diagonal;  // key i + diagonal is on the diagonal of query i (Sk - Sq: bottom-right, 0: top-left)
     float scale;
 #if WINDOW
-    int left, right;  // a row sees keys from i + diagonal - left to i + diagonal + right; causal: right is 0 at most
+    int left, right;  // visible keys: i + diagonal - left .. i + diagonal + right, inclusive; causal: right <= 0
 #endif
 #if SOFTCAP
     float softcap;
 #endif
 #if DROPOUT
-    unsigned dropout_threshold;  // what an element's 16 bits, shifted up by 16, must reach to be kept
-    float dropout_factor;    // of what is kept: 1 / (1 - p), or 0 where nothing is
+    unsigned dropout_threshold;  // an element is kept if its 16 random bits << 16 are at least this
+    float dropout_factor;        // of kept elements: 1 / (1 - p), or 0 if p = 1
 #endif
 #if KEY_LENGTHS || RAGGED
-    int bottom_right;  // whether `diagonal` moves with the numbers of queries and keys
+    int bottom_right;  // whether `diagonal` is Sk - Sq of each batch entry
 #endif
 #if RAGGED
-    int rows_q, rows_k;  // of the tensors; Sq and Sk are then the most that a sequence has
-    int sequences;
+    int rows_q, rows_k;  // total rows of the tensors; Sq and Sk are then max_seqlen_q and max_seqlen_k
+    int sequences;       // batch size
 #endif
 #if PAGE_SIZE
-    int pages;  // that K and V have
+    int pages;  // of K and V
 #endif
 #if DESCALE
-    float descale;  // of V; those of Q and K, where they are the same for all heads, are a part of `scale`
+    float descale;  // of V. Descales of Q and K that are the same for all heads are part of `scale`
     int group;      // H / Hk
 #endif
 #if RAGGED
@@ -165,16 +171,16 @@ struct Score {
     long long sink_stride;
 #endif
 #if DROPOUT
-    const unsigned long long* seed;  // of one element
+    const unsigned long long* seed;  // one element
 #endif
 #if DESCALE & 1
-    HeadNumbers descale_q;
+    HeadFactors descale_q;
 #endif
 #if DESCALE & 2
-    HeadNumbers descale_k;
+    HeadFactors descale_k;
 #endif
 #if DESCALE & 4
-    HeadNumbers descale_v;
+    HeadFactors descale_v;
 #endif
 #if BLOCK_MAP
     Broadcast<unsigned> block_map;  // block_map.cuh
@@ -183,20 +189,22 @@ struct Score {
     Snippet snippet;
 #endif
 };
-static_assert(sizeof(Score) == SCORE_BYTES, "Score differs from sandbox/core/options.py");
+static_assert(sizeof(Score) == SCORE_BYTES, "Score and sandbox/core/options.py disagree");
 
 #include "seqlen.cuh"
 #include "mask.cuh"
 
-struct FinalizedRow {  // of a row: what its accumulated O is multiplied by
+// A row of the output: its LSE, and the factor that normalizes the accumulated O.
+struct FinalizedRow {
     float lse, inverse;
 };
 
-constexpr bool NATURAL = true;  // of x itself, where the scores of a kernel are not raw
+// Template arguments: scores are x, not raw; results may have an error of a few ulp.
+constexpr bool NATURAL = true;
 constexpr bool APPROXIMATE = true;
 
-// The element of row i and column j of S: a place that all elements of a thread share, and a distance from it that is known
-// when loops are unrolled.
+// Element (i + down, j + right) of S. i and j are the same for all elements of a thread; down and right are constants after
+// unrolling.
 struct ScoreIndex {
     int i, j, down, right;
     __device__ __forceinline__ ScoreIndex(int i, int j, int down = 0, int right = 0) : i(i), j(j), down(down), right(right) {}
@@ -204,11 +212,11 @@ struct ScoreIndex {
     __device__ __forceinline__ int key_col() const { return j + right; }
 };
 
-// Scores of head h of batch entry b, which of them are seen, and where its rows lie.
+// Head h of batch entry b: its scores, mask, and row addresses.
 struct Head : Mask {
-    static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x is the dot product, scaled
-    static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;  // x has another derivative than the scaled dot product's
-    static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;  // in memory: more registers
+    static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x = scale * (q . k)
+    static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;               // dx / d(scale * (q . k)) is not 1
+    static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;   // needs more registers
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
     // Limit of |m| * exponent for exponentials by one FFMA, fma(S, exponent, -m * exponent): -m * exponent is off by half an ulp, 2^-12 at
     // this limit. Beyond it the error would grow to where P overflows; there the exponent is (S - m) * exponent.
@@ -216,9 +224,9 @@ struct Head : Mask {
     // The same limit for LSE in a backward: LSE itself is rounded, here by up to 2^-9, which changes P as much as the FFMA does, so that
     // a lower limit would not make P more accurate. Above 65504, the additive mask of float16: rows whose keys are all masked so are common.
     static constexpr float LARGE_LSE = 81920.0f;
-    static constexpr float LEAST = 1e-20f;  // of |scale|: the descale of a head of zeros may be 0, and 0 * -inf is NaN
+    static constexpr float MIN_SCALE = 1e-20f;  // lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -inf is NaN
 
-    float unit, per_unit;  // of raw scores: raw * unit = x
+    float unit, per_unit;  // raw * unit = x; per_unit = 1 / unit
 #if DESCALE % 4
     float scale;  // of this head
 #endif
@@ -238,7 +246,7 @@ struct Head : Mask {
     Dropout dropout;
 #endif
 
-    // Of raw scores, for any head: raw * unit = x.
+    // `unit` of a problem whose unit is the same for all heads.
     static __device__ __forceinline__ float unit_of(const Score& score) {
         if (Snippet::SCORES) return 1.0f;
 #if SOFTCAP
@@ -248,7 +256,7 @@ struct Head : Mask {
 #endif
     }
 
-    // Whether a row's maximum m, a raw score, is beyond LARGE. Not of a row that has seen no key.
+    // Whether |m * exponent| exceeds LARGE; m: a row's maximum, raw. False for -inf, a row without a visible key.
     static __device__ __forceinline__ bool is_large(float m, float exponent) { return fabsf(m * exponent) > LARGE && m != -INF; }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}
@@ -261,7 +269,7 @@ struct Head : Mask {
 #if DESCALE & 2
         scale *= score.descale_k(b, h / score.group);
 #endif
-        if (fabsf(scale) < LEAST) scale = LEAST;
+        if (fabsf(scale) < MIN_SCALE) scale = MIN_SCALE;
         if (!SOFTCAP && !Snippet::SCORES) unit = scale;
 #endif
 #if DESCALE & 4
@@ -282,7 +290,7 @@ struct Head : Mask {
 #endif
     }
 
-    // ---- what a dot product becomes
+    // ---- score modification
 
     __device__ __forceinline__ float bias_of(ScoreIndex at) const {
 #if BIAS
@@ -293,9 +301,9 @@ struct Head : Mask {
 #endif
     }
 
-    // IN_X: x itself; else in units of `unit`. T is float, or a Dual, whose derivative is that of x with respect to the
-    // scaled dot product, or OF_BIAS, to the bias. Of a pair that is not seen: some value, but nothing is read beyond a tensor.
-    // `shift` is the pair's bias, looked up unless somebody else brought it.
+    // x of a dot product (IN_X), or the raw score. T is float, or Dual for the derivative with respect to scale * (q . k), or with
+    // OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an out-of-bounds access.
+    // shift: the element's bias; loaded here unless the caller has it.
     template <class T, bool IN_X, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const { return apply_score_mod<T, IN_X, OF_BIAS>(dot, at, bias_of(at)); }
     template <class T, bool IN_X, bool OF_BIAS = false>
@@ -321,28 +329,27 @@ struct Head : Mask {
         return x;
     }
 
-    // x, or -INF where it is not seen, whatever NaN the dot product holds.
+    // x, or -INF where the mask hides it, even if the dot product is NaN.
     __device__ __forceinline__ float masked(float dot, int query_row, int key_col) const {
         return visible(query_row, key_col) ? apply_score_mod<float, NATURAL>(dot, {query_row, key_col}) : -INF;
     }
 
-    // Of a pair in the backward: P, recomputed from its row's LSE, and the derivative of x. 0 where it is not seen, unless the
-    // LSE is NaN.
+    // Backward: P, recomputed from LSE, and the derivative of x. P is 0 where the mask hides the element, unless LSE is NaN.
     template <bool OF_BIAS = false>
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
         const Dual x = apply_score_mod<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
-        const float shift = lse == -INF ? 0.0f : lse;  // LSE of a row without keys: not NaN
-        const bool steep = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
-        // __fadd_rn: contracted to fma(dot, scale, -shift), the difference would not cancel the rounding of LSE.
+        const float shift = lse == -INF ? 0.0f : lse;  // no visible key: not -INF - -INF, which is NaN
+        const bool has_derivative = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
+        // __fadd_rn: contraction to fma(dot, scale, -shift) would not cancel the rounding of LSE.
         const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -shift);
-        return {expf(exponent > 0.0f ? 0.0f : exponent), steep ? x.derivative : 1.0f};  // LSE is rounded, but P is 1 at most
+        return {expf(exponent > 0.0f ? 0.0f : exponent), has_derivative ? x.derivative : 1.0f};  // P <= 1 although LSE is rounded
     }
 
-    // In the backward, whether an LSE is too large for P by one FFMA: then NaN takes its place, so that all gradients that depend on the row
-    // are NaN and are computed once more by non_finite.cuh, with P of S - LSE. Not of a row without keys, whose P is 0.
+    // Backward: whether |LSE| is too large to compute P by one FFMA. The kernel then replaces it by NaN, which makes all gradients that
+    // depend on the row NaN, and non_finite.cuh computes these again from S - LSE. False for -inf, a row without a visible key.
     static __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > LARGE_LSE && lse != -INF; }
 
-    // Raw scores, for whoever applies the mask afterwards.
+    // Raw scores before masking.
     __device__ __forceinline__ float raw(float dot, ScoreIndex at) const { return LINEAR ? dot : apply_score_mod<float, !NATURAL>(dot, at); }
     __device__ __forceinline__ float raw(float dot, ScoreIndex at, float shift) const {
         return apply_score_mod<float, !NATURAL>(dot, at, shift);
@@ -352,14 +359,14 @@ struct Head : Mask {
         return apply_score_mod<Dual, !NATURAL>(dot, at, shift);
     }
 
-    // LSE, and 1 / l, of a row whose scores were exponentiated less `m`; natural: of a maximum of x. A row that sees no key: 0.
-    // APPROXIMATELY: to a few ulp, for an l of 0 or not much below 1, as every row has; without a call, a jump or a long chain.
+    // LSE and the normalization factor of a row, from its maximum m (raw, or with IN_X of x) and its sum l of exp(x - max). The factor
+    // is 0 for l = 0, a row without a visible key. APPROXIMATELY: hardware log2 and reciprocal, a few ulp, for l = 0 or l >= about 1.
     template <bool IN_X = false, bool APPROXIMATELY = false>
     __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
         FinalizedRow row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
                      l == 0.0f ? 0.0f : APPROXIMATELY ? reciprocal(l) : 1.0f / l};
 #if SINK
-        const float without = row.lse, gap = sink - without;  // one more summand, of no value
+        const float without = row.lse, gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
         if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
@@ -368,7 +375,7 @@ struct Head : Mask {
         return row;
     }
 
-    // What dot products are multiplied by, and the sums over V.
+    // The factors of this head's dot products and of its sums over V.
     __device__ __forceinline__ float head_scale() const {
 #if DESCALE % 4
         return scale;
@@ -386,7 +393,7 @@ struct Head : Mask {
 #endif
     }
 
-    // ---- dropout, after the softmax: LSE and l know nothing of it
+    // ---- dropout, applied to P after the softmax: l and LSE include dropped elements
 
     static __device__ __forceinline__ float dropout_factor(const Score& score) {
 #if DROPOUT
@@ -396,7 +403,7 @@ struct Head : Mask {
 #endif
     }
 
-    // Whether P of a pair is kept.
+    // Whether dropout keeps an element of P.
     __device__ __forceinline__ bool keep(int query_row, int key_col) const {
 #if DROPOUT
         return dropout.keep(query_row, key_col);
@@ -405,13 +412,13 @@ struct Head : Mask {
 #endif
     }
 
-    // What becomes of a pair's P, or in the backward of its dP.
+    // Dropout of an element of P, or in the backward of dP.
     __device__ __forceinline__ float apply_dropout(float x, bool kept) const {
         return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
     }
 
-    // Which of a lane's elements of N blocks of 16 x 16 side by side, the first at (i, j), are kept: in an A operand with
-    // queries along rows (P), or with keys along rows (P^T; all lanes of a warp together).
+    // Keep masks of this lane's elements of N adjacent 16 x 16 blocks of P, the first at (i, j): as an A operand with queries
+    // along rows (P), or with keys along rows (P^T; a warp collective).
 #if DROPOUT
     using Kept = KeepMask;
 #else

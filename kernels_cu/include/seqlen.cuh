@@ -1,43 +1,42 @@
-// Where the rows of a batch entry lie, and how many there are: dense, shortened (key_lengths), ragged and paged batches differ
-// in this alone. A kernel asks for its tile and its sequence, and goes on as if there were no other:
+// Lengths and row addresses of a batch entry. Dense, shortened (key_lengths), ragged and paged batches differ only here:
 //
-//   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   which batch entry, which rows of it
-//   if (RAGGED && tile.surplus()) return;
+//   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   the batch entry and first row of a block's tile
+//   if (RAGGED && tile.invalid()) return;
 //   const Head head(score, tile.b, h);                                         head.Sq, head.Sk, head.query(Q, h, i)
 //
-// The sequences of a ragged batch lie one after the other in tensors of one batch entry, (1, heads, rows, columns): sequence b
-// is rows cu_seqlens[b] .. cu_seqlens[b + 1]. Nobody on the host knows these, so that a grid has as many tiles as there may be:
-// sequence b has the tiles of numbers cu_seqlens[b] / ROWS + b and on, which is at least as many as it needs, and what a
-// sequence leaves over is surplus. A tile finds its sequence by bisection, and no block waits for another.
+// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1].
+// The host does not know these offsets, so the grid has an upper bound of tiles: those of sequence b begin at number
+// cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it does not need are invalid tiles.
+// A block finds the sequence of its tile by binary search.
 //
-// The keys of a paged batch lie in pages of PAGE_SIZE rows, in tensors (pages, heads, PAGE_SIZE, columns): key j of batch entry b
-// is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only pages of keys that count are looked up.
+// A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch entry b is
+// row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only entries of block_table below key_lengths are read.
 //
-// Lengths and pages that make no sense are cut to what lies inside of the tensors; the CPU backend reports them.
-// A part of score_mod.cuh, after struct Score.
+// Invalid lengths and pages are clamped to the bounds of the tensors; with CHECKED they are reported.
+// Part of score_mod.cuh, included after struct Score.
 #pragma once
 
-struct RowTile {  // of rows of one sequence
+// A tile of rows: its batch entry and its first row there.
+struct RowTile {
     int b, row0;
     __device__ __forceinline__ bool invalid() const { return b < 0; }
 };
 
 #if RAGGED
-// One of the two lists of where sequences begin, and what there is of them.
-// `packed`: so many query heads are rows of one tile, each query's one after the other.
+// cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed + head.
 struct Offsets {
     const int* cu_seqlens;  // (count + 1,)
     long long stride;
-    int count, rows, most;  // rows of the tensors, rows of a sequence at most
+    int count, rows, max_length;  // sequences, total rows, max_seqlen
 
-    // The first row of sequence b; of b = count one past the last one's.
+    // The first row of sequence b; for b = count the end of the last sequence.
     __device__ __forceinline__ int begin(int b) const { return min(max(cu_seqlens[b * stride], 0), rows); }
-    __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), most); }
+    __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), max_length); }
 
     template <int ROWS>
     __device__ __forceinline__ int first_tile(int b, int packed = 1) const { return begin(b) * packed / ROWS + b; }
     template <int ROWS>
-    __device__ __forceinline__ int tiles() const { return rows / ROWS + count; }  // of the grid
+    __device__ __forceinline__ int tiles() const { return rows / ROWS + count; }  // in the grid
 
     template <int ROWS>
     __device__ __forceinline__ RowTile tile(int number, int packed = 1) const {
@@ -50,23 +49,23 @@ struct Offsets {
         }
         return tile_of<ROWS>(b, number, packed);
     }
-    // The same, by all lanes of a warp: 32 sequences at a time, where bisection waits for memory once for each of its steps.
+    // The same as a warp collective: tests 32 sequences at a time. A binary search waits for memory in every step.
     template <int ROWS>
     __device__ __forceinline__ RowTile tile_by_warp(int number) const {
         if (CHECKED) check();
         int b = 0;
         for (int b0 = 0; b0 < count; b0 += 32) {
-            const int own = b0 + threadIdx.x % 32;
-            const unsigned begun = __ballot_sync(0xffffffffu, own < count && first_tile<ROWS>(own) <= number);
-            if (begun) b = b0 + 31 - __clz(begun);
-            if (begun != 0xffffffffu) break;
+            const int candidate = b0 + threadIdx.x % 32;
+            const unsigned before = __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= number);
+            if (before) b = b0 + 31 - __clz(before);
+            if (before != 0xffffffffu) break;
         }
         return tile_of<ROWS>(b, number);
     }
     template <int ROWS>
     __device__ __forceinline__ RowTile tile_of(int b, int number, int packed = 1) const {
-        const int own = number - first_tile<ROWS>(b, packed), row0 = own * ROWS;
-        return own >= 0 && row0 < length(b) * packed ? RowTile{b, row0} : RowTile{-1, 0};
+        const int tile = number - first_tile<ROWS>(b, packed), row0 = tile * ROWS;
+        return tile >= 0 && row0 < length(b) * packed ? RowTile{b, row0} : RowTile{-1, 0};
     }
 
     __device__ __forceinline__ void check() const {
@@ -74,8 +73,8 @@ struct Offsets {
         for (int b = 0; b < count; ++b)
             require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens falls");
         require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the rows that there are");
-        for (int b = 0; b < count; ++b)  // such rows would not be written, such keys not be seen
-            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= most, "a sequence is longer than max_seqlen");
+        for (int b = 0; b < count; ++b)  // the kernel would ignore the rows and keys beyond max_seqlen
+            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= max_length, "a sequence is longer than max_seqlen");
     }
 };
 
@@ -87,7 +86,7 @@ __device__ __forceinline__ Offsets key_offsets(const Score& score) {
 }
 #endif
 
-// How many batch entries there are: `dense`, or sequences.
+// Batch size: `dense`, or the number of sequences of a ragged batch.
 __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 #if RAGGED
     return score.sequences;
@@ -96,7 +95,7 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 #endif
 }
 
-// The tile of ROWS query rows, or key rows, that is number x of all of a ragged batch, or of those of batch entry b.
+// Tile x of ROWS query rows, or key rows: of batch entry b, or of all sequences of a ragged batch.
 template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int packed = 1) {
 #if RAGGED
@@ -122,7 +121,7 @@ __device__ __forceinline__ RowTile key_tile(const Score& score, unsigned x, int 
 #endif
 }
 
-// How many query rows a head has in LSE and delta.
+// Query rows per head in LSE and delta.
 __device__ __forceinline__ int query_rows(const Score& score) {
 #if RAGGED
     return score.rows_q;
@@ -131,7 +130,7 @@ __device__ __forceinline__ int query_rows(const Score& score) {
 #endif
 }
 
-// How many tiles of ROWS query rows a head has, of a ragged batch at most.
+// Tiles of ROWS query rows per head in the grid; an upper bound for a ragged batch.
 template <int ROWS>
 __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #if RAGGED
@@ -142,22 +141,24 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 }
 
 #if RAGGED
-struct SeqlenOffsets {  // where a sequence lies, as its `Sequence` found it
+// Offsets and lengths of a sequence, as read by the constructor of SeqlenInfo. all_keys: its rows of K, of which Sk are valid.
+struct SeqlenOffsets {
     int first_query, Sq, first_key, all_keys, Sk;
 };
 #endif
 
-// Where a key lies: row `row` of batch entry, or page, `entry` of a tensor. Those after it follow, as far as its page goes.
+// A key's address: row `row` of batch entry, or page, `entry` of K and V. The keys of a page are in consecutive rows.
 struct KeyAddress {
     int entry;
     long long row;
 };
 
+// Batch entry b: its lengths, and the addresses of its rows.
 struct SeqlenInfo {
     const Score& score;
     int b;
-    int Sq, Sk;    // rows of queries, and of keys that count
-    int diagonal;  // key i + diagonal lies opposite of query i
+    int Sq, Sk;    // queries and valid keys
+    int diagonal;  // key i + diagonal is on the diagonal of query i
 #if RAGGED
     int first_query, first_key, all_keys;
 
@@ -171,14 +172,14 @@ struct SeqlenInfo {
 #endif
         diagonal = score.bottom_right ? Sk - Sq : 0;
     }
-    // The same, of what somebody has found before.
-    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets found)
-        : score(score), b(b), Sq(found.Sq), Sk(found.Sk), diagonal(score.bottom_right ? found.Sk - found.Sq : 0),
-          first_query(found.first_query), first_key(found.first_key), all_keys(found.all_keys) {}
+    // From offsets that were read before.
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets known)
+        : score(score), b(b), Sq(known.Sq), Sk(known.Sk), diagonal(score.bottom_right ? known.Sk - known.Sq : 0),
+          first_query(known.first_query), first_key(known.first_key), all_keys(known.all_keys) {}
     __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
-    __device__ __forceinline__ int key_rows() const { return all_keys; }  // that are there
+    __device__ __forceinline__ int key_rows() const { return all_keys; }  // of K, V, dK and dV; Sk of them are valid
 
-    // The address of query row i, or key j, in head h of a tensor.
+    // The address of query row i, or of key j, in head h of a tensor.
     template <class T>
     __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const {
         return tensor.row(0, h, first_query + i);
@@ -189,7 +190,7 @@ struct SeqlenInfo {
     }
     __device__ __forceinline__ KeyAddress key_address(int j) const { return {0, static_cast<long long>(first_key) + j}; }
 
-    // Moves tensors so that row 0 of batch entry b, as of every other, is this sequence's first.
+    // Offsets views so that row(b, h, i) is query i, or key i, of this sequence.
     template <class... T>
     __device__ __forceinline__ void offset_queries(View<T>&... tensors) const {
         ((tensors.data += first_query * tensors.stride_s, tensors.stride_b = 0), ...);
@@ -199,24 +200,24 @@ struct SeqlenInfo {
         ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
     }
 
-    // Where query row 0 of a head, one of all of the tensors' or h of H, stands in LSE and delta; and how many query tiles of
-    // all heads come before its first.
+    // Offset of query row 0 in LSE and delta, given its head among all of the tensor's, or head h of H.
     __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.rows_q + first_query; }
     template <class Number>
     __device__ __forceinline__ long long lse_offset(Number, int h) const { return lse_offset(h); }
+    // Number of the first query tile of head h of H among the tiles of all heads in the grid.
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
     }
 
-    // Coordinates, of row and batch entry, of a box that begins with query row i, or key j, in a tensor map: the row counted
-    // back from the sequence's end, and the end. What a box has beyond the end is outside of the map: zeros when it is
-    // requested, and not written when it is sent (tma_load of hopper.cuh).
+    // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The row is relative to the end of the
+    // sequence, which is the batch coordinate: rows of the box beyond the end are outside of the tensor map, so that a load
+    // fills them with zeros and a store skips them (tma_load in hopper.cuh).
     __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
     __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
     __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
-    // Likewise of all keys that are there: of dK and dV, which keys that do not count have too.
+    // The same for dK and dV, where rows beyond key_lengths are written, too.
     __device__ __forceinline__ int key_row_box(int j) const { return j - all_keys; }
     __device__ __forceinline__ int key_row_batch(int) const { return first_key + all_keys; }
 #else
@@ -242,8 +243,8 @@ struct SeqlenInfo {
     }
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
-        const KeyAddress place = key_address(static_cast<int>(j));
-        return tensor.row(place.entry, h, place.row);
+        const KeyAddress address = key_address(static_cast<int>(j));
+        return tensor.row(address.entry, h, address.row);
     }
     __device__ __forceinline__ void check_pages() const {
         for (int j = 0; j < Sk; j += PAGE_SIZE)

@@ -1,9 +1,9 @@
-// What every kernel shares: the element type, views of tensors, and loads that are right at the edges.
+// Element types, strided tensor views, reductions over the lanes of a row, and tile loads with bounds checks.
 #pragma once
 #include "timeline.cuh"
 
-// The spec passes -DDTYPE_float16=1 and so on; `dtype` is an element of Q and K, `dtype_v` of V and `dtype_o` of O: all the
-// same, but where Q, K and V are float8. Arithmetic is in fp32.
+// Element types: `dtype` of Q and K, `dtype_v` of V, `dtype_o` of O. They differ only if Q, K and V are float8. The engine
+// defines DTYPE_float16 and so on. Arithmetic is in fp32.
 __device__ __forceinline__ float to_float(float x) { return x; }
 #if defined(DTYPE_float8_e4m3) || defined(DTYPE_float8_e5m2)
 #define FLOAT8 1
@@ -53,14 +53,14 @@ using dtype_o = __nv_bfloat16;
 #endif
 
 #ifndef HEAD_DIM_V
-#define HEAD_DIM_V HEAD_DIM  // the width of V, O, dO and dV
+#define HEAD_DIM_V HEAD_DIM  // head dimension of V, O, dO and dV
 #endif
 
 #define INF __int_as_float(0x7f800000)  // NVRTC has no INFINITY
 #define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
-// A (B, H, S, D) tensor with unit stride in D; strides in elements, 64-bit: one tensor may hold more than 2^31.
-// Mirrored by View in sandbox/launch/arguments.py.
+// A (B, H, S, D) tensor with unit stride in D. Strides are in elements, 64-bit: a tensor may have more than 2^31 elements.
+// View in sandbox/launch/arguments.py has the same layout.
 template <typename T>
 struct View {
     T* data;
@@ -70,10 +70,10 @@ struct View {
         return data + b * stride_b + h * stride_h + s * stride_s;
     }
 };
-static_assert(sizeof(View<float>) == 32, "View differs from sandbox/launch/arguments.py");
+static_assert(sizeof(View<float>) == 32, "View and sandbox/launch/arguments.py disagree");
 
-// Rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][WIDTH] as fp32, by all THREADS threads of the block, neighbours
-// on neighbouring columns. Rows from S on become zeros, so that no lane has to be masked while computing.
+// Loads rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][WIDTH] as fp32, with all THREADS threads of the block; adjacent
+// threads load adjacent columns. Rows >= S are filled with zeros, so that the compute loops need no bounds checks.
 template <int ROWS, int THREADS, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int b, int h, int n0, int S, int thread) {
     for (int i = thread; i < ROWS * WIDTH; i += THREADS) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int
     }
 }
 
-// The largest, or the sum, of x over the WIDTH lanes (a power of two) that share a row; every lane gets it.
+// The maximum, or sum, of x over the WIDTH lanes (a power of two) of a row. All lanes get the result.
 template <int WIDTH>
 __device__ __forceinline__ float row_max(float x) {
     for (int lanes = WIDTH / 2; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
@@ -99,7 +99,7 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// Four neighbouring elements, as one load fetches them: their address is a multiple of their size.
+// Four adjacent elements as one aligned load.
 template <class T>
 struct __align__(4 * sizeof(T)) Four {
     unsigned words[sizeof(T)];
@@ -111,20 +111,20 @@ __device__ __forceinline__ float4 to_float4(Four<T> x) {
     return make_float4(to_float(e[0]), to_float(e[1]), to_float(e[2]), to_float(e[3]));
 }
 
-// Whether each row of head (b, h) begins where a Four may: alike in all threads of a block that has one head.
+// Whether every row of head (b, h) is aligned for Four. Uniform across a block that has one head.
 template <class T>
 __device__ __forceinline__ bool aligned_for_dtype4(View<const T> tensor, int b, int h) {
     const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
     return (head | tensor.stride_s * sizeof(T)) % sizeof(Four<T>) == 0;
 }
 
-// Rows row0 .. + ROWS and columns col0 .. + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, by a block of X * Y
-// threads: four elements a load where the tensor is aligned for it, and then all of a thread's loads under way before
-// it uses the first. What lies beyond row S or column WIDTH becomes zero.
+// Loads rows row0 .. row0 + ROWS and columns col0 .. col0 + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, with a block of
+// X * Y threads. If the tensor is aligned, a load has four elements, and a thread issues all its loads before it uses the first.
+// Rows >= S and columns >= WIDTH are filled with zeros.
 template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, int b, int h, int row0, int S,
                                            int col0) {
-    static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "each thread loads as much");
+    static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "every thread loads the same number of elements");
     constexpr int R = ROWS / Y, C = COLS / (4 * X);
     const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
     const T* from = tensor.row(b, h, row) + col;
