@@ -1,41 +1,41 @@
-// Rung 2: attention backward, a two-dimensional thread block on each tile.
+// Rung 2: attention backward, a two-dimensional thread block per tile.
 //
-// The two passes of rung 1 are one loop over tiles with the parts exchanged: a block owns some rows of a pair of
-// tensors, walks tiles of the other pair, and sums gradients for what it owns. THREADS_X * THREADS_Y threads share the
-// work as in fwd_block2d, each with a register tile of S, of dP and of the gradients.
+// Both entries run the same loop with different operands: a block owns rows of a pair of tensors A, B, loads tiles of the other pair
+// X, Y, and sums the gradients of its own rows. THREADS_X * THREADS_Y threads share a tile as in fwd_block2d; each has a register tile
+// of S, of dP and of the gradients.
 //
-//                        owned: A, B      walked: X, Y    S = A X^T   dP = B Y^T
-//   bwd_block2d          K, V             Q, dO           dV += P^T dO,  dK += dS^T Q      (its S and P: transposed)
+//                        owned: A, B      loaded: X, Y    S = A X^T   dP = B Y^T
+//   bwd_block2d          K, V             Q, dO           dV += P^T dO,  dK += dS^T Q      (its S and P are transposed)
 //   bwd_block2d_dq       Q, dO            K, V                           dQ += dS K
 //
 //   A_smem, B_smem [OWNED][columns, padded, + 4]      loaded once; A and X have HEAD_DIM columns, B and Y HEAD_DIM_V
-//   X_smem, Y_smem [WALKED][columns, padded, + 4]     tile after tile; used twice, by columns and by rows
-//   P_smem         [OWNED][WALKED + 4]                P, then dS, on their way from a row's threads to the same ones
+//   X_smem, Y_smem [OTHER][columns, padded, + 4]      loaded per tile; read by columns (S, dP), then by rows (gradients)
+//   P_smem         [OWNED][OTHER + 4]                 P, then dS, exchanged between the threads of a row
 //
-// All of it is fp32. A row's threads are lanes of one warp, so that P_smem needs no barrier of the block.
+// All of it is fp32. The threads of a row are lanes of one warp, so that P_smem needs no block barrier.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
-// Tensors of COLUMNS columns.
+// Layout of tensors with COLUMNS columns.
 template <int COLUMNS>
 struct Width {
-    static constexpr int OWN = (COLUMNS + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, each thread
-    static constexpr int PADDED = OWN * THREADS_X, PITCH = PADDED + 4;
+    static constexpr int THREAD_COLS = (COLUMNS + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, per thread
+    static constexpr int PADDED = THREAD_COLS * THREADS_X, PITCH = PADDED + 4;
     static constexpr int STEP = PADDED % (8 * THREADS_X) == 0 ? 8 * THREADS_X : 4 * THREADS_X;  // columns loaded at a time
 };
-constexpr int D_COLS = Width<HEAD_DIM>::OWN, DV_COLS = Width<HEAD_DIM_V>::OWN;
+constexpr int D_COLS = Width<HEAD_DIM>::THREAD_COLS, DV_COLS = Width<HEAD_DIM_V>::THREAD_COLS;
 constexpr int PITCH = Width<HEAD_DIM>::PITCH, V_PITCH = Width<HEAD_DIM_V>::PITCH;
-__host__ __device__ constexpr int smem_bytes(int owned, int walked) {
-    return 4 * ((owned + walked) * (PITCH + V_PITCH) + owned * (walked + 4));
+__host__ __device__ constexpr int smem_bytes(int owned, int other) {
+    return 4 * ((owned + other) * (PITCH + V_PITCH) + owned * (other + 4));
 }
-// Blocks that the register file holds, with 80 registers beside a thread's part of S, dP and `gradients` columns.
-__host__ __device__ constexpr int min_blocks(int owned, int walked, int gradients) {
-    return 65536 / (THREADS * (owned / THREADS_Y * (gradients + 2 * walked / THREADS_X) + 80));
+// Blocks per SM that the register file allows: S, dP, `gradients` columns, and 80 other registers per thread.
+__host__ __device__ constexpr int min_blocks(int owned, int other, int gradients) {
+    return 65536 / (THREADS * (owned / THREADS_Y * (gradients + 2 * other / THREADS_X) + 80));
 }
 static_assert(SMEM_BYTES == smem_bytes(BLOCK_N, BLOCK_M), "spec and kernel disagree on shared memory");
 static_assert(SMEM_BYTES_DQ == smem_bytes(BLOCK_M, BLOCK_N), "spec and kernel disagree on shared memory");
-static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lanes of one warp");
+static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "the threads of a row are lanes of one warp");
 
 __device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
 
@@ -70,40 +70,40 @@ __device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const f
     }
 }
 
-// Whether a pair counts, of an owned and a walked row: the one is a query's and the other a key's.
+// Whether the score of an owned row and a row of the other pair is visible. BY_KEY: the owned row is a key.
 template <bool BY_KEY>
-__device__ __forceinline__ bool counts(const Head& head, int owned, int walked) {
-    return BY_KEY ? head.visible_in_bounds(walked, owned) : head.visible_in_bounds(owned, walked);
+__device__ __forceinline__ bool visible(const Head& head, int owned, int other) {
+    return BY_KEY ? head.visible_in_bounds(other, owned) : head.visible_in_bounds(owned, other);
 }
 
-// gradient += P X, P passed on through P_smem. WHOLE: each pair of the tile counts. Otherwise only pairs that do are
-// added: P is 0 in the others, but 0 * NaN would let a row's numbers through.
-template <bool BY_KEY, bool WHOLE, int ROWS, int COLS, int OWN>
-__device__ __forceinline__ void add_product(float (&gradient)[ROWS][OWN], const float (&P)[ROWS][COLS], float* P_row,
-                                            const float* X_col, const Head& head, int owned0, int walked0) {
-    constexpr int PITCH = OWN * THREADS_X + 4, PITCH_P = COLS * THREADS_X + 4, KEYS = WHOLE ? 4 : 1;
-    __syncwarp();  // the lanes of each row have read what was passed on before
+// gradient += P X, with P exchanged through P_smem. FULLY_VISIBLE: no score of the tile is hidden. Otherwise hidden scores are skipped:
+// their P is 0, but 0 * NaN is NaN.
+template <bool BY_KEY, bool FULLY_VISIBLE, int ROWS, int COLS, int THREAD_COLS>
+__device__ __forceinline__ void add_product(float (&gradient)[ROWS][THREAD_COLS], const float (&P)[ROWS][COLS], float* P_row,
+                                            const float* X_col, const Head& head, int owned0, int other0) {
+    constexpr int PITCH = THREAD_COLS * THREADS_X + 4, PITCH_P = COLS * THREADS_X + 4, KEYS = FULLY_VISIBLE ? 4 : 1;
+    __syncwarp();  // all lanes of each row have read the previous contents
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLS; ++j) P_row[i * THREADS_Y * PITCH_P + threadIdx.x + j * THREADS_X] = P[i][j];
-    __syncwarp();  // and each row is whole before any lane reads it
+    __syncwarp();  // each row is complete before any lane reads it
 #pragma unroll 1
     for (int j0 = 0; j0 < COLS * THREADS_X; j0 += KEYS) {
         float p[ROWS][4];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            if (WHOLE) *reinterpret_cast<float4*>(p[i]) = load4(P_row + i * THREADS_Y * PITCH_P + j0);
+            if (FULLY_VISIBLE) *reinterpret_cast<float4*>(p[i]) = load4(P_row + i * THREADS_Y * PITCH_P + j0);
             else p[i][0] = P_row[i * THREADS_Y * PITCH_P + j0];
         }
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
 #pragma unroll
-            for (int c = 0; c < OWN; c += 4) {
+            for (int c = 0; c < THREAD_COLS; c += 4) {
                 const float4 x = load4(X_col + (j0 + j) * PITCH + c * THREADS_X);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (!WHOLE && !counts<BY_KEY>(head, owned0 + i * THREADS_Y, walked0 + j0)) continue;
+                    if (!FULLY_VISIBLE && !visible<BY_KEY>(head, owned0 + i * THREADS_Y, other0 + j0)) continue;
                     gradient[i][c] += p[i][j] * x.x;
                     gradient[i][c + 1] += p[i][j] * x.y;
                     gradient[i][c + 2] += p[i][j] * x.z;
@@ -114,80 +114,80 @@ __device__ __forceinline__ void add_product(float (&gradient)[ROWS][OWN], const 
 }
 
 template <int COLUMNS, int ROWS>
-__device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gradient)[ROWS][Width<COLUMNS>::OWN],
+__device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gradient)[ROWS][Width<COLUMNS>::THREAD_COLS],
                                            float factor, int b, int h, int row0, int S) {
-    dtype* to = tensor.row(b, h, row0) + 4 * threadIdx.x;
+    dtype* out = tensor.row(b, h, row0) + 4 * threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i, to += THREADS_Y * tensor.stride_s) {
+    for (int i = 0; i < ROWS; ++i, out += THREADS_Y * tensor.stride_s) {
         if (row0 + i * THREADS_Y >= S) continue;
 #pragma unroll
-        for (int c = 0; c < Width<COLUMNS>::OWN; ++c) {
-            const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * threadIdx.x on
-            if (COLUMNS % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < COLUMNS) to[d] = dtype(factor * gradient[i][c]);
+        for (int c = 0; c < Width<COLUMNS>::THREAD_COLS; ++c) {
+            const int d = c / 4 * 4 * THREADS_X + c % 4;  // relative to column 4 * threadIdx.x
+            if (COLUMNS % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < COLUMNS) out[d] = dtype(factor * gradient[i][c]);
         }
     }
 }
 
-// The gradients of rows owned0 .. owned0 + OWNED of A and, by key, of B, in head `head` of A and B, over all walked rows
-// and the query heads first_head .. first_head + heads.
-template <bool BY_KEY, int OWNED, int WALKED>
+// The gradients of the block's OWNED rows of A, and with BY_KEY of B: sums over all tiles of X and Y, and over the query heads of the
+// group.
+template <bool BY_KEY, int OWNED, int OTHER>
 __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dtype> B, View<const dtype> X,
                                               View<const dtype> Y, const float* LSE, const float* delta, View<dtype> dA,
                                               View<dtype> dB, int group, const Score& score) {
-    constexpr int ROWS = OWNED / THREADS_Y, COLS = WALKED / THREADS_X;
+    constexpr int ROWS = OWNED / THREADS_Y, COLS = OTHER / THREADS_X;
     const RowTile tile = BY_KEY ? key_tile<OWNED>(score, blockIdx.x, blockIdx.z) : query_tile<OWNED>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile.invalid()) return;
     extern __shared__ __align__(16) float smem[];
     float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * V_PITCH;
-    float *Y_smem = X_smem + WALKED * PITCH, *P_smem = Y_smem + WALKED * V_PITCH;
+    float *Y_smem = X_smem + OTHER * PITCH, *P_smem = Y_smem + OTHER * V_PITCH;
     const int tx = threadIdx.x, ty = threadIdx.y, owned0 = tile.row0, own_head = blockIdx.y, b = tile.b;
-    const SeqlenInfo sequence(score, b);
-    if (BY_KEY) sequence.offset_keys(A, B, dA, dB), sequence.offset_queries(X, Y);
-    else sequence.offset_queries(A, B, dA, dB), sequence.offset_keys(X, Y);
-    const int owned_end = BY_KEY ? sequence.key_rows() : sequence.Sq, heads = BY_KEY ? group : 1;
+    const SeqlenInfo seqlen(score, b);
+    if (BY_KEY) seqlen.offset_keys(A, B, dA, dB), seqlen.offset_queries(X, Y);
+    else seqlen.offset_queries(A, B, dA, dB), seqlen.offset_keys(X, Y);
+    const int owned_end = BY_KEY ? seqlen.key_rows() : seqlen.Sq, heads = BY_KEY ? group : 1;
 
     load_rows<HEAD_DIM, OWNED>(A_smem, A, b, own_head, owned0, owned_end);
     load_rows<HEAD_DIM_V, OWNED>(B_smem, B, b, own_head, owned0, owned_end);
     float dA_rmem[ROWS][D_COLS] = {}, dB_rmem[ROWS][DV_COLS] = {};
 
     for (int n = 0; n < heads; ++n) {
-        const int query_head = BY_KEY ? own_head * group + n : own_head, walked_head = BY_KEY ? query_head : own_head / group;
+        const int query_head = BY_KEY ? own_head * group + n : own_head, other_head = BY_KEY ? query_head : own_head / group;
         const Head head(score, b, query_head);
-        const Range walk = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
+        const Range range = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
         const long long row = head.lse_offset(gridDim.y * heads, query_head);  // of LSE and delta
-        for (int walked0 = walk.begin / WALKED * WALKED; walked0 < walk.end; walked0 += WALKED) {
+        for (int other0 = range.begin / OTHER * OTHER; other0 < range.end; other0 += OTHER) {
             __syncthreads();  // every row has used the previous tile before it is overwritten
-            load_rows<HEAD_DIM, WALKED>(X_smem, X, b, walked_head, walked0, BY_KEY ? head.Sq : head.Sk);
-            load_rows<HEAD_DIM_V, WALKED>(Y_smem, Y, b, walked_head, walked0, BY_KEY ? head.Sq : head.Sk);
-            __syncthreads();  // the tile, and what is owned, are whole before any row reads them
+            load_rows<HEAD_DIM, OTHER>(X_smem, X, b, other_head, other0, BY_KEY ? head.Sq : head.Sk);
+            load_rows<HEAD_DIM_V, OTHER>(Y_smem, Y, b, other_head, other0, BY_KEY ? head.Sq : head.Sk);
+            __syncthreads();  // the tile, and A and B, are complete before any row reads them
 
-            float P[ROWS][COLS] = {}, dS[ROWS][COLS] = {};  // S and dP at first
+            float P[ROWS][COLS] = {}, dS[ROWS][COLS] = {};  // first S and dP
             add_dot_products<HEAD_DIM>(P, A_smem + ty * PITCH, X_smem + tx * PITCH);
             add_dot_products<HEAD_DIM_V>(dS, B_smem + ty * V_PITCH, Y_smem + tx * V_PITCH);
 #pragma unroll
             for (int j = 0; j < COLS; ++j)
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    const int owned = owned0 + ty + i * THREADS_Y, walked = walked0 + tx + j * THREADS_X;
-                    const int query_row = BY_KEY ? walked : owned, key_col = BY_KEY ? owned : walked;
-                    const bool pair = head.visible_in_bounds(query_row, key_col);
-                    const Dual p = head.P(P[i][j], pair ? LSE[row + query_row] : 0.0f, query_row, key_col);
+                    const int owned = owned0 + ty + i * THREADS_Y, other = other0 + tx + j * THREADS_X;
+                    const int query_row = BY_KEY ? other : owned, key_col = BY_KEY ? owned : other;
+                    const bool in_mask = head.visible_in_bounds(query_row, key_col);
+                    const Dual p = head.P(P[i][j], in_mask ? LSE[row + query_row] : 0.0f, query_row, key_col);
                     const bool kept = head.keep(query_row, key_col);
-                    P[i][j] = pair ? head.apply_dropout(p.value, kept) : 0.0f;
+                    P[i][j] = in_mask ? head.apply_dropout(p.value, kept) : 0.0f;
                     const float dP = head.apply_dropout(dS[i][j], kept);
-                    dS[i][j] = pair ? p.value * (dP - delta[row + query_row]) * p.derivative : 0.0f;
+                    dS[i][j] = in_mask ? p.value * (dP - delta[row + query_row]) * p.derivative : 0.0f;
                 }
 
-            const int m0 = BY_KEY ? walked0 : owned0, n0 = BY_KEY ? owned0 : walked0;
-            float* P_row = P_smem + ty * (WALKED + 4);
+            const int m0 = BY_KEY ? other0 : owned0, n0 = BY_KEY ? owned0 : other0;
+            float* P_row = P_smem + ty * (OTHER + 4);
             const float *X_col = X_smem + 4 * tx, *Y_col = Y_smem + 4 * tx;
-            const Range seen = head.fully_visible_keys(m0, m0 + BLOCK_M);
-            if (m0 + BLOCK_M <= head.Sq && seen.begin <= n0 && n0 + BLOCK_N <= seen.end) {
-                if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, walked0);
-                add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, walked0);
+            const Range fully_visible = head.fully_visible_keys(m0, m0 + BLOCK_M);
+            if (m0 + BLOCK_M <= head.Sq && fully_visible.begin <= n0 && n0 + BLOCK_N <= fully_visible.end) {
+                if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, other0);
+                add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, other0);
             } else {
-                if (BY_KEY) add_product<BY_KEY, false>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, walked0);
-                add_product<BY_KEY, false>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, walked0);
+                if (BY_KEY) add_product<BY_KEY, false>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, other0);
+                add_product<BY_KEY, false>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, other0);
             }
         }
     }
@@ -204,7 +204,7 @@ extern "C" __global__ __launch_bounds__(THREADS, min_blocks(BLOCK_N, BLOCK_M, D_
     const float* delta,    // (B, H, Sq), contiguous
     View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
     View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
-    int group,             // H / Hk: so many query heads share a key/value head
+    int group,             // H / Hk: query heads per key/value head
     Score score) {
     sum_gradients<true, BLOCK_N, BLOCK_M>(K, V, Q, dO, LSE, delta, dK, dV, group, score);
 }

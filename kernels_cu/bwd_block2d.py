@@ -3,31 +3,31 @@
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 
-def smem_bytes(p: Problem, t: Tile, own: int, walked: int) -> int:
-    """Both pairs of tensors whole, and P: fp32, each row padded by four words."""
+def smem_bytes(p: Problem, t: Tile, owned: int, other: int) -> int:
+    """Tiles of both pairs of tensors, and P: fp32, rows padded by four words."""
     step = 4 * t.THREADS_X
     pitches = cdiv(p.D, step) * step + cdiv(p.Dv, step) * step + 8
-    return 4 * ((own + walked) * pitches + own * (walked + 4))
+    return 4 * ((owned + other) * pitches + owned * (other + 4))
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why the block cannot divide the tile among its threads, as a sentence."""
+    """Limits of a tile: even division among the threads, registers without spills."""
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
     columns, columns_v = cdiv(p.D, 4 * X) * 4, cdiv(p.Dv, 4 * X) * 4
     owned = max(N // Y * (columns + columns_v + 2 * M // X), M // Y * (columns + 2 * N // X))
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
-        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be whole warps, up to 1024 threads"),
+        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024: whole warps"),
         (M % Y == 0 and M % X == 0 and M % 4 == 0,
-         f"BLOCK_M={M} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: threads own as many rows and columns"),
+         f"BLOCK_M={M} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: all threads have equal shares"),
         (N % Y == 0 and N % X == 0 and N % 4 == 0,
-         f"BLOCK_N={N} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: threads own as many rows and columns"),
+         f"BLOCK_N={N} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: all threads have equal shares"),
         (owned < 160 or arch is None or not (p.dropout or p.score or ((p.bias or p.mask) and arch < (9, 0))),
-         f"{owned} words in each thread spill with dropout or a score of one's own, before 9.0 with a bias or a mask"),
+         f"{owned} registers for gradients, S and dP per thread spill with dropout or a Score, before 9.0 also with bias or mask"),
         (owned + 80 <= 255 and X * Y * (owned + 80) <= 65536,
-         f"{X * Y} threads would own {owned} words of gradients, S, dP each, at D={p.D}: they and 80 more do not fit"),
+         f"{X * Y} threads with {owned} registers for gradients, S and dP and 80 others exceed the registers at D={p.D}"),
     )  # fmt: skip
-    return next((sentence for holds, sentence in rules if not holds), None)
+    return next((reason for holds, reason in rules if not holds), None)
 
 
 kernel = Kernel(
@@ -36,7 +36,7 @@ kernel = Kernel(
     rung=2,
     default=True,
     ragged=True,
-    summary="a 2-D thread block shares each tile; each thread owns a register tile of S, dP and the gradients",
+    summary="a 2-D thread block per tile; each thread has a register tile of S, dP and the gradients",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
     tiles=(

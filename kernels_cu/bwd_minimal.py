@@ -27,6 +27,6 @@ kernel = Kernel(
         ),
     ),
     check_tile=lambda p, t, arch: (
-        None if max(t.values()) <= 1024 else f"tile {t} is too large: a block has at most 1024 threads, one a row"
+        None if max(t.values()) <= 1024 else f"tile {t} is too large: a block has at most 1024 threads, one per row"
     ),
 )

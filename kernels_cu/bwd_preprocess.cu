@@ -1,79 +1,79 @@
-// The backward's first step: delta = rowsum(dO * O); and what needs nothing else, the gradients of the bias and of the sinks.
+// Backward preprocess: delta = rowsum(dO * O). Further entries: the gradients of the bias and of the sinks.
 //
-// dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(P * (dO V^T)) = dO (P V)^T = rowsum(dO * O): D products a
-// row, once, instead of Sk in each pass. FlashAttention-2's Algorithm 2, line 4 (arXiv:2307.08691).
+// dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(P * (dO V^T)) = dO (P V)^T = rowsum(dO * O): D products per row, computed
+// once, instead of Sk in each entry of the backward. FlashAttention-2's Algorithm 2, line 4 (arXiv:2307.08691).
 //
-// LSE may have a gradient of its own: dx = P * (dP - delta) + P * dLSE, so that it is subtracted here, once a row.
+// A gradient of LSE, dLSE, adds P * dLSE to dx = P * (dP - delta), so that it is subtracted from delta here.
 //
-// Each element is read once, and that is what it costs: LANES neighbouring lanes share a row, 16 bytes a load where the
-// tensors are aligned for it (of eight it was 8% slower at D = 64 and 128), and nothing is written before all of a thread's
-// rows are read, so that their loads overlap. The lanes' sums meet by shuffles, in an order that never changes.
+// The kernel is memory-bound. LANES adjacent lanes share a row and load 16 bytes each if the tensors are aligned (8% faster than 8 bytes
+// at D = 64 and 128). A thread loads all its rows before it stores any result, so that the loads overlap. Sums over lanes are shuffles in
+// a fixed order.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
-constexpr int WIDE = 16 / sizeof(dtype);                                             // elements a load
-constexpr int LANES = HEAD_DIM_V > 16 * WIDE ? 32 : HEAD_DIM_V > 8 * WIDE ? 16 : 8;  // of a row
-constexpr int ROWS = 32 * WARPS / LANES;                                             // of a block at a time
+constexpr int ELEMENTS_PER_LOAD = 16 / sizeof(dtype);                                             // elements per load
+constexpr int LANES = HEAD_DIM_V > 16 * ELEMENTS_PER_LOAD ? 32 : HEAD_DIM_V > 8 * ELEMENTS_PER_LOAD ? 16 : 8;  // per row
+constexpr int ROWS = 32 * WARPS / LANES;                                             // per block and step
 static_assert(SMEM_BYTES == 0 && SMEM_BYTES_SINK == 0, "spec and kernel disagree on shared memory");
-static_assert(BLOCK_M % ROWS == 0, "each thread has as many rows");
+static_assert(BLOCK_M % ROWS == 0, "all threads have the same number of rows");
 
 extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
     View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     View<const dtype> O,   // (B, H, Sq, HEAD_DIM_V)
-    const float* dLSE,     // (B, H, Sq), contiguous; null where LSE has no gradient of its own
+    const float* dLSE,     // (B, H, Sq), contiguous; null if LSE has no gradient
     float* delta,          // (B, H, Sq), contiguous
     Score score) {
     const RowTile tile = query_tile_by_warp<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile.invalid()) return griddepcontrol_wait();
     const int lane = threadIdx.x % LANES, h = blockIdx.y, b = tile.b;
-    const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread's; then every ROWS-th
-    const SeqlenInfo sequence(score, b);
-    sequence.offset_queries(dO, O);
-    const auto aligned = [&](const View<const dtype>& tensor) {  // each row of the head
+    const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread; the others are ROWS apart
+    const SeqlenInfo seqlen(score, b);
+    seqlen.offset_queries(dO, O);
+    const auto aligned = [&](const View<const dtype>& tensor) {  // every row of the head
         return (reinterpret_cast<unsigned long long>(tensor.row(b, h, 0)) | tensor.stride_s * sizeof(dtype)) % 16 == 0;
     };
-    const bool wide = HEAD_DIM_V % WIDE == 0 && aligned(dO) && aligned(O);
+    const bool vectorized = HEAD_DIM_V % ELEMENTS_PER_LOAD == 0 && aligned(dO) && aligned(O);
     float sums[BLOCK_M / ROWS] = {};
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
-        const int query_row = first_row + i * ROWS, columns = query_row < sequence.Sq ? HEAD_DIM_V : 0;
+        const int query_row = first_row + i * ROWS, columns = query_row < seqlen.Sq ? HEAD_DIM_V : 0;
         const dtype *dO_row = dO.row(b, h, query_row), *O_row = O.row(b, h, query_row);
-        if (wide) {
-            for (int d = WIDE * lane; d < columns; d += WIDE * LANES) {
+        if (vectorized) {
+            for (int d = ELEMENTS_PER_LOAD * lane; d < columns; d += ELEMENTS_PER_LOAD * LANES) {
                 const uint4 dO_chunk = *reinterpret_cast<const uint4*>(dO_row + d), O_chunk = *reinterpret_cast<const uint4*>(O_row + d);
                 const dtype *g = reinterpret_cast<const dtype*>(&dO_chunk), *o = reinterpret_cast<const dtype*>(&O_chunk);
 #pragma unroll
-                for (int e = 0; e < WIDE; ++e) sums[i] = fmaf(to_float(g[e]), to_float(o[e]), sums[i]);
+                for (int e = 0; e < ELEMENTS_PER_LOAD; ++e) sums[i] = fmaf(to_float(g[e]), to_float(o[e]), sums[i]);
             }
         } else {
             for (int d = lane; d < columns; d += LANES) sums[i] += to_float(dO_row[d]) * to_float(O_row[d]);
         }
     }
-    const long long first = sequence.lse_offset(gridDim.y, h) + first_row;
+    const long long first = seqlen.lse_offset(gridDim.y, h) + first_row;
 #pragma unroll
     for (int i = 0; i < BLOCK_M / ROWS; ++i) {
         const float sum = row_sum<LANES>(sums[i]);
-        if (lane == 0 && first_row + i * ROWS < sequence.Sq)
+        if (lane == 0 && first_row + i * ROWS < seqlen.Sq)
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
-    if (RAGGED || BLOCK_MAP) griddepcontrol_wait();  // who waits for delta waits for that too
+    if (RAGGED || BLOCK_MAP) griddepcontrol_wait();  // the next entry then also waits for the previous one
 }
 
-// ---- the gradient of the bias: dbias = sum of dx = P * (dP - delta) over all that the bias was broadcast to.
+// ---- Gradient of the bias: dbias = sum of dx = P * (dP - delta) over the broadcast dimensions of the bias.
 //
-// A block owns a tile of dbias, BIAS_M x BIAS_N, and walks what shares it: the batch entries and heads that read the same
-// bias, and all query tiles, or key tiles, of a bias that is the same for all of them. S and dP are recomputed there, as the
-// other backward kernels do; nothing larger than dbias is written, a sum has one owner, and results are the same in every run.
+// A block owns a BIAS_M x BIAS_N tile of dbias and loops over the batch entries and heads that read it, and over all query tiles, or
+// key tiles, if the bias is broadcast along Sq, or Sk. S and dP are recomputed. Each sum belongs to one thread: results are
+// deterministic.
 //
-//   16 x 16 threads, each with every 16th row and column of the tile; Q, K (then dO, V) STEP columns at a time, fp32:
+//   16 x 16 threads, each with every 16th row and column of the tile. Q, K (then dO, V) are loaded STEP columns at a time, in fp32:
 //   A_smem [BIAS_M][STEP + 1]   rows of Q or dO          X_smem [BIAS_N][STEP + 1]   rows of K or V
 
 constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 32, PITCH = STEP + 1;  // odd: 16 rows fall into different banks
-constexpr int OWN_ROWS = BIAS_M / SIDE, COLS = BIAS_N / SIDE;
+constexpr int ROWS_PER_THREAD = BIAS_M / SIDE, COLS_PER_THREAD = BIAS_N / SIDE;
 static_assert(SMEM_BYTES_BIAS == 4 * (BIAS_M + BIAS_N) * PITCH, "spec and kernel disagree on shared memory");
-static_assert(BIAS_M % SIDE == 0 && BIAS_N % SIDE == 0, "each thread owns as many rows and columns");
+static_assert(BIAS_M % SIDE == 0 && BIAS_N % SIDE == 0, "all threads have the same number of rows and columns");
 
-// Columns d0 .. d0 + STEP of rows row0 .. row0 + COUNT; zeros beyond row S or column WIDTH.
+// Loads columns d0 .. d0 + STEP of rows row0 .. row0 + COUNT; zeros for rows >= S and columns >= WIDTH.
 template <int COUNT, int WIDTH>
 __device__ __forceinline__ void load_step(float* tile, const View<const dtype>& tensor, int b, int h, int row0, int S, int d0) {
     for (int i = threadIdx.x; i < COUNT * STEP; i += THREADS) {
@@ -82,25 +82,25 @@ __device__ __forceinline__ void load_step(float* tile, const View<const dtype>& 
     }
 }
 
-// C += A X^T over WIDTH columns: rows m0 .. of head h of A, rows n0 .. of head kv_head of X.
+// C += A X^T with WIDTH columns: A from row m0 of head h, X from row n0 of head kv_head.
 template <int WIDTH>
-__device__ __forceinline__ void add_dot_products(float (&C)[OWN_ROWS][COLS], float* smem, const View<const dtype>& A,
+__device__ __forceinline__ void add_dot_products(float (&C)[ROWS_PER_THREAD][COLS_PER_THREAD], float* smem, const View<const dtype>& A,
                                                  const View<const dtype>& X, int b, int h, int kv_head, int m0, int n0, int Sq,
                                                  int Sk) {
     float *A_smem = smem, *X_smem = smem + BIAS_M * PITCH;
     const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
 #pragma unroll 1
     for (int d0 = 0; d0 < WIDTH; d0 += STEP) {
-        __syncthreads();  // everybody has used the previous step before it is overwritten
+        __syncthreads();  // all threads have used the previous step before it is overwritten
         load_step<BIAS_M, WIDTH>(A_smem, A, b, h, m0, Sq, d0);
         load_step<BIAS_N, WIDTH>(X_smem, X, b, kv_head, n0, Sk, d0);
-        __syncthreads();  // the step is whole before anybody reads it
+        __syncthreads();  // the step is complete before any thread reads it
 #pragma unroll 8
         for (int d = 0; d < STEP; ++d)
 #pragma unroll
-            for (int r = 0; r < OWN_ROWS; ++r)
+            for (int r = 0; r < ROWS_PER_THREAD; ++r)
 #pragma unroll
-                for (int c = 0; c < COLS; ++c)
+                for (int c = 0; c < COLS_PER_THREAD; ++c)
                     C[r][c] += A_smem[(ty + r * SIDE) * PITCH + d] * X_smem[(tx + c * SIDE) * PITCH + d];
     }
 }
@@ -112,82 +112,82 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
     const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
-    bias_t* dbias,                                 // of the bias's shape, contiguous
+    bias_t* dbias,                                 // the shape of bias, contiguous
     int bias_b, int bias_h, int bias_i, int bias_j,
     int H,
-    int heads,  // B * H, of a ragged batch H
+    int heads,  // B * H; for a ragged batch H
     int group,  // H / Hk
     const __grid_constant__ Score score) {
 #if BIAS
     extern __shared__ __align__(16) float smem[];
     const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE, B = batch_size(score, heads / H);
-    const int own_b = blockIdx.z, own_h = blockIdx.y, tiles_j = (bias_j + BIAS_N - 1) / BIAS_N;
-    const int own_m0 = blockIdx.x / tiles_j * BIAS_M, own_n0 = blockIdx.x % tiles_j * BIAS_N;
-    float sums[OWN_ROWS][COLS] = {};
+    const int bias_batch = blockIdx.z, bias_head = blockIdx.y, tiles_j = (bias_j + BIAS_N - 1) / BIAS_N;
+    const int bias_m0 = blockIdx.x / tiles_j * BIAS_M, bias_n0 = blockIdx.x % tiles_j * BIAS_N;
+    float sums[ROWS_PER_THREAD][COLS_PER_THREAD] = {};
 
-    for (int b = own_b; b < B; b += bias_b)
-        for (int h = own_h; h < H; h += bias_h) {
+    for (int b = bias_batch; b < B; b += bias_b)
+        for (int h = bias_head; h < H; h += bias_h) {
             const Head head(score, b, h);
             View<const dtype> q = Q, k = K, v = V, g = dO;
             head.offset_queries(q, g), head.offset_keys(k, v);
             const long long first = head.lse_offset(H, h);
-            const int row_end = bias_i == 1 ? head.Sq : min(own_m0 + BIAS_M, head.Sq);
-            for (int m0 = own_m0; m0 < row_end; m0 += BIAS_M) {
+            const int row_end = bias_i == 1 ? head.Sq : min(bias_m0 + BIAS_M, head.Sq);
+            for (int m0 = bias_m0; m0 < row_end; m0 += BIAS_M) {
                 const Range keys = head.keys(m0, m0 + BIAS_M);
-                const int begin = bias_j == 1 ? keys.begin / BIAS_N * BIAS_N : own_n0;
-                const int end = bias_j == 1 ? keys.end : min(own_n0 + BIAS_N, keys.end);
+                const int begin = bias_j == 1 ? keys.begin / BIAS_N * BIAS_N : bias_n0;
+                const int end = bias_j == 1 ? keys.end : min(bias_n0 + BIAS_N, keys.end);
                 for (int n0 = begin; n0 < end; n0 += BIAS_N) {
-                    if (n0 + BIAS_N <= keys.begin) continue;  // alike in all threads
-                    float S[OWN_ROWS][COLS] = {}, dP[OWN_ROWS][COLS] = {};
+                    if (n0 + BIAS_N <= keys.begin) continue;  // uniform across the block
+                    float S[ROWS_PER_THREAD][COLS_PER_THREAD] = {}, dP[ROWS_PER_THREAD][COLS_PER_THREAD] = {};
                     add_dot_products<HEAD_DIM>(S, smem, q, k, b, h, h / group, m0, n0, head.Sq, head.Sk);
                     add_dot_products<HEAD_DIM_V>(dP, smem, g, v, b, h, h / group, m0, n0, head.Sq, head.Sk);
 #pragma unroll
-                    for (int r = 0; r < OWN_ROWS; ++r)
+                    for (int r = 0; r < ROWS_PER_THREAD; ++r)
 #pragma unroll
-                        for (int c = 0; c < COLS; ++c) {
+                        for (int c = 0; c < COLS_PER_THREAD; ++c) {
                             const int query_row = m0 + ty + r * SIDE, key_col = n0 + tx + c * SIDE;
                             if (!head.visible_in_bounds(query_row, key_col)) continue;
                             const long long row = first + query_row;
                             const Dual P = head.P<true>(S[r][c], LSE[row], query_row, key_col);
-                            const float left = head.apply_dropout(dP[r][c], head.keep(query_row, key_col));
-                            sums[r][c] += P.value * (left - delta[row]) * P.derivative;
+                            const float dropped_dP = head.apply_dropout(dP[r][c], head.keep(query_row, key_col));
+                            sums[r][c] += P.value * (dropped_dP - delta[row]) * P.derivative;
                         }
                 }
             }
         }
 
-    // One number for all rows, or all columns: by way of shared memory, always in the same order.
+    // Sum over rows, or columns, in broadcast dimensions: through shared memory, in a fixed order.
     float* const tile = smem;  // [BIAS_M][BIAS_N]
-    static_assert(SMEM_BYTES_BIAS >= 4 * BIAS_M * BIAS_N, "the tile's sums fit where its steps were");
-    __syncthreads();  // everybody has used the last step
+    static_assert(SMEM_BYTES_BIAS >= 4 * BIAS_M * BIAS_N, "the tile fits into the memory of the steps");
+    __syncthreads();  // all threads have used the last step
 #pragma unroll
-    for (int r = 0; r < OWN_ROWS; ++r)
+    for (int r = 0; r < ROWS_PER_THREAD; ++r)
 #pragma unroll
-        for (int c = 0; c < COLS; ++c) tile[(ty + r * SIDE) * BIAS_N + tx + c * SIDE] = sums[r][c];
-    __syncthreads();  // the tile is whole
-    bias_t* const to = dbias + (static_cast<long long>(own_b) * bias_h + own_h) * bias_i * bias_j;
-    const int rows = bias_i == 1 ? 1 : min(BIAS_M, bias_i - own_m0), cols = bias_j == 1 ? 1 : min(BIAS_N, bias_j - own_n0);
-    const int deep = bias_i == 1 ? BIAS_M : 1, wide = bias_j == 1 ? BIAS_N : 1;  // summed up
+        for (int c = 0; c < COLS_PER_THREAD; ++c) tile[(ty + r * SIDE) * BIAS_N + tx + c * SIDE] = sums[r][c];
+    __syncthreads();  // the tile is complete
+    bias_t* const out = dbias + (static_cast<long long>(bias_batch) * bias_h + bias_head) * bias_i * bias_j;
+    const int rows = bias_i == 1 ? 1 : min(BIAS_M, bias_i - bias_m0), cols = bias_j == 1 ? 1 : min(BIAS_N, bias_j - bias_n0);
+    const int sum_rows = bias_i == 1 ? BIAS_M : 1, sum_cols = bias_j == 1 ? BIAS_N : 1;  // elements per sum
     for (int e = threadIdx.x; e < rows * cols; e += THREADS) {
         const int i = e / cols, j = e % cols;
         float sum = 0.0f;
-        for (int r = 0; r < deep; ++r)
-            for (int c = 0; c < wide; ++c) sum += tile[(i + r) * BIAS_N + j + c];
-        to[static_cast<long long>(own_m0 + i) * bias_j + own_n0 + j] = bias_t(sum);
+        for (int r = 0; r < sum_rows; ++r)
+            for (int c = 0; c < sum_cols; ++c) sum += tile[(i + r) * BIAS_N + j + c];
+        out[static_cast<long long>(bias_m0 + i) * bias_j + bias_n0 + j] = bias_t(sum);
     }
 #endif
 }
 
-// ---- the gradient of the sinks: dsink[h] = -sum over b and i of exp(sink[h] - LSE) * delta.
+// ---- Gradient of the sinks: dsink[h] = -sum over b and i of exp(sink[h] - LSE) * delta.
 //
-// A sink is a key of score sink[h] and value 0, which every row sees: P = exp(sink - LSE), dP = dO . 0 = 0, and
-// dS = P * (dP - delta). One block a head; each thread's sum and the tree over the block have an order that never changes.
+// A sink is a key with score sink[h] and value 0 that is visible to every row: P = exp(sink - LSE), dP = dO . 0 = 0, and
+// dS = P * (dP - delta). One block per head; the order of all sums is fixed.
 extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess_sink(
     const float* LSE,    // (B, H, Sq), contiguous
     const float* delta,  // (B, H, Sq), contiguous
     float* dsink,        // (H,)
     int H,
-    int heads,  // B * H, of a ragged batch H
+    int heads,  // B * H; for a ragged batch H
     Score score) {
     __shared__ float sums[WARPS];
     const int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -195,14 +195,14 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess_sink(
 #if SINK
     const float sink = score.sink[h * score.sink_stride];
     for (int b = 0; b < batch_size(score, heads / H) && sink != -INF; ++b) {
-        const SeqlenInfo sequence(score, b);
-        const long long first = sequence.lse_offset(H, h);
-        for (int i = threadIdx.x; i < sequence.Sq; i += 32 * WARPS) sum -= expf(sink - LSE[first + i]) * delta[first + i];
+        const SeqlenInfo seqlen(score, b);
+        const long long first = seqlen.lse_offset(H, h);
+        for (int i = threadIdx.x; i < seqlen.Sq; i += 32 * WARPS) sum -= expf(sink - LSE[first + i]) * delta[first + i];
     }
 #endif
     sum = row_sum<32>(sum);
     if (lane == 0) sums[warp] = sum;
-    __syncthreads();  // every warp's sum is there
+    __syncthreads();  // the sums of all warps are in shared memory
     if (warp > 0) return;
     sum = row_sum<32>(lane < WARPS ? sums[lane] : 0.0f);
     if (lane == 0) dsink[h] = sum;

@@ -4,15 +4,15 @@ from sandbox.spec import Dim3, Entry, Kernel, Problem, Tile, cdiv
 
 
 def bias_grid(p: Problem, t: Tile) -> Dim3:
-    """A block for each tile of the bias."""
+    """One block per tile of the bias."""
     B, H, rows, columns = p.bias or (0, 0, 0, 0)
     return cdiv(rows, t.BIAS_M) * cdiv(columns, t.BIAS_N), H, B
 
 
 def check_tile(p: Problem, t: Tile, arch: object) -> str | None:
-    """What a block's threads can divide."""
+    """Limits of a tile: even division among the threads."""
     if t.WARPS > 32 or t.BLOCK_M % (4 * t.WARPS):
-        return f"tile {t}: a block has at most 32 warps, and BLOCK_M must be a multiple of their 4 rows each"
+        return f"tile {t}: WARPS must be at most 32, and BLOCK_M a multiple of 4 * WARPS"
     if t.BIAS_M % 16 or t.BIAS_N % 16 or t.BIAS_M * t.BIAS_N > 33 * (t.BIAS_M + t.BIAS_N):
         return f"tile {t}: BIAS_M and BIAS_N must be multiples of 16, up to 64"
     return None
@@ -22,7 +22,7 @@ kernel = Kernel(
     name="bwd_preprocess",
     computes="preprocess",
     rung=1,
-    summary="delta = rowsum(dO * O), which every backward needs first; then the gradients of bias and sinks",
+    summary="backward preprocess: delta = rowsum(dO * O); the gradients of bias and sinks",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
     default=True,

@@ -1,8 +1,8 @@
-// Rung 2: attention forward, a two-dimensional thread block on each tile.
+// Rung 2: attention forward, a two-dimensional thread block per tile.
 //
-// On rung 1 a thread owns a query row and fetches a word of shared memory for each multiply-add. Here X * Y threads
-// (THREADS_X, THREADS_Y) share BLOCK_M rows: those along y divide the rows, those along x a row's columns, and each
-// keeps a small rectangle of S and of O in registers, so that a word fetched serves 4 to 8 multiply-adds.
+// In rung 1 a thread owns a query row and loads one word of shared memory per multiply-add. Here X * Y threads (THREADS_X, THREADS_Y)
+// share BLOCK_M rows: threads along y divide the rows, threads along x the columns of a row. Each thread has a small rectangle of S
+// and of O in registers, so that a loaded word is used by 4 to 8 multiply-adds.
 //
 //                  S = Q K^T                           O += P V
 //            ┌───────────────────┐         ┌─────────────────────────────┐
@@ -10,53 +10,51 @@
 //   ty + Y   │ a b … h a b … h … │ ty = 1  │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a warp: 8 along x, 4 along y
 //    …       │ keys              │         │ columns of V                │
 //
-// A row's threads are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and P is passed on in
-// P_smem. Lanes own every X-th key, not runs of keys, and rows of K are a multiple of 32 words plus 4 long: eight lanes
-// that read four words each of eight keys meet 32 different banks.
+// The threads of a row are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and P is exchanged through P_smem.
+// A lane owns every X-th key, and rows of K are padded to a multiple of 32 words plus 4: eight lanes that read four words each of eight
+// keys access 32 different banks.
 //
 //   Q_smem  [BLOCK_M][HEAD_DIM, padded, + 4]   loaded once
 //   KV_smem [BLOCK_N][BLOCK_D + 4]             K, BLOCK_D columns at a time; then V, as many whole rows as fit
-//   P_smem  [BLOCK_M][BLOCK_N + 4]             all fp32, or each use would convert: 48 words for 128 multiply-adds
+//   P_smem  [BLOCK_M][BLOCK_N + 4]             all in fp32: each value is used many times and would be converted each time
 //
-// Inner loops, sm_90a, D = 64 / 128 / 256: Q K^T 128 FFMA for 12 LDS.128, P V 128 / 256 / 512 for 12 / 20 / 36.
-// What did not help: X = 16 (fewer loads in P V, but spills on sm_100a); expf (25 registers more than exp2f); a
-// division for each element of O, and P V unrolled by 4 at the diagonal too (together twice the compile time).
+// Inner loops on sm_90a for D = 64 / 128 / 256: Q K^T has 128 FFMA per 12 LDS.128, P V 128 / 256 / 512 per 12 / 20 / 36.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
-constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;         // of S, each thread
-constexpr int O_COLS = (HEAD_DIM_V + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of O, each thread
+constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;         // of S per thread
+constexpr int O_COLS = (HEAD_DIM_V + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of O per thread
 constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITCH = BLOCK_D + 4, P_PITCH = BLOCK_N + 4;
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
-constexpr bool TIGHT = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);     // four blocks of up to 64 columns spill
-constexpr int OTHERS = Head::READS_TENSORS ? 124 : TIGHT ? 72 : 64;                  // registers beside S and O
-constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHERS));
+constexpr bool FEWER_BLOCKS = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);  // four blocks per SM would spill for D <= 64
+constexpr int OTHER_REGISTERS = Head::READS_TENSORS ? 124 : FEWER_BLOCKS ? 72 : 64;  // in addition to S and O
+constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHER_REGISTERS));
 constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
               "spec and kernel disagree on shared memory");
-static_assert(COLS <= 32, "a bit for each key of a thread");
-static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "a row's threads are lanes of one warp");
-static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 0, "V comes in equal steps");
+static_assert(COLS <= 32, "one bit per key of a thread");
+static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "the threads of a row are lanes of one warp");
+static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 0, "V is loaded in equal steps");
 
 __device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
 
-// O += P V over V_ROWS keys from n0 on. WHOLE: each row of this warp sees each key. Otherwise a key counts only in rows
-// that see it: its P is 0 in the others, but 0 * NaN would let its value through.
-template <bool WHOLE>
+// O += P V for V_ROWS keys from n0. FULLY_VISIBLE: no score of this warp's rows is hidden. Otherwise masked keys are skipped: their
+// P is 0, but 0 * NaN is NaN.
+template <bool FULLY_VISIBLE>
 __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const float* P_smem, const float* V_smem,
                                        const Head& head, int query_row, int n0) {
-    constexpr int KEYS = WHOLE ? 4 : 1;
+    constexpr int KEYS = FULLY_VISIBLE ? 4 : 1;
 #pragma unroll 1
     for (int j0 = 0; j0 < V_ROWS; j0 += KEYS) {
         float P_rmem[ROWS][4];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const float* from = P_smem + i * THREADS_Y * P_PITCH + j0;
-            if (WHOLE) *reinterpret_cast<float4*>(P_rmem[i]) = load4(from);
-            else P_rmem[i][0] = *from;
+            const float* P_row = P_smem + i * THREADS_Y * P_PITCH + j0;
+            if (FULLY_VISIBLE) *reinterpret_cast<float4*>(P_rmem[i]) = load4(P_row);
+            else P_rmem[i][0] = *P_row;
         }
 #pragma unroll
         for (int j = 0; j < KEYS; ++j)
@@ -65,7 +63,7 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
                 const float4 v = load4(V_smem + (j0 + j) * V_PITCH + c * THREADS_X);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
-                    if (!WHOLE && !head.visible(query_row + i * THREADS_Y, n0 + j0)) continue;
+                    if (!FULLY_VISIBLE && !head.visible(query_row + i * THREADS_Y, n0 + j0)) continue;
                     O_rmem[i][c] += P_rmem[i][j] * v.x;
                     O_rmem[i][c + 1] += P_rmem[i][j] * v.y;
                     O_rmem[i][c + 2] += P_rmem[i][j] * v.z;
@@ -76,12 +74,12 @@ __device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const floa
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
-    View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
+    View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
     View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
     View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,           // (B, H, Sq), contiguous
-    int group,            // H / Hk: so many query heads share a key/value head
+    float* LSE,             // (B, H, Sq), contiguous
+    int group,              // H / Hk: query heads per key/value head
     Score score) {
     extern __shared__ __align__(16) float smem[];
     float* Q_smem = smem;
@@ -93,11 +91,11 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     const int h = blockIdx.y, b = tile.b, kv_head = h / group;
     const Head head(score, b, h);
     head.offset_queries(Q, O), head.offset_keys(K, V);
-    const int query_row = m0 + ty;  // the first of this thread's; then every THREADS_Y-th
+    const int query_row = m0 + ty;  // this thread's first row; the others are THREADS_Y apart
 
     for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D)
         load_tile4<BLOCK_M, BLOCK_D, Q_PITCH, THREADS_X, THREADS_Y>(Q_smem + d0, Q, b, h, m0, head.Sq, d0);
-    float m[ROWS], l[ROWS] = {}, O_rmem[ROWS][O_COLS] = {};  // l: of this thread's columns only
+    float m[ROWS], l[ROWS] = {}, O_rmem[ROWS][O_COLS] = {};  // l: sum over this thread's columns
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) m[i] = -INF;
 
@@ -108,7 +106,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
         for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D) {
             __syncthreads();  // every row has used the previous V, or step of K, before it is overwritten
             load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, kv_head, n0, head.Sk, d0);
-            __syncthreads();  // the step, and Q, are whole before any row reads them
+            __syncthreads();  // the step of K, and Q, are complete before any row reads them
 #pragma unroll 1
             for (int d = 0; d < min(BLOCK_D, HEAD_DIM - d0); d += 4) {
                 float4 q[ROWS];
@@ -128,26 +126,26 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             }
         }
 
-        const auto keeps = [&](int i, int j) { return head.keep(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
-        unsigned kept[ROWS] = {};  // with dropout, of each row a bit for each key: all drawn at once would spill
+        const auto keep = [&](int i, int j) { return head.keep(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
+        unsigned keep_bits[ROWS] = {};  // dropout: one bit per key; a loop, because computing all keep bits at once spills
 #pragma unroll 1
         for (int j = 0; DROPOUT && j < COLS; ++j)
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) kept[i] |= static_cast<unsigned>(keeps(i, j)) << j;
+            for (int i = 0; i < ROWS; ++i) keep_bits[i] |= static_cast<unsigned>(keep(i, j)) << j;
 
-        bool whole = true;
+        bool fully_visible = true;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             float m_new = m[i];
 #pragma unroll
             for (int j = 0; j < COLS; ++j) {
                 const int row = query_row + i * THREADS_Y, col = n0 + tx + j * THREADS_X;
-                whole &= head.visible(row, col);
+                fully_visible &= head.visible(row, col);
                 S_rmem[i][j] = head.masked(S_rmem[i][j], row, col);
                 m_new = fmaxf(m_new, S_rmem[i][j]);
             }
             m_new = row_max<THREADS_X>(m_new);
-            const float shift = m_new == -INF ? 0.0f : m_new;  // no key seen yet: exp(-INF - 0) is 0, not NaN
+            const float shift = m_new == -INF ? 0.0f : m_new;  // no visible key yet: exp(-INF - 0) is 0, not NaN
             const float alpha = exp2f(LOG2E * (m[i] - shift));
             m[i] = m_new;
             l[i] *= alpha;
@@ -155,35 +153,35 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             for (int j = 0; j < COLS; ++j) {
                 const float p = exp2f(LOG2E * (S_rmem[i][j] - shift));
                 l[i] += p;
-                const bool left = DROPOUT ? kept[i] >> j & 1 : keeps(i, j);
-                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = left ? p : 0.0f;
+                const bool kept = DROPOUT ? keep_bits[i] >> j & 1 : keep(i, j);
+                P_smem[(ty + i * THREADS_Y) * P_PITCH + tx + j * THREADS_X] = kept ? p : 0.0f;
             }
 #pragma unroll
             for (int c = 0; c < O_COLS; ++c) O_rmem[i][c] *= alpha;
         }
-        whole = __all_sync(0xffffffffu, whole);
+        fully_visible = __all_sync(0xffffffffu, fully_visible);
 #pragma unroll 1
         for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < keys.end; j0 += V_ROWS) {
             __syncthreads();  // every row has used K, or the previous step of V, before it is overwritten
             load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, V, b, kv_head, n0 + j0, head.Sk, 0);
-            __syncthreads();  // the step, and P, are whole before any row reads them
+            __syncthreads();  // the step of V, and P, are complete before any row reads them
             const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
-            if (whole) add_PV<true>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
+            if (fully_visible) add_PV<true>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
             else add_PV<false>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
         }
     }
 
-    dtype_o* to = O.row(b, h, query_row) + 4 * tx;
+    dtype_o* O_row = O.row(b, h, query_row) + 4 * tx;
     float* lse = LSE + head.lse_offset(gridDim.y, h) + query_row;
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i, to += THREADS_Y * O.stride_s) {
+    for (int i = 0; i < ROWS; ++i, O_row += THREADS_Y * O.stride_s) {
         const FinalizedRow final_row = head.finalize<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));
         if (query_row + i * THREADS_Y >= head.Sq) continue;
 #pragma unroll
         for (int c = 0; c < O_COLS; ++c) {
-            const int d = c / 4 * 4 * THREADS_X + c % 4;  // from column 4 * tx on
+            const int d = c / 4 * 4 * THREADS_X + c % 4;  // relative to column 4 * tx
             if (HEAD_DIM_V % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM_V)
-                to[d] = dtype_o(O_rmem[i][c] * final_row.inverse);
+                O_row[d] = dtype_o(O_rmem[i][c] * final_row.inverse);
         }
         if (tx == 0) lse[i * THREADS_Y] = final_row.lse;
     }

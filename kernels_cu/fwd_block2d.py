@@ -4,7 +4,7 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why the block cannot divide the tile among its threads, as a sentence."""
+    """Limits of a tile: even division among the threads, registers without spills."""
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
     o_cols = cdiv(p.Dv, 4 * X) * 4
     owned = M // Y * (N // X + o_cols)
@@ -12,18 +12,18 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     steps = [N >> i for i in range(8) if (N >> i) * o_cols * X <= N * (t.BLOCK_D + 4)]
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
-        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be whole warps, up to 1024 threads"),
-        (M % Y == 0, f"BLOCK_M={M} must be a multiple of THREADS_Y={Y}: each thread owns as many rows"),
-        (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: each thread owns as many keys"),
-        (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of {4 * X}: THREADS_X loads of four"),
+        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024: whole warps"),
+        (M % Y == 0, f"BLOCK_M={M} must be a multiple of THREADS_Y={Y}: all threads have the same number of rows"),
+        (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: all threads have the same number of keys"),
+        (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of 4 * THREADS_X={4 * X}: loads of four"),
         (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
-         f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must hold steps of V, THREADS_Y={Y} (or 4) rows of Dv={p.Dv}"),
+         f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must fit max(4, THREADS_Y={Y}) rows of V with Dv={p.Dv}"),
         (owned < 128 or not (p.score and p.score.changes and p.score.hides),
-         f"{owned} words of S and O in each thread spill with a score and a condition of one's own, at Dv={p.Dv}"),
+         f"{owned} registers for S and O per thread spill at Dv={p.Dv} with a Score that has an expression and a mask"),
         (owned + others <= 255 and X * Y * (owned + others) <= 65536,
-         f"{X * Y} threads would own {owned} words of S and O each, at Dv={p.Dv}: {others} others do not fit"),
+         f"{X * Y} threads with {owned} registers for S and O and {others} others exceed the registers at Dv={p.Dv}"),
     )  # fmt: skip
-    return next((sentence for holds, sentence in rules if not holds), None)
+    return next((reason for holds, reason in rules if not holds), None)
 
 
 kernel = Kernel(
@@ -32,7 +32,7 @@ kernel = Kernel(
     rung=2,
     default=True,
     ragged=True,
-    summary="a 2-D thread block shares each tile; each thread owns a register tile of S and O",
+    summary="a 2-D thread block per tile; each thread has a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
     tiles=(
@@ -48,7 +48,7 @@ kernel = Kernel(
     },
     grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
     block=lambda t: (t.THREADS_X, t.THREADS_Y, 1),
-    # Q, P, and a step of K or V: fp32, each row padded by four words
+    # Q, P, and a step of K or V: fp32, rows padded by four words
     smem_bytes=lambda p, t: (
         4 * t.BLOCK_M * (cdiv(p.D, t.BLOCK_D) * t.BLOCK_D + t.BLOCK_N + 8) + 4 * t.BLOCK_N * (t.BLOCK_D + 4)
     ),
