@@ -1,71 +1,70 @@
-// Rung 3 of the backward: dQ, dK and dV on tensor cores, warp by warp (mma.sync, sm_80 and later).
+// Rung 3: attention backward on tensor cores with mma.sync (sm_80 and later). FlashAttention-2's Algorithm 2 (arXiv:2307.08691).
 //
-// A block owns BLOCK_N keys, of which each group of SHARE warps owns 32, and walks the query tiles that see them: dK and dV
-// stay in its registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T leave the
-// accumulators as A operands of dV += P^T dO and dK += dS^T Q without a shuffle, exactly as P does in fwd_mma.
+// A block owns BLOCK_N keys and loops over the query tiles in which they are visible; a group of WARPS_PER_GROUP warps owns 32 keys. dK and
+// dV stay in registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are A
+// operands of dV += P^T dO and dK += dS^T Q without a shuffle, as P in fwd_mma.
 //
 // clang-format off
-//   warps of a group   share a: queries 0 .. QUERIES        share b: the next QUERIES         (of the BLOCK_M of a tile)
+//   warps of a group   warp a: queries 0 .. QUERIES        warp b: the next QUERIES           (of the BLOCK_M of a tile)
 //     own queries      S^T, dP^T -> P^T, dS^T (registers)   the same                           dS^T, P^T -> shared memory
-//     all queries      dK, dV, columns 0 .. COLS            dK, dV, the next COLS              the partners' from there
+//     all queries      dK, dV, columns 0 .. COLS            dK, dV, the next COLS              other warps' P^T, dS^T from there
 //   all warps          dQ tile = dS K, 32 rows x DQ_COLS columns each, added to dQ_accum
 //
 //   shared memory: K, V [BLOCK_N] | 2 stages: Q, dO, LSE, delta [BLOCK_M] | dS^T, P^T [BLOCK_N][BLOCK_M]
 //                  rows of Q and K have D_PAD columns, those of V and dO DV_PAD
 // clang-format on
 //
-// dQ sums over blocks: each adds its share to fp32 memory by reductions that L2 carries out, in an order of its own, so
-// that the last bits of dQ differ from run to run (dK and dV do not). dQ_accum holds the accumulators as the lanes hold
-// them, not as a matrix: a reduction is then 512 consecutive bytes of a warp. `bwd_mma_postprocess` puts them in order, scaled.
+// dQ is a sum over blocks: each block adds to dQ_accum in fp32 with atomics, whose order varies, so that the last bits of dQ differ from
+// run to run (dK and dV are deterministic). dQ_accum is in the order of the accumulators, not of a matrix: an atomic instruction of a
+// warp then covers 512 consecutive bytes. `bwd_mma_postprocess` restores the order, scales and converts.
 //
-// FlashAttention-2's Algorithm 2 (arXiv:2307.08691) with the roles of registers and shared memory chosen anew: 32 keys a
-// warp use every fragment of Q and dO twice, without which shared memory, not the tensor cores, would be the limit.
+// 32 keys per warp use each fragment of Q and dO twice. With 16 keys, shared memory would be the bottleneck instead of the tensor cores.
 #include "bwd_postprocess.cuh"
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
 #include "score_mod.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
-constexpr int SHARE = WARPS * 32 / BLOCK_N;    // warps that own the same 32 keys
-constexpr int DQ_PARTS = WARPS * 32 / BLOCK_M;  // warps that divide the columns of the same 32 rows of dQ
-constexpr int LEAST_COLUMNS = 16 * (SHARE > DQ_PARTS ? SHARE : DQ_PARTS);  // an MMA step for each warp that divides them
+constexpr int WARPS_PER_GROUP = WARPS * 32 / BLOCK_N;  // warps that own the same 32 keys
+constexpr int DQ_COL_WARPS = WARPS * 32 / BLOCK_M;     // warps that divide the columns of the same 32 rows of dQ
+constexpr int MIN_COLUMNS = 16 * (WARPS_PER_GROUP > DQ_COL_WARPS ? WARPS_PER_GROUP : DQ_COL_WARPS);  // one MMA step per warp
 __device__ constexpr int padded(int columns, int width) { return columns >= width ? columns : padded(2 * columns, width); }
-constexpr int D_PAD = padded(LEAST_COLUMNS, HEAD_DIM);  // a power of two; the columns from HEAD_DIM on are zeros
-constexpr int DV_PAD = padded(LEAST_COLUMNS, HEAD_DIM_V);
-constexpr int QUERIES = BLOCK_M / SHARE, COLS = D_PAD / SHARE, V_COLS = DV_PAD / SHARE, DQ_COLS = D_PAD / DQ_PARTS;
-constexpr bool SPARE = !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS ||
-                       (DROPOUT && SHARE == 1);  // with more, options spill
-constexpr int SUB_M = QUERIES < 32 || SPARE ? 16 : 32;    // queries at a time
+constexpr int D_PAD = padded(MIN_COLUMNS, HEAD_DIM);  // a power of two; columns >= HEAD_DIM are zeros
+constexpr int DV_PAD = padded(MIN_COLUMNS, HEAD_DIM_V);
+constexpr int QUERIES = BLOCK_M / WARPS_PER_GROUP, COLS = D_PAD / WARPS_PER_GROUP, V_COLS = DV_PAD / WARPS_PER_GROUP, DQ_COLS = D_PAD / DQ_COL_WARPS;
+constexpr bool SMALL_STEPS = !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS ||
+                       (DROPOUT && WARPS_PER_GROUP == 1);  // these options would spill otherwise
+constexpr int SUB_M = QUERIES < 32 || SMALL_STEPS ? 16 : 32;  // queries per step
 using Tile = Swizzled<D_PAD>;                       // rows of Q, K
 using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
 using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
-using Place = FragmentOffsets<D_PAD>;
-using VPlace = FragmentOffsets<DV_PAD>;
-using PPlace = FragmentOffsets<BLOCK_M>;
+using QKOffsets = FragmentOffsets<D_PAD>;
+using VOffsets = FragmentOffsets<DV_PAD>;
+using POffsets = FragmentOffsets<BLOCK_M>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, P_BYTES = BLOCK_N * PTile::ROW;
 constexpr unsigned Q_BYTES = BLOCK_M * ROW, dO_BYTES = BLOCK_M * V_ROW, K_BYTES = BLOCK_N * ROW, V_BYTES = BLOCK_N * V_ROW;
 constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
-static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE + (SHARE > 1 ? 2 : 1) * P_BYTES, "spec and kernel disagree on shared memory");
-static_assert(SHARE * BLOCK_N == 32 * WARPS && DQ_PARTS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 && SUB_M % 16 == 0,
-              "32 rows a warp, whole MMA steps");
+static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE + (WARPS_PER_GROUP > 1 ? 2 : 1) * P_BYTES, "spec and kernel disagree on shared memory");
+static_assert(WARPS_PER_GROUP * BLOCK_N == 32 * WARPS && DQ_COL_WARPS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 && SUB_M % 16 == 0,
+              "32 rows per warp, whole MMA steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
 
 template <int COLUMNS>
 using Accumulators = float[2][COLUMNS / 8][4];  // 32 keys x COLUMNS columns of dK or dV
 
-// C = A B^T over COLUMNS columns: 32 rows of a tile times 8 * N_TILES rows of another.
+// C = A B^T with COLUMNS columns: 32 rows of one tile, 8 * N_TILES rows of another.
 template <int COLUMNS, int N_TILES>
-__device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddr A_tile, SmemAddr B_tile,
-                                             const FragmentOffsets<COLUMNS>& place, const FragmentOffsets<COLUMNS>& row_place) {
+__device__ __forceinline__ void mma_ABt(float (&C)[2][N_TILES][4], SmemAddr A_tile, SmemAddr B_tile,
+                                             const FragmentOffsets<COLUMNS>& offsets, const FragmentOffsets<COLUMNS>& row_offsets) {
 #pragma unroll
     for (int step = 0; step < COLUMNS / 16; ++step) {
         unsigned A[2][4];
-        ldmatrix_x4(A[0], A_tile + place(0, step));
-        ldmatrix_x4(A[1], A_tile + place(16, step));
+        ldmatrix_x4(A[0], A_tile + offsets(0, step));
+        ldmatrix_x4(A[1], A_tile + offsets(16, step));
 #pragma unroll
         for (int nt = 0; nt < N_TILES / 2; ++nt) {
             unsigned B[4];
-            ldmatrix_x4(B, B_tile + row_place(16 * nt, step));
+            ldmatrix_x4(B, B_tile + row_offsets(16 * nt, step));
 #pragma unroll
             for (int mt = 0; mt < 2; ++mt) {
                 mma_m16n8k16(C[mt][2 * nt], A[mt], B[0], B[1]);
@@ -75,14 +74,14 @@ __device__ __forceinline__ void dot_products(float (&C)[2][N_TILES][4], SmemAddr
     }
 }
 
-// C += A B for 16 rows of a tile B, from row `row` on; `place` points at the first of the columns.
+// C += A B with 16 rows of tile B from `row`; `offsets` begin at the first column.
 template <int COLUMNS, int N_TILES>
-__device__ __forceinline__ void add_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddr B_tile, int row,
-                                         const FragmentOffsets<COLUMNS>& place) {
+__device__ __forceinline__ void mma_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddr B_tile, int row,
+                                         const FragmentOffsets<COLUMNS>& offsets) {
 #pragma unroll
     for (int dt = 0; dt < N_TILES / 2; ++dt) {
         unsigned B[4];
-        ldmatrix_x4_trans(B, B_tile + place(row, dt));
+        ldmatrix_x4_trans(B, B_tile + offsets(row, dt));
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
             mma_m16n8k16(C[mt][2 * dt], A[mt], B[0], B[1]);
@@ -91,14 +90,14 @@ __device__ __forceinline__ void add_step(float (&C)[2][N_TILES][4], const unsign
     }
 }
 
-// The coordinates of a thread's warp. Each part of a step asks for its thread anew and computes its addresses from that: kept
-// from step to step they would take the registers that the accumulators need.
+// Indices of a thread's warp. Each function computes them, and its addresses, again from thread_index_x(), because the accumulators
+// leave no registers for them.
 struct Warp {
-    unsigned index, lane, keys, part;  // keys: its first key in the block's tile; part: its share of queries and columns
+    unsigned index, lane, keys, part;  // keys: its first key in the tile; part: its index in the group, which selects queries and columns
     __device__ __forceinline__ explicit Warp(unsigned thread)
-        : index(thread / 32), lane(thread % 32), keys(index / SHARE * 32), part(index % SHARE) {}
+        : index(thread / 32), lane(thread % 32), keys(index / WARPS_PER_GROUP * 32), part(index % WARPS_PER_GROUP) {}
 
-    // Of 16 x 16 blocks: the rows of an A operand, those of a B operand (transposed), and the warp's own columns.
+    // ldmatrix offsets of 16 x 16 blocks: rows of an A operand, rows of a B operand (transposed), the warp's columns of dK or dV.
     template <int COLUMNS>
     __device__ __forceinline__ FragmentOffsets<COLUMNS> rows() const { return {lane % 16, lane / 16}; }
     template <int COLUMNS>
@@ -107,35 +106,35 @@ struct Warp {
     }
     template <int COLUMNS>
     __device__ __forceinline__ FragmentOffsets<COLUMNS> columns() const {
-        return {lane % 16, part * (COLUMNS / SHARE / 8) + lane / 16};
+        return {lane % 16, part * (COLUMNS / WARPS_PER_GROUP / 8) + lane / 16};
     }
 };
 
-// Whether a pair's P is not 0. Rows from Sq on are zeros, and so are their dot products: raw scores may be anything.
-__device__ __forceinline__ bool counts(const Head& head, ScoreIndex at) {
+// Whether a score is visible. False for query rows >= Sq.
+__device__ __forceinline__ bool in_mask(const Head& head, ScoreIndex at) {
     return head.visible_in_bounds(at.query_row(), at.key_col());
 }
 
-// The warp's own queries: P^T and dS^T, in registers for its own columns of dV and dK, in shared memory for everybody else.
-// `masked`: some query of the tile does not see all of the block's keys.
-__device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, const Head& head,
+// The warp's own queries: computes P^T and dS^T, adds their products to its columns of dV and dK, and stores both in shared memory for
+// the other warps. masked: the tile may have hidden scores.
+__device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, const Head& head,
                                             int m0, int n0, bool masked, SmemAddr K_tile, const char* stage, char* dS_tile) {
     const SmemAddr Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
     const float* LSE_smem = reinterpret_cast<const float*>(stage + Q_BYTES + dO_BYTES);
     const Warp warp(thread_index_x());
-    const Place rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(), columns = warp.columns<D_PAD>();
-    const VPlace V_rows = warp.rows<DV_PAD>(), dO_rows = warp.transposed_rows<DV_PAD>(), V_columns = warp.columns<DV_PAD>();
+    const QKOffsets rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(), columns = warp.columns<D_PAD>();
+    const VOffsets V_rows = warp.rows<DV_PAD>(), dO_rows = warp.transposed_rows<DV_PAD>(), V_columns = warp.columns<DV_PAD>();
     const int g = warp.lane / 4, q = warp.lane % 4;
     const float exponent = head.unit * Head::LOG2E;
 #pragma unroll 1
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
-        const int first = warp.part * QUERIES + sub;  // of these queries, in the tile
+        const int first = warp.part * QUERIES + sub;  // first query of this step in the tile
         float S[2][SUB_M / 8][4] = {};
-        dot_products(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
+        mma_ABt(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
         const auto at = [&](int mt, int half, int nt, int odd) {
             return ScoreIndex(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
-        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // of x: 16 bits are as good as those of dS
+        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // dx / d(raw), in 16 bits as dS
 #pragma unroll
         for (int i = 0; i < (Head::LINEAR ? 0 : SUB_M / 2); ++i) {
             const int mt = i % 2, half = i / 2 % 2, nt = i / 4;
@@ -152,8 +151,8 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
 #pragma unroll
             for (int i = 0; i < SUB_M; ++i) {
                 const int mt = i % 2, half = i / 2 % 2, nt = i / 4 % (SUB_M / 8), odd = i / 4 / (SUB_M / 8);
-                const ScoreIndex place = at(mt, half, nt, odd);
-                if (!counts(head, place)) S[mt][nt][2 * half + odd] = -INF;
+                const ScoreIndex index = at(mt, half, nt, odd);
+                if (!in_mask(head, index)) S[mt][nt][2 * half + odd] = -INF;
             }
         }
         unsigned P[SUB_M / 16][2][4];
@@ -168,23 +167,23 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
                 P[nt / 2][i / 2][nt % 2 * 2 + i % 2] = pack(ex2(fmaf(s0, exponent, shift0)), ex2(fmaf(s1, exponent, shift1)));
             }
         }
-        unsigned kept = 0;  // a bit for each element, those of a register 16 bits apart
+        unsigned kept = 0;  // one bit per element; the two elements of a register are 16 bits apart
 #pragma unroll
         for (int step = 0; step < SUB_M / 16; ++step) {
-            unsigned left[2][4];
+            unsigned dropped_P[2][4];
             Head::Kept blocks[2];
             head.keep_along_keys(blocks, m0 + first + 16 * step, n0 + warp.keys);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const unsigned mask = blocks[i / 4].mask(i % 4);
-                left[i / 4][i % 4] = P[step][i / 4][i % 4] & mask;
+                dropped_P[i / 4][i % 4] = P[step][i / 4][i % 4] & mask;
                 kept |= mask & 0x10001u << (8 * step + i);
             }
-            add_step(dV, left, dO_tile + first * V_ROW, 16 * step, V_columns);
+            mma_step(dV, dropped_P, dO_tile + first * V_ROW, 16 * step, V_columns);
         }
 
         float dP[2][SUB_M / 8][4] = {};
-        dot_products(dP, K_tile + K_BYTES + warp.keys * V_ROW, dO_tile + first * V_ROW, V_rows, dO_rows);
+        mma_ABt(dP, K_tile + K_BYTES + warp.keys * V_ROW, dO_tile + first * V_ROW, V_rows, dO_rows);
         unsigned dS[SUB_M / 16][2][4];
 #pragma unroll
         for (int nt = 0; nt < SUB_M / 8; ++nt) {
@@ -194,94 +193,94 @@ __device__ __forceinline__ void own_queries(Accumulators<COLS>& dK, Accumulators
                 const int mt = i / 2, half = i % 2;
                 const unsigned packed = P[nt / 2][mt][nt % 2 * 2 + half];
                 const float2 p = unpack(packed);
-                const unsigned pair = kept >> (nt / 2 * 8 + 4 * mt + nt % 2 * 2 + half) & 0x10001u;
-                float ds0 = p.x * (head.apply_dropout(dP[mt][nt][2 * half], pair & 1) - delta.x);
-                float ds1 = p.y * (head.apply_dropout(dP[mt][nt][2 * half + 1], pair >> 16) - delta.y);
+                const unsigned keep_pair = kept >> (nt / 2 * 8 + 4 * mt + nt % 2 * 2 + half) & 0x10001u;
+                float ds0 = p.x * (head.apply_dropout(dP[mt][nt][2 * half], keep_pair & 1) - delta.x);
+                float ds1 = p.y * (head.apply_dropout(dP[mt][nt][2 * half + 1], keep_pair >> 16) - delta.y);
                 if (Head::HAS_DERIVATIVE) {
                     const float2 dx = unpack(derivative[Head::HAS_DERIVATIVE ? nt / 2 : 0][mt][nt % 2 * 2 + half]);
                     ds0 *= dx.x, ds1 *= dx.y;
                 }
                 const unsigned ds = pack(ds0, ds1);
                 dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
-                char* to = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
-                *reinterpret_cast<unsigned*>(to) = ds;
-                if (SHARE > 1) *reinterpret_cast<unsigned*>(to + P_BYTES) = DROPOUT ? packed & pair * 0xffffu : packed;
+                char* out = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
+                *reinterpret_cast<unsigned*>(out) = ds;
+                if (WARPS_PER_GROUP > 1) *reinterpret_cast<unsigned*>(out + P_BYTES) = DROPOUT ? packed & keep_pair * 0xffffu : packed;
             }
         }
 #pragma unroll
-        for (int step = 0; step < SUB_M / 16; ++step) add_step(dK, dS[step], Q_tile + first * ROW, 16 * step, columns);
+        for (int step = 0; step < SUB_M / 16; ++step) mma_step(dK, dS[step], Q_tile + first * ROW, 16 * step, columns);
     }
 }
 
-// The partners' queries: P^T and dS^T from shared memory.
-__device__ __forceinline__ void other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddr Q_tile,
+// The queries of the other warps of the group: P^T and dS^T from shared memory.
+__device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddr Q_tile,
                                               SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
-    const Place columns = warp.columns<D_PAD>();
-    const VPlace V_columns = warp.columns<DV_PAD>();
+    const QKOffsets columns = warp.columns<D_PAD>();
+    const VOffsets V_columns = warp.columns<DV_PAD>();
 #pragma unroll 1  // unrolled, D = 256 spills
-    for (int other = 1; other < SHARE; ++other) {
-        const int first = (warp.part + other) % SHARE * QUERIES;
+    for (int other = 1; other < WARPS_PER_GROUP; ++other) {
+        const int first = (warp.part + other) % WARPS_PER_GROUP * QUERIES;
 #pragma unroll
         for (int step = 0; step < QUERIES / 16; ++step) {
-            const PPlace place(warp.lane % 16, first / 8 + warp.lane / 16);
+            const POffsets offsets(warp.lane % 16, first / 8 + warp.lane / 16);
             const SmemAddr from = dS_tile + warp.keys * PTile::ROW;
             unsigned A[2][4];
-            ldmatrix_x4(A[0], from + P_BYTES + place(0, step));
-            ldmatrix_x4(A[1], from + P_BYTES + place(16, step));
-            add_step(dV, A, Q_tile + Q_BYTES + first * V_ROW, 16 * step, V_columns);
-            ldmatrix_x4(A[0], from + place(0, step));
-            ldmatrix_x4(A[1], from + place(16, step));
-            add_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
+            ldmatrix_x4(A[0], from + P_BYTES + offsets(0, step));
+            ldmatrix_x4(A[1], from + P_BYTES + offsets(16, step));
+            mma_step(dV, A, Q_tile + Q_BYTES + first * V_ROW, 16 * step, V_columns);
+            ldmatrix_x4(A[0], from + offsets(0, step));
+            ldmatrix_x4(A[1], from + offsets(16, step));
+            mma_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
         }
     }
 }
 
-// 32 rows x DQ_COLS columns of dS K, added to the warp's part of the tile's accumulators.
+// Adds 32 rows x DQ_COLS columns of dS K to the warp's part of a tile of dQ_accum.
 __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
-    const PPlace queries(warp.lane / 16 * 8 + warp.lane % 8, warp.index / DQ_PARTS * 4 + warp.lane / 8 % 2);
-    constexpr int STEP_COLS = DQ_COLS < 32 ? DQ_COLS : 32;  // more at a time spill
+    const POffsets queries(warp.lane / 16 * 8 + warp.lane % 8, warp.index / DQ_COL_WARPS * 4 + warp.lane / 8 % 2);
+    constexpr int STEP_COLS = DQ_COLS < 32 ? DQ_COLS : 32;  // more columns per step spill
 #pragma unroll 1
     for (int col = 0; col < DQ_COLS; col += STEP_COLS) {
-        const Place columns(warp.lane % 16, (warp.index % DQ_PARTS * DQ_COLS + col) / 8 + warp.lane / 16);
+        const QKOffsets columns(warp.lane % 16, (warp.index % DQ_COL_WARPS * DQ_COLS + col) / 8 + warp.lane / 16);
         float dQ[2][STEP_COLS / 8][4] = {};
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step) {
             unsigned A[2][4];
             ldmatrix_x4_trans(A[0], dS_tile + queries(16 * step, 0));
             ldmatrix_x4_trans(A[1], dS_tile + queries(16 * step, 1));
-            add_step(dQ, A, K_tile, 16 * step, columns);
+            mma_step(dQ, A, K_tile, 16 * step, columns);
         }
-        float* to = dQ_tile + warp.index * (32 * DQ_COLS) + col / 8 * 128;
+        float* out = dQ_tile + warp.index * (32 * DQ_COLS) + col / 8 * 128;
 #pragma unroll
         for (int i = 0; i < STEP_COLS / 4; ++i) {
             const int mt = i / (STEP_COLS / 8), nt = i % (STEP_COLS / 8);
-            add_fragment(to + (mt * (DQ_COLS / 8) + nt) * 128, dQ[mt][nt]);
+            add_fragment(out + (mt * (DQ_COLS / 8) + nt) * 128, dQ[mt][nt]);
         }
     }
 }
 
-// Accumulators to shared memory as 16-bit rows of a K/V tile.
+// Stores accumulators in shared memory as 16-bit rows of a K/V tile.
 template <int COLUMNS>
 __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMNS>& sums, float factor) {
     const Warp warp(thread_index_x());
 #pragma unroll
     for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
         const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
-        const unsigned place = Swizzled<COLUMNS * SHARE>::at(row, warp.part * (COLUMNS / 8) + nt);
-        *reinterpret_cast<unsigned*>(tile + place + warp.lane % 4 * 4) =
+        const unsigned offset = Swizzled<COLUMNS * WARPS_PER_GROUP>::at(row, warp.part * (COLUMNS / 8) + nt);
+        *reinterpret_cast<unsigned*>(tile + offset + warp.lane % 4 * 4) =
             pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
     }
 }
 
 template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void store_rows(const View<dtype>& to, const SeqlenInfo& sequence, int h, int n0, const char* tile) {
+__device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenInfo& seqlen_info, int h, int n0, const char* tile) {
     using Tile = Swizzled<COLUMNS>;
     for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        if (n0 + row < sequence.key_rows() && chunk * 8 < WIDTH)
-            *reinterpret_cast<uint4*>(sequence.key(to, h, n0 + row) + chunk * 8) =
+        if (n0 + row < seqlen_info.key_rows() && chunk * 8 < WIDTH)
+            *reinterpret_cast<uint4*>(seqlen_info.key(out, h, n0 + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
     }
 }
@@ -301,88 +300,88 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
-    float* dQ_accum,                               // (B, H, query tiles, BLOCK_M * D_PAD), zeros before
+    float* dQ_accum,                               // (B, H, query tiles, BLOCK_M * D_PAD), zeroed before the launch
     const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     char* const dS_tile = smem + STAGES_AT + 2 * STAGE;
-    const RowTile own = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && own.invalid()) return;
-    const int kv_head = blockIdx.y, b = own.b, H = gridDim.y * group;
-    const SeqlenInfo sequence(score, b);
-    // A ragged batch's anew, from L1, in each part of a step: kept, it would take registers that the accumulators need.
-    const auto again = [&] { return RAGGED ? SeqlenInfo(score, b) : sequence; };
+    const RowTile tile_of_block = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile_of_block.invalid()) return;
+    const int kv_head = blockIdx.y, b = tile_of_block.b, H = gridDim.y * group;
+    const SeqlenInfo seqlen_info(score, b);
+    // For a ragged batch offsets and lengths are read again, from L1, where they are needed: the accumulators leave no registers for them.
+    const auto seqlen = [&] { return RAGGED ? SeqlenInfo(score, b) : seqlen_info; };
     const SmemAddr K_tile = smem_address(smem);
-    const auto request_stage = [&](unsigned at, int h, int m0) {
+    const auto load_stage = [&](unsigned at, int h, int m0) {
         const SmemAddr stage = K_tile + at;
         const unsigned thread = thread_index_x();
-        const SeqlenInfo sequence = again();
-        cp_async_tile<BLOCK_M, D_PAD, THREADS>(stage, sequence.query(Q, h, 0), Q.stride_s, m0, sequence.Sq, thread);
-        cp_async_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, sequence.query(dO, h, 0), dO.stride_s, m0,
-                                                           sequence.Sq, thread);
-        const long long row = sequence.lse_offset(H, h) + m0;
+        const SeqlenInfo seqlen_info = seqlen();
+        cp_async_tile<BLOCK_M, D_PAD, THREADS>(stage, seqlen_info.query(Q, h, 0), Q.stride_s, m0, seqlen_info.Sq, thread);
+        cp_async_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, seqlen_info.query(dO, h, 0), dO.stride_s, m0,
+                                                           seqlen_info.Sq, thread);
+        const long long row = seqlen_info.lse_offset(H, h) + m0;
         for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
             const int query = t % BLOCK_M;
-            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < sequence.Sq);
+            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < seqlen_info.Sq);
         }
         cp_async_commit();
     };
 
     float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
-    const auto n0 = [&] { return RAGGED ? own.row0 : static_cast<int>(block_index_x()) * BLOCK_N; };
-    const auto queries = [&] { return Head(sequence, kv_head * group).queries(n0(), n0() + BLOCK_N); };
+    const auto n0 = [&] { return RAGGED ? tile_of_block.row0 : static_cast<int>(block_index_x()) * BLOCK_N; };
+    const auto queries = [&] { return Head(seqlen_info, kv_head * group).queries(n0(), n0() + BLOCK_N); };
     const auto first_row = [&] { return queries().begin / BLOCK_M * BLOCK_M; };
     const auto row_end = [&] { return queries().end; };
-    int h = kv_head * group, m0 = first_row();  // the query tiles of each head that shares these keys
+    int h = kv_head * group, m0 = first_row();  // the current head and query tile
     const int heads_end = h + group;
-    const auto find = [&](int& h, int& m0) {  // from there on the next tile that the block map leaves, if there is one
+    const auto next_tile = [&](int& h, int& m0) {  // block map: advances to the next visible tile; false if there is none
         for (; h < heads_end; ++h, m0 = first_row()) {
             m0 = Head(score, b, h).next_query_tile<BLOCK_M, BLOCK_N>(m0, row_end(), n0());
             if (m0 < row_end()) return true;
         }
         return false;
     };
-    int left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // to walk
-    if (Head::MAPPED) left = find(h, m0);
-    unsigned stage = STAGES_AT;  // where in shared memory
-    if (left > 0) {
-        cp_async_tile<BLOCK_N, D_PAD, THREADS>(K_tile, sequence.key(K, kv_head, 0), K.stride_s, n0(), sequence.Sk);
-        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, sequence.key(V, kv_head, 0), V.stride_s, n0(),
-                                                           sequence.Sk);
-        request_stage(stage, h, m0);
+    int tiles_left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // remaining tiles; with a block map only whether there are any
+    if (Head::MAPPED) tiles_left = next_tile(h, m0);
+    unsigned stage = STAGES_AT;  // offset of the current stage in shared memory
+    if (tiles_left > 0) {
+        cp_async_tile<BLOCK_N, D_PAD, THREADS>(K_tile, seqlen_info.key(K, kv_head, 0), K.stride_s, n0(), seqlen_info.Sk);
+        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, seqlen_info.key(V, kv_head, 0), V.stride_s, n0(),
+                                                           seqlen_info.Sk);
+        load_stage(stage, h, m0);
     }
 #pragma unroll 1
-    for (; left > 0; --left) {
+    for (; tiles_left > 0; --tiles_left) {
         TIMELINE(wait_load);
         cp_async_wait<0>();
-        if (threadIdx.x < BLOCK_M) {  // of the LSE that it has copied
+        if (threadIdx.x < BLOCK_M) {  // this thread has copied this LSE
             float& lse = reinterpret_cast<float*>(smem + stage + Q_BYTES + dO_BYTES)[threadIdx.x];
             if (Head::is_large(lse)) lse = NOT_A_NUMBER;
         }
-        __syncthreads();  // the stage is there for everybody; everybody has used the other one, dS^T and P^T
+        __syncthreads();  // all loads of the stage are complete; the other stage, dS^T and P^T are no longer read
         TIMELINE(load);
-        int next_h = h, next_m0 = m0 + BLOCK_M;  // by the block map
+        int next_h = h, next_m0 = m0 + BLOCK_M;  // block map: the next visible tile
         if (Head::MAPPED) {
-            left = 1 + find(next_h, next_m0);
-            if (left > 1) request_stage(2 * STAGES_AT + STAGE - stage, next_h, next_m0);
-        } else if (left > 1) {
-            const bool last = m0 + BLOCK_M >= row_end();  // of this head
-            request_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
+            tiles_left = 1 + next_tile(next_h, next_m0);
+            if (tiles_left > 1) load_stage(2 * STAGES_AT + STAGE - stage, next_h, next_m0);
+        } else if (tiles_left > 1) {
+            const bool last = m0 + BLOCK_M >= row_end();  // tile of this head
+            load_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
         }
-        const Head head(again(), h);
-        const Range seen = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
-        const bool ends = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > seen.end;
-        const bool masked = m0 < seen.begin || ends || m0 + BLOCK_M > head.Sq ||  // rows from Sq on are zeros: 0 * inf is NaN
+        const Head head(seqlen(), h);
+        const Range fully_visible = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
+        const bool beyond_last_key = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
+        const bool masked = m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||  // rows >= Sq are zeros: 0 * inf is NaN
                             (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
-        TIMELINE(own_queries);
-        own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
-        TIMELINE(wait_others);
-        __syncthreads();  // dS^T and P^T are whole before others' are read
-        TIMELINE(other_queries);
-        other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
-        const long long tile = again().first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
+        TIMELINE(compute_own_queries);
+        compute_own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
+        TIMELINE(wait_group);
+        __syncthreads();  // dS^T and P^T are complete before other warps read them
+        TIMELINE(add_other_queries);
+        add_other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
+        const long long tile = seqlen().first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         TIMELINE(dQ);
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
@@ -390,24 +389,24 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         else if (m0 >= row_end()) ++h, m0 = first_row();
     }
     TIMELINE(store);
-    // A masked P is 0, but 0 * NaN brings a query's numbers to keys that it does not see; of a large LSE P is NaN. Both are rare.
+    // P of a hidden score is 0, but 0 * NaN = NaN; P is NaN for a large LSE. The fallback computes non-finite tiles again.
     if (__syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
         return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
                                                         n0(), threadIdx.x / 32);
 
-    __syncthreads();  // everybody has used K and V before dK and dV take their place
+    __syncthreads();  // K and V are no longer read; dK and dV overwrite them
     stage_rows<COLS>(smem, dK_rmem, score.scale);
     stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, Head::dropout_factor(score));
-    __syncthreads();  // rows are whole before they are copied, 16 bytes a thread, neighbours side by side
-    store_rows<D_PAD, HEAD_DIM>(dK, again(), kv_head, n0(), smem);
-    store_rows<DV_PAD, HEAD_DIM_V>(dV, again(), kv_head, n0(), smem + K_BYTES);
+    __syncthreads();  // rows are complete before they are stored in 16-byte chunks
+    store_rows<D_PAD, HEAD_DIM>(dK, seqlen(), kv_head, n0(), smem);
+    store_rows<DV_PAD, HEAD_DIM_V>(dV, seqlen(), kv_head, n0(), smem + K_BYTES);
     TIMELINE(done);
 }
 
-// dQ = scale * dQ_accum: every warp puts into order what the warps of its index have added.
-// To have more blocks side by side than are asked for, ptxas spills.
-constexpr bool DQ_ALONE = HEAD_DIM > 128 || Head::ELEMENT_MASK || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
-constexpr int DQ_BLOCKS = DQ_ALONE ? 512 / THREADS : 0;
+// Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what warps of its index have added.
+// The block limit gives ptxas enough registers: without it these variants spill.
+constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
+constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;
 extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
@@ -415,17 +414,17 @@ extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postpro
     const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
-    const float* dQ_accum,                         // as bwd_mma has left it
+    const float* dQ_accum,                         // as above
     const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
-    const RowTile own = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && own.invalid()) return;
-    const int h = blockIdx.y, b = own.b, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const SeqlenInfo sequence(score, b);
-    const int row0 = own.row0 + warp / DQ_PARTS * 32, col0 = warp % DQ_PARTS * DQ_COLS;
+    const RowTile tile_of_block = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && tile_of_block.invalid()) return;
+    const int h = blockIdx.y, b = tile_of_block.b, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const SeqlenInfo seqlen_info(score, b);
+    const int row0 = tile_of_block.row0 + warp / DQ_COL_WARPS * 32, col0 = warp % DQ_COL_WARPS * DQ_COLS;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const float* from = dQ_accum + tile * (BLOCK_M * D_PAD) + warp * (32 * DQ_COLS);
-    if (write_dQ_fragments<32, DQ_COLS, 128>(dQ, sequence, h, row0, col0, lane, from, score.scale))
+    if (write_dQ_fragments<32, DQ_COLS, 128>(dQ, seqlen_info, h, row0, col0, lane, from, score.scale))
         query_gradients_non_finite<32, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

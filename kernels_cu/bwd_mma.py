@@ -4,55 +4,61 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, unsupported_by_cp_a
 
 
 def columns(width: int, t: Tile) -> int:
-    """D_PAD, DV_PAD: padded so that the warps of a group, and of a row of dQ, divide them into whole MMA steps."""
-    least = max(width, 16 * (t.WARPS * 32 // t.BLOCK_N), 16 * (t.WARPS * 32 // t.BLOCK_M))
-    return 1 << (least - 1).bit_length()
+    """D_PAD or DV_PAD: a power of two that the warps of a group, and of rows of dQ, divide into whole MMA steps."""
+    minimum = max(width, 16 * (t.WARPS * 32 // t.BLOCK_N), 16 * (t.WARPS * 32 // t.BLOCK_M))
+    return 1 << (minimum - 1).bit_length()
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; two stages of Q, dO, LSE and delta; dS^T, and P^T where warps share keys."""
+    """K, V; two stages of Q, dO, LSE and delta; dS^T, and P^T if several warps share keys."""
     rows, shared = 2 * (columns(p.D, t) + columns(p.Dv, t)), 2 if t.WARPS * 32 > t.BLOCK_N else 1
     return t.BLOCK_N * rows + 2 * (t.BLOCK_M * rows + 8 * t.BLOCK_M) + shared * 2 * t.BLOCK_N * t.BLOCK_M
 
 
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
-    """Whole tiles of BLOCK_M rows of D_PAD columns, which a wide v pads too: all zeros."""
+    """Floats of scratch memory, and how many of them are zeroed: whole tiles of BLOCK_M rows and D_PAD columns."""
     numbers = p.batches * p.H * p.query_tiles(t.BLOCK_M) * t.BLOCK_M * columns(p.D, t)
     return numbers, numbers
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
+    """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
     return unsupported_by_cp_async(p, "bwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """What an MMA step, the register file and an SM's shared memory ask of a tile."""
-    rows = 32 * t.WARPS  # 32 of the keys' and of dQ's tile for each warp
+    """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
+    rows = 32 * t.WARPS  # a warp has 32 keys, and 32 rows of dQ
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
-        return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide {rows}, 32 rows a warp; BLOCK_M is at most 128"
+        return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide 32 * WARPS={rows}; BLOCK_M is at most 128"
     share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * smem_bytes(p, t), max(p.D, p.Dv)
-    tight = p.dtype == "float16" or columns(widest, t) > widest > 96  # a few registers more
+    tight = p.dtype == "float16" or columns(widest, t) > widest > 96  # need a few registers more
     rules = (
         (
             t.BLOCK_M // share % 16 == 0,
-            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 queries for each of {share} warps",
+            f"BLOCK_M={t.BLOCK_M} must be a multiple of {16 * share}: 16 queries for each of {share} warps",
         ),
-        (columns(widest, t) <= 64 * share, f"dK and dV of D={widest} spill: {share} warps hold 64 columns each"),
-        (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} at D={widest} are not built: 4 warps hold it"),
-        (not p.ragged or t.BLOCK_N < 128 or t.WARPS > 4, "BLOCK_N=128 of a ragged batch spills with WARPS=4"),
+        (
+            columns(widest, t) <= 64 * share,
+            f"D={widest} spills: each of {share} warps has registers for 64 columns of dK and dV",
+        ),
+        (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
+        (not p.ragged or t.BLOCK_N < 128 or t.WARPS > 4, "BLOCK_N=128 spills with ragged batches and WARPS=4: use 64"),
         (
             not p.dropout or widest <= 64 or t.WARPS > 4 or arch != (9, 0),
-            f"WARPS={t.WARPS} at D={widest} spill with dropout on compute capability 9.0: 8 do not",
+            f"WARPS={t.WARPS} spills with dropout at D={widest} on compute capability 9.0: use 8",
         ),
         (
             not (p.dropout and p.causal and tight) or t.BLOCK_N < 128 or widest <= 64 or arch != (9, 0),
-            f"BLOCK_N={t.BLOCK_N} at D={widest} spills with causal dropout on compute capability 9.0: 64 keys do not",
+            f"BLOCK_N={t.BLOCK_N} spills with causal dropout at D={widest} on compute capability 9.0: use 64",
         ),
-        (not arch or arch < (10, 0) or t.BLOCK_N < 128, "BLOCK_N=128 spills on compute capability 10.0 and later"),
-        (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
+        (
+            not arch or arch < (10, 0) or t.BLOCK_N < 128,
+            "BLOCK_N=128 spills on compute capability 10.0 and later: use 64",
+        ),
+        (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
     )
-    return next((sentence for kept, sentence in rules if not kept), None)
+    return next((reason for holds, reason in rules if not holds), None)
 
 
 kernel = Kernel(
@@ -61,7 +67,7 @@ kernel = Kernel(
     rung=3,
     default=True,
     ragged=True,
-    summary="tensor cores warp by warp: S^T and dP^T feed dV and dK from registers; dQ by fp32 reductions in L2",
+    summary="tensor cores (mma.sync): P^T and dS^T stay in registers; dQ by fp32 atomics",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
     deterministic=False,

@@ -4,60 +4,68 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_as
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, which O replaces, and two stages of K and V, in 16-bit elements; rows padded to a multiple of 16 columns."""
+    """Q, whose memory O reuses, and two stages of K and V: 16-bit elements, rows padded to a multiple of 16 columns."""
     K, V = cdiv(p.D, 16) * 16, cdiv(p.Dv, 16) * 16
     return 2 * (max(K, V) * t.BLOCK_M + 2 * (K + V) * t.BLOCK_N)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
+    """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
     return unsupported_by_cp_async(p, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """What an MMA step, the register file and an SM's shared memory ask of a tile."""
+    """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
     rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
     ranges = (p.ragged or p.window != (None, None)) and not (p.softcap or p.alibi or p.bias or p.mask or p.score)
-    most = 6144 if p.dropout else 16384 if rows == 16 and (p.plain or ranges) else 8192
+    max_elements = 6144 if p.dropout else 16384 if rows == 16 and (p.plain or ranges) else 8192
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
-        (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
+        (
+            t.BLOCK_M % (16 * t.WARPS) == 0,
+            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}: a warp owns tiles of 16 rows",
+        ),
         (t.SUB_N % 16 == 0, f"SUB_N={t.SUB_N} must be a multiple of 16: one m16n8k16 step of P V"),
-        (p.plain or t.SUB_N != 48, "SUB_N=48 spills with options of the score"),
+        (p.plain or t.SUB_N != 48, "SUB_N=48 spills with score options: use 16 or 32"),
         (
             rows == 16 or not (p.bias or p.mask or p.score),
-            f"{rows} rows a warp spill with a bias, a mask or a score of one's own: 16 do not",
+            f"{rows} rows per warp spill with a bias, a mask or a Score: use 16",
         ),
-        (rows == 16 or not p.dropout or columns <= 64, f"{rows} rows a warp spill with dropout at D={p.D}: 16 do not"),
-        (not arch or arch < (10, 0) or t.SUB_N != 48, "SUB_N=48 spills on compute capability 10.0 and later"),
+        (rows == 16 or not p.dropout or columns <= 64, f"{rows} rows per warp spill with dropout at D={p.D}: use 16"),
+        (
+            not arch or arch < (10, 0) or t.SUB_N != 48,
+            "SUB_N=48 spills on compute capability 10.0 and later: use 16 or 32",
+        ),
         (
             columns <= 240 or t.SUB_N == 16 or not ranges or p.dropout or arch != (9, 0),
-            f"SUB_N={t.SUB_N} spills with a window or ragged batches at D={p.D} on compute capability 9.0: 16 does not",
+            f"SUB_N={t.SUB_N} spills with a window or ragged batches at D={p.D} on compute capability 9.0: use 16",
         ),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
-            t.BLOCK_N * columns <= most,
-            f"BLOCK_N={t.BLOCK_N} rows of K at D={p.D} spill: at most {most} elements do not",
+            t.BLOCK_N * columns <= max_elements,
+            f"BLOCK_N={t.BLOCK_N} spills at D={p.D}: BLOCK_N * D is at most {max_elements}",
         ),
-        (accumulators <= 176, f"{rows} rows a warp need {accumulators} registers for S and O at D={p.D}: at most 176"),
+        (
+            accumulators <= 176,
+            f"{rows} rows per warp need {accumulators} registers for S and O at D={p.D}: the limit is 176",
+        ),
         (
             smem <= 232448,
-            f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 232448",
+            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 232448",
         ),
     )
-    return next((sentence for kept, sentence in rules if not kept), None)
+    return next((reason for holds, reason in rules if not holds), None)
 
 
 def rank(p: Problem, t: Tile) -> bool:
-    """First what was fastest (experiments/003_forward_paper)."""
-    return (t.WARPS == 8) != shares_keys(p)
+    """Tiles of eight warps first where they are faster (experiments/003_forward_paper)."""
+    return (t.WARPS == 8) != prefers_eight_warps(p)
 
 
-def shares_keys(p: Problem) -> bool:
-    """Whether eight warps, 128 rows, shall share tiles of keys: of wide heads, where there are several waves of blocks
-    and, where half of each diagonal tile is hidden, rows are long."""
-    blocks, long = cdiv(p.Sq, 128) * p.H * p.B, 2048 if p.causal else 512
-    return p.plain and p.D > 240 and min(p.Sq, p.Sk) >= long and blocks >= 4 * 132
+def prefers_eight_warps(p: Problem) -> bool:
+    """Whether eight warps should share a K/V tile: D > 240, at least four waves of blocks, and long rows if causal."""
+    blocks, min_rows = cdiv(p.Sq, 128) * p.H * p.B, 2048 if p.causal else 512
+    return p.plain and p.D > 240 and min(p.Sq, p.Sk) >= min_rows and blocks >= 4 * 132
 
 
 kernel = Kernel(
@@ -66,7 +74,7 @@ kernel = Kernel(
     rung=3,
     default=True,
     ragged=True,
-    summary="tensor cores warp by warp (mma.sync), fed by cp.async through swizzled shared memory",
+    summary="tensor cores (mma.sync): two cp.async stages in swizzled shared memory, deferred rescaling",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
     tiles=(

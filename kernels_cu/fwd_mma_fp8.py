@@ -10,45 +10,51 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Rows are copied 16 bytes at a time; the scale is folded into the exponent."""
+    """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
     width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
     if arch is not None and width > (128 if options else 192):
-        return f"D={p.D}, Dv={p.Dv} spill: up to 192 are built, 128 with options of a score (fwd_block2d takes any)"
+        return f"D={p.D}, Dv={p.Dv} is not supported: up to 192, or 128 with score options, do not spill (fwd_block2d supports any)"
     return unsupported_by_cp_async(p, "fwd_block2d")
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """What an MMA step, the register file and an SM's shared memory ask of a tile."""
+    """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
     rows, smem = t.BLOCK_M // t.WARPS, t.MIN_BLOCKS * smem_bytes(p, t)
     accumulators = rows * (p.Dv + t.SUB_N + t.SUB_N // 4) // 32
     rules = (
-        (t.BLOCK_M % (16 * t.WARPS) == 0, f"BLOCK_M={t.BLOCK_M} must be 16 rows, or a multiple, for each warp"),
+        (
+            t.BLOCK_M % (16 * t.WARPS) == 0,
+            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}: a warp owns tiles of 16 rows",
+        ),
         (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
         (
             t.SUB_N == 32 or max(p.D, p.Dv) <= 96 or p.bounds[1] is None or arch != (9, 0),
-            f"SUB_N={t.SUB_N} at D={p.D} spills where rows have a last key, on compute capability 9.0: 32 does not",
+            f"SUB_N={t.SUB_N} spills at D={p.D} with causality or a right window bound on compute capability 9.0: use 32",
         ),
-        (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: 32 does not"),
+        (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: use 32"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
-        (rows == 16 or not arch or arch < (10, 0), f"{rows} rows a warp spill on compute capability 10.0 and later"),
+        (
+            rows == 16 or not arch or arch < (10, 0),
+            f"{rows} rows per warp spill on compute capability 10.0 and later: use 16",
+        ),
         (
             rows == 16 or not (p.bias or p.mask or p.score or p.dropout),
-            f"{rows} rows a warp spill with dropout, a bias, a mask or a score of one's own: 16 do not",
+            f"{rows} rows per warp spill with dropout, a bias, a mask or a Score: use 16",
         ),
         (
             rows == 16 or not (p.softcap or p.Dv != p.D or tuple in map(type, p.descale)) or arch != (9, 0),
-            f"{rows} rows a warp spill with softcap, Dv={p.Dv} or descale by head on compute capability 9.0: 16 do not",
+            f"{rows} rows per warp spill with softcap, Dv={p.Dv} or per-head descale on compute capability 9.0: use 16",
         ),
         (
             accumulators <= 168,
-            f"{rows} rows a warp need {accumulators} registers for S and O at Dv={p.Dv}: at most 168",
+            f"{rows} rows per warp need {accumulators} registers for S and O at Dv={p.Dv}: the limit is 168",
         ),
         (
             smem <= 101376 or (arch is not None and arch[0] in (9, 10) and smem <= 232448) or arch is None,
-            f"MIN_BLOCKS={t.MIN_BLOCKS} need {smem} bytes of shared memory at D={p.D}: an SM has 101376",
+            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 101376",
         ),
     )
-    return next((sentence for kept, sentence in rules if not kept), None)
+    return next((reason for holds, reason in rules if not holds), None)
 
 
 kernel = Kernel(
@@ -57,7 +63,7 @@ kernel = Kernel(
     rung=3,
     default=True,
     ragged=True,
-    summary="tensor cores of 8 bits, warp by warp (mma.sync): V's bytes change places on their way to registers",
+    summary="8-bit tensor cores (mma.sync): V is transposed by byte permutations between shared memory and MMA",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(8, 9),
     tiles=(
@@ -78,6 +84,6 @@ kernel = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
-    rank=lambda p, t: p.Dv > 128 and t.BLOCK_N > t.SUB_N,  # 64 keys in two steps: measured up to 128 columns alone
+    rank=lambda p, t: p.Dv > 128 and t.BLOCK_N > t.SUB_N,  # two steps per tile are measured for Dv <= 128 only
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )
