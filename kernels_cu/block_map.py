@@ -4,8 +4,8 @@ from sandbox.spec import Dim3, Kernel, Problem, Tile, cdiv
 
 
 def grid(p: Problem, t: Tile) -> Dim3:
-    """One block per word of SOME_VISIBLE bits of a row of the map, or of two rows if the map has pair bits; no blocks if
-    no map is needed."""
+    """One block per word of SOME_VISIBLE bits of a row of the map, or of two rows if the map has pair bits; none if no
+    map is needed."""
     B, H, rows, row_words = p.block_map
     words = 4 * cdiv(p.Sk, 4 * t.BLOCK_N)
     return cdiv(rows, 2 if row_words > 2 * words else 1) * words, H, B

@@ -17,15 +17,15 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     owned = max(N // Y * (columns + columns_v + 2 * M // X), M // Y * (columns + 2 * N // X))
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
-        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024: whole warps"),
+        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024"),
         (M % Y == 0 and M % X == 0 and M % 4 == 0,
          f"BLOCK_M={M} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: all threads have equal shares"),
         (N % Y == 0 and N % X == 0 and N % 4 == 0,
          f"BLOCK_N={N} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: all threads have equal shares"),
         (owned < 160 or arch is None or not (p.dropout or p.score or ((p.bias or p.mask) and arch < (9, 0))),
-         f"{owned} registers for gradients, S and dP per thread spill with dropout or a Score, before 9.0 also with bias or mask"),
+         f"{owned} registers for gradients, S, dP spill with dropout or a Score, before 9.0 with bias or mask"),
         (owned + 80 <= 255 and X * Y * (owned + 80) <= 65536,
-         f"{X * Y} threads with {owned} registers for gradients, S and dP and 80 others exceed the registers at D={p.D}"),
+         f"{X * Y} threads with {owned} registers for gradients, S, dP and 80 others exceed the registers at D={p.D}"),
     )  # fmt: skip
     return next((reason for holds, reason in rules if not holds), None)
 

@@ -40,7 +40,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             columns(widest, t) <= 64 * share,
-            f"D={widest} spills: each of {share} warps has registers for 64 columns of dK and dV",
+            f"D={widest} spills: {share} warps have registers for 64 columns of dK and dV each",
         ),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
         (not p.ragged or t.BLOCK_N < 128 or t.WARPS > 4, "BLOCK_N=128 spills with ragged batches and WARPS=4: use 64"),
@@ -54,7 +54,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             not arch or arch < (10, 0) or t.BLOCK_N < 128,
-            "BLOCK_N=128 spills on compute capability 10.0 and later: use 64",
+            "BLOCK_N=128 spills on compute capability >= 10.0: use 64",
         ),
         (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
     )

@@ -12,7 +12,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     steps = [N >> i for i in range(8) if (N >> i) * o_cols * X <= N * (t.BLOCK_D + 4)]
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),
-        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024: whole warps"),
+        (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024"),
         (M % Y == 0, f"BLOCK_M={M} must be a multiple of THREADS_Y={Y}: all threads have the same number of rows"),
         (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: all threads have the same number of keys"),
         (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of 4 * THREADS_X={4 * X}: loads of four"),

@@ -18,7 +18,7 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q; m and l of each warp; stages of K and V of each warp, which O reuses; O, m and l from each block of a cluster."""
+    """Q; m and l of each warp; each warp's stages of K and V, which O reuses; O, m, l from each block of a cluster."""
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
     dsmem = t.CLUSTER * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8) if t.CLUSTER > 1 else 0
@@ -49,8 +49,8 @@ def splits(p: Problem, t: Tile) -> int:
     """Splits: blocks, or clusters, that share the keys of a row tile; with dynamic splits the sum over batch entries.
 
     Minimizes the estimated time in rounds (one key tile per warp): waves times the rounds of a split plus 2 of fixed
-    cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Dynamic splits of several
-    entries: DYNAMIC_WAVES waves, so that the last blocks are short.
+    cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Dynamic splits of
+    several entries: DYNAMIC_WAVES waves, so that the last blocks are short.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     limit = max(1, rounds // (t.STAGES - 1))  # per entry
@@ -95,9 +95,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if reason := unsupported_by_cp_async(p, "fwd_block2d"):
         return reason
     if p.rows[0] * p.group >= 2**31:
-        return (
-            f"Sq * H / Hk = {p.rows[0] * p.group} is not supported: packed rows must be fewer than 2^31 (use fwd_mma)"
-        )
+        return f"Sq * H / Hk = {p.rows[0] * p.group} is not supported: the limit is 2^31 - 1 packed rows (use fwd_mma)"
     return None
 
 
@@ -152,11 +150,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest ones measured with D + Dv = 256, 16 bits.
+    """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest for D + Dv = 256, 16 bits.
 
-    A cluster of two if this makes one wave of all row tiles, which needs no combine kernel. Clusters of four small blocks
-    for key_lengths up to MAX_CLUSTER_KEYS: two SMs run two clusters, and one reads while the other finishes. No cluster
-    if there are three waves or more, then with fewer bytes in flight per warp.
+    A cluster of two if this makes one wave of all row tiles, which needs no combine kernel. Clusters of four small
+    blocks for key_lengths up to MAX_CLUSTER_KEYS: two SMs run two clusters, and one reads while the other finishes. No
+    cluster if there are three waves or more, then with fewer bytes in flight per warp.
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     if sum(row_bytes(p)) != 512 or p.float8 or p.ragged:
@@ -192,9 +190,7 @@ kernel = Kernel(
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=4),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
-        Tile(
-            BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1
-        ),  # D >= 128 with 100 KB of shared memory per SM
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # D >= 128 with 100 KB per SM
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),  # float8
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 with pages of 16, or large D
     ),

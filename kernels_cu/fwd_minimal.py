@@ -19,7 +19,7 @@ kernel = Kernel(
     check_tile=lambda p, t, arch: (
         None
         if t.BLOCK_M <= 1024
-        else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one per query row"
+        else f"BLOCK_M={t.BLOCK_M} is too large: a block has at most 1024 threads, one per row"
     ),
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

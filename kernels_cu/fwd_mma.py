@@ -23,7 +23,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (
             t.BLOCK_M % (16 * t.WARPS) == 0,
-            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}: a warp owns tiles of 16 rows",
+            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}",
         ),
         (t.SUB_N % 16 == 0, f"SUB_N={t.SUB_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (p.plain or t.SUB_N != 48, "SUB_N=48 spills with score options: use 16 or 32"),
@@ -34,7 +34,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (rows == 16 or not p.dropout or columns <= 64, f"{rows} rows per warp spill with dropout at D={p.D}: use 16"),
         (
             not arch or arch < (10, 0) or t.SUB_N != 48,
-            "SUB_N=48 spills on compute capability 10.0 and later: use 16 or 32",
+            "SUB_N=48 spills on compute capability >= 10.0: use 16 or 32",
         ),
         (
             columns <= 240 or t.SUB_N == 16 or not ranges or p.dropout or arch != (9, 0),
@@ -47,7 +47,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             accumulators <= 176,
-            f"{rows} rows per warp need {accumulators} registers for S and O at D={p.D}: the limit is 176",
+            f"{rows} rows per warp need {accumulators} registers for S, O at D={p.D}: the limit is 176",
         ),
         (
             smem <= 232448,

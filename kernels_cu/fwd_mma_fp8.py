@@ -13,7 +13,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
     width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
     if arch is not None and width > (128 if options else 192):
-        return f"D={p.D}, Dv={p.Dv} is not supported: up to 192, or 128 with score options, do not spill (fwd_block2d supports any)"
+        return f"D={p.D}, Dv={p.Dv} is not supported: the limit is 192, or 128 with score options (use fwd_block2d)"
     return unsupported_by_cp_async(p, "fwd_block2d")
 
 
@@ -24,18 +24,18 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (
             t.BLOCK_M % (16 * t.WARPS) == 0,
-            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}: a warp owns tiles of 16 rows",
+            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}",
         ),
         (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
         (
             t.SUB_N == 32 or max(p.D, p.Dv) <= 96 or p.bounds[1] is None or arch != (9, 0),
-            f"SUB_N={t.SUB_N} spills at D={p.D} with causality or a right window bound on compute capability 9.0: use 32",
+            f"SUB_N={t.SUB_N} spills at D={p.D} with causal or a right window bound on compute capability 9.0: use 32",
         ),
         (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: use 32"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
             rows == 16 or not arch or arch < (10, 0),
-            f"{rows} rows per warp spill on compute capability 10.0 and later: use 16",
+            f"{rows} rows per warp spill on compute capability >= 10.0: use 16",
         ),
         (
             rows == 16 or not (p.bias or p.mask or p.score or p.dropout),
