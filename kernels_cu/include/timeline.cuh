@@ -26,7 +26,7 @@ constexpr unsigned BYTES = TIMELINE_MARKS;      // of a warp's buffer, a power o
 constexpr unsigned CHUNK = 4 * TIMELINE_STEPS;  // bytes, and cycles: four bytes for each step
 constexpr unsigned DONE = 0;                    // the step number of TIMELINE(done)
 
-// Shared with the host: sandbox/timeline/tapes.py has the same layout.
+// Shared with the host: sandbox/timeline/mark_buffers.py has the same layout.
 struct Anchor {  // of a finished warp: its SM, and one moment on the SM's clock and on the global timer
     unsigned sm, clock;
     unsigned long long nanoseconds;
