@@ -161,7 +161,7 @@ __device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
-// Programmatic dependent launch: allows the next entry to start when all blocks of this one have started, if its spec has early=True.
+// Programmatic dependent launch: allows the next entry to start when all blocks of this one have started, if its spec has programmatic_launch=True.
 // The next entry must call griddepcontrol_wait before it reads this one's results. No effect before compute capability 9.0.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
