@@ -4,121 +4,127 @@ from dataclasses import replace
 
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-SMEM = 232448  # bytes that a block may have
-BLOCKS = 132  # that run at one time, one a multiprocessor
-ABREAST = 16  # heads of a section at least, where a window makes pieces short
-MAP_WORDS = 128  # of 32 query tiles, of all heads that share a key/value head
+SMEM = 232448  # bytes of shared memory per block
+WAVE = 132  # blocks that run at the same time: one per SM
+MIN_WINDOW_HEADS = 16  # minimum heads of an L2 head group with a window, whose work tiles are short
+MAP_WORDS = 128  # words of the block map, each of 32 query tiles, over all query heads of a key/value head
 
 
-def columns(p: Problem, t: Tile) -> int:
-    """D_PAD."""
+def d_pad(p: Problem, t: Tile) -> int:
+    """D_PAD of the kernel."""
     return 256 if t.BLOCK_N == 64 else cdiv(p.D, 16) * 16
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; stages of Q, dO, LSE, delta and a bias; dS, P where consumers share keys, else dQ; the mbarriers; of a
-    block map what concerns a block."""
-    row, shared = 128 * cdiv(columns(p, t), 64), t.BLOCK_N == 64
-    dQ = 4 * 128 * (columns(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
-    pairs = 2 * t.BLOCK_M * t.BLOCK_N * 2
-    fed = 2 * t.BLOCK_N * row + t.STAGES * (t.BLOCK_M * (2 * row + 8) + (pairs // 2 if p.bias else 0))
-    return fed + pairs + (pairs if shared else 0) + (0 if shared else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
+    """K, V; stages of Q, dO, LSE, delta and bias; dS; P if consumers split the head dimension, otherwise dQ; mbarriers;
+    a column of the block map."""
+    row, split_head_dim = 128 * cdiv(d_pad(p, t), 64), t.BLOCK_N == 64
+    dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
+    dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
+    loaded = 2 * t.BLOCK_N * row + t.STAGES * (t.BLOCK_M * (2 * row + 8) + (dS // 2 if p.bias else 0))
+    return loaded + dS + (dS if split_head_dim else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
 
 
 def mapped(p: Problem) -> bool:
-    """Whether there is a block map."""
+    """Whether the problem has a block map."""
     return p.block_map[3] > 0
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """wgmma is Hopper's own; tensor maps ask for alignment and for strides; the scale is folded into the exponent."""
+    """wgmma requires Hopper; tensor maps require alignment and positive strides."""
     if reason := unsupported_by_wgmma(p, arch, "bwd_block2d"):
         return reason
     if p.bias and not p.bias_tiles:
-        return "a bias that tensor maps cannot copy in tiles is not built: bwd_mma is faster with it"
+        return "a bias that TMA cannot copy (broadcast, unaligned, float32 or ragged) is not supported: use bwd_mma"
     if p.bias and p.D > 128:
-        return f"a bias beside D={p.D} is not built: shared memory has no room for it (bwd_mma takes it)"
+        return f"a bias with D={p.D} is not supported: it exceeds shared memory; use D <= 128 or bwd_mma"
     if p.Dv > p.D:
-        return f"Dv={p.Dv} beside D={p.D} is not built: v must not be wider than k (bwd_mma takes it)"
+        return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D; use bwd_mma"
     if mapped(p) and p.group * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
-        return f"a mask of {p.group} heads of {p.Sq} queries is not built: {MAP_WORDS * 2048} rows a group are"
+        return (
+            f"a block map of {p.group} query heads per key/value head with Sq={p.Sq} is not supported: at most "
+            f"{MAP_WORDS * 2048} query rows per key/value head; use bwd_block2d"
+        )
     return None
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """What two consumer warpgroups' registers and an SM's shared memory ask of a tile."""
+    """Limits of the registers of two consumer warpgroups and of shared memory."""
     smem = smem_bytes(p, t)
     fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else t.BLOCK_M, 128)
     rules = (
-        (fits == (t.BLOCK_M, t.BLOCK_N), f"at D={p.D} BLOCK_M={fits[0]} and BLOCK_N={fits[1]} alone are built"),
+        (
+            fits == (t.BLOCK_M, t.BLOCK_N),
+            f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N} is not supported at D={p.D}: use {fits[0]} and {fits[1]}",
+        ),
         (
             t.BLOCK_M < 128 or not (p.softcap or p.bias or p.mask or p.score or p.dropout),
-            "BLOCK_M=128 spills with softcap, bias, mask, score and dropout: 64 queries do not",
+            "BLOCK_M=128 with softcap, bias, mask, score or dropout is not supported: it spills registers; use 64",
         ),
-        (smem <= SMEM, f"STAGES={t.STAGES} need {smem} bytes of shared memory at D={p.D}: a block may have {SMEM}"),
+        (smem <= SMEM, f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM}"),
     )
-    return next((sentence for kept, sentence in rules if not kept), None)
+    return next((reason for passed, reason in rules if not passed), None)
 
 
-def counted_dQ(p: Problem, t: Tile) -> tuple[int, int]:
-    """dQ_accum: counters, of pieces and two for each query tile, which have to be zeros; and the sums, of which the
-    first is stored."""
+def dQ_accum_with_semaphores(p: Problem, t: Tile) -> tuple[int, int]:
+    """Elements of dQ_accum and, of these, to zero: the semaphores and the tile counter are zeroed; the accumulators are
+    not, because the first block stores."""
     rows = p.batches * p.H * p.query_tiles(128) * 128
     counters = 128 + rows // 32
     return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
 
 
-def dQ_in_any_order(p: Problem, t: Tile) -> tuple[int, int]:
-    """The same where the first is stored, of a ragged batch with zeros by `bwd_wgmma_scheduler`; else all zeros."""
-    numbers, counters = counted_dQ(p, t)
-    if p.D > 128 or (p.ragged and p.D <= 64):  # not COUNTED of dq_semaphore.cuh
-        return numbers, numbers
-    return numbers, 0 if p.ragged else counters
+def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
+    """Without semaphores all elements are zeroed; in a ragged batch `bwd_wgmma_scheduler` zeroes the semaphores."""
+    elements, counters = dQ_accum_with_semaphores(p, t)
+    if p.D > 128 or (p.ragged and p.D <= 64):  # HAS_SEMAPHORES of dq_semaphore.cuh is false
+        return elements, elements
+    return elements, 0 if p.ragged else counters
 
 
-def table_of_pieces(p: Problem, t: Tile) -> tuple[int, int]:
-    """Of a ragged batch: eight numbers a piece."""
+def work_tiles(p: Problem, t: Tile) -> tuple[int, int]:
+    """Ragged batches: 8 ints per work tile."""
     return 8 * p.key_tiles(t.BLOCK_N) * p.Hk if p.ragged else 0, 0
 
 
-def abreast(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Pieces of a section of heads side by side: as many as run at one time, or of short rows half of them; of a
-    window more. (ABREAST of include/dq_semaphore.cuh.)"""
+def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave for short rows, or
+    more with a window. See L2_HEAD_GROUPS in include/dq_semaphore.cuh."""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if not heads:
         return 1, tiles, 0
-    sections = round(heads * tiles / (BLOCKS if tiles > 4 else BLOCKS / 2))
-    width = cdiv(heads, min(max(sections, 1), heads))
+    groups = round(heads * tiles / (WAVE if tiles > 4 else WAVE / 2))
+    width = cdiv(heads, min(max(groups, 1), heads))
     if p.bounds[0] is not None:
-        width = max(width, min(heads, ABREAST))
+        width = max(width, min(heads, MIN_WINDOW_HEADS))
     return width, tiles, cdiv(heads, width)
 
 
-def any_order(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Abreast where a last key makes pieces of different length."""
-    return (p.key_tiles(t.BLOCK_N), p.Hk, p.batches) if p.ragged or p.bounds[1] is None else abreast(p, t)
+def nondeterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """L2 head groups if a last key (causal) makes work tiles of different length."""
+    return (p.key_tiles(t.BLOCK_N), p.Hk, p.batches) if p.ragged or p.bounds[1] is None else head_group_grid(p, t)
 
 
-in_any_order = Kernel(
+nondeterministic = Kernel(
     name="bwd_wgmma",
     computes="backward",
     rung=4,
     preference=3,
-    summary="Hopper's warpgroup MMA, fed by TMA; dQ leaves by bulk reductions that L2 carries out",
+    summary="warpgroup MMA (wgmma) fed by TMA, warp-specialised; dQ by TMA reduce-add",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
     arch_suffix="a",
     deterministic=False,
     programmatic_launch=True,
-    scratch={"dQ_accum": dQ_in_any_order, "work_tiles": table_of_pieces},
+    scratch={"dQ_accum": dQ_accum, "work_tiles": work_tiles},
     default=True,
     ragged=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
-        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that need registers
+        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that take registers
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
-    grid=any_order,
+    grid=nondeterministic_grid,
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
@@ -132,11 +138,11 @@ in_any_order = Kernel(
         Entry(
             name="bwd_wgmma_scheduler",
             launch_first=True,
-            grid=lambda p, t: (cdiv(table_of_pieces(p, t)[0], 8 * 8), 1, 1),
+            grid=lambda p, t: (cdiv(work_tiles(p, t)[0], 8 * 8), 1, 1),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
             args=("work_tiles", "dQ_accum", "counters", "Hk", "group", "score"),
-            numbers={"counters": lambda p, t: counted_dQ(p, t)[1]},
+            numbers={"counters": lambda p, t: dQ_accum_with_semaphores(p, t)[1]},
         ),
         Entry(
             name="bwd_wgmma_postprocess",
@@ -150,42 +156,42 @@ in_any_order = Kernel(
 )
 
 
-def in_sections(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """Abreast; of a window, whose pieces are alike, no more heads than make as many as run at one time. Without a mask
-    twice as many heads, of wide ones with long rows four times, where it was measured: half as many pieces of a head
-    wait for one another at the beginning."""
-    width, tiles, _ = abreast(p, t)
+def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """L2 head groups. With a window, whose work tiles are equally long, a group has at most one wave. Without a mask it
+    has twice as many heads, or four times for D > 128 and 8192 rows or more (measured): fewer blocks of a head start
+    together and wait for each other's semaphores."""
+    width, tiles, _ = head_group_grid(p, t)
     heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
-        width = min(cdiv(BLOCKS, tiles), heads)
+        width = min(cdiv(WAVE, tiles), heads)
     elif p.bounds[1] is None and heads and rows >= 4096 and (p.D > 128 or rows <= 8192):
         width = min((4 if p.D > 128 and rows >= 8192 else 2) * width, heads)
     return width, tiles, cdiv(heads, width) if heads else 0
 
 
-def supports_in_order(p: Problem, arch: Arch | None) -> str | None:
-    """Who adds to a query tile, and when, has to follow from numbers."""
+def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
+    """The order of additions to a query tile must follow from the mask's ranges."""
     if mapped(p):
-        return "masks and conditions are not built in order (bwd_block2d takes them)"
+        return "masks and score snippets that mask are not supported: semaphores need ranges; use bwd_block2d"
     return supports(p, arch)
 
 
-in_order = replace(
-    in_any_order,
+deterministic_kernel = replace(
+    nondeterministic,
     name="bwd_wgmma_deterministic",
     preference=1,
-    summary="bwd_wgmma, whose blocks add to dQ in the order of the keys: the same bits every time",
+    summary="bwd_wgmma with semaphores that order the additions to dQ: deterministic",
     deterministic=True,
     ragged=False,
-    supports=supports_in_order,
+    supports=supports_deterministic,
     macros={"DETERMINISTIC": 1},
-    grid=in_sections,
-    scratch={"dQ_accum": counted_dQ, "work_tiles": table_of_pieces},
+    grid=deterministic_grid,
+    scratch={"dQ_accum": dQ_accum_with_semaphores, "work_tiles": work_tiles},
     then=tuple(
         replace(entry, name="bwd_wgmma_deterministic_postprocess")
-        for entry in in_any_order.then
+        for entry in nondeterministic.then
         if not entry.launch_first
     ),
 )
 
-kernels = (in_any_order, in_order)
+kernels = (nondeterministic, deterministic_kernel)

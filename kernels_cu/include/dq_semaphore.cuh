@@ -1,66 +1,71 @@
-// Which keys a block of a backward owns, and in what order blocks add to the query tiles that they share.
+// The backward's work tiles (an n_block of a key/value head), and the semaphores that order the blocks which add to a dQ tile.
 #pragma once
 #include <hopper.cuh>
 #include "tile_scheduler.cuh"
 #include "score_mod.cuh"
 
-// DETERMINISTIC: the blocks that add to a query tile do so in the order of their pieces, the first by storing: nothing has to be zero
-// but counters, with which dQ_accum begins, one of pieces, and at ADDED one for each half of each query tile, of those that have
-// added to it. Where the sums begin, with so many query tiles of all heads, at a whole number of L2's lines of 128 bytes, and where
-// lanes add by themselves of the 512 that a warp adds at a time:
-constexpr long long ADDED = 4, SUMS_ALIGNED = HEAD_DIM > 128 ? 128 : 32;
-constexpr bool COUNTED = DETERMINISTIC || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));  // there 1% slower
-__device__ __forceinline__ long long sums_at(long long query_tiles) {
-    return COUNTED ? (ADDED + 2 * query_tiles + SUMS_ALIGNED - 1) / SUMS_ALIGNED * SUMS_ALIGNED : 0;
+// Layout of dQ_accum: the tile counter; at SEMAPHORES_AT a semaphore for each half of each query tile, which counts the work tiles
+// that have added to it; the accumulators. These start at a multiple of 128 bytes, an L2 line, or of the 512 bytes that a warp
+// adds at a time if consumers add by themselves.
+// DETERMINISTIC: blocks add to a query tile in the order of their work tiles, and the first one stores. Only the counters have to
+// be zeroed.
+constexpr long long SEMAPHORES_AT = 4, ACCUM_ALIGNMENT = HEAD_DIM > 128 ? 128 : 32;
+constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));  // ragged, D <= 64: 1% slower
+__device__ __forceinline__ long long accumulators_at(long long query_tiles) {
+    return HAS_SEMAPHORES ? (SEMAPHORES_AT + 2 * query_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT : 0;
 }
 
-// In any order: the first to come stores too. The counters count those who come before the first one's numbers are there, and hold
-// STORED more from then on. Who is first waits for nobody: nobody waits for ever.
-constexpr bool FIRST_BLOCK_STORES = COUNTED && !DETERMINISTIC;
-constexpr unsigned STORED = 1 << 16;
-// Whether a block asks before it has numbers if they are there: where few pieces add to a query tile it is 0.5% slower, or spills.
+// Not DETERMINISTIC: the first block to arrive stores, which saves zeroing and reading the accumulators. Blocks that arrive before
+// this store is complete wait for it; the first block adds FIRST_STORED to the counter when it is. The first block never waits,
+// so there is no deadlock.
+constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
+constexpr unsigned FIRST_STORED = 1 << 16;
+// Whether a block reads the counter before its dQ is ready. With a window or a block map, where few work tiles add to a query
+// tile, this is 0.5% slower or spills.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::FIRST && !Head::MAPPED;
 
-// The keys of a block. RAGGED: by its place in the grid, since blocks begin in that order, the longest first (tile_scheduler.cuh).
-// ABREAST, where a last key (causal) makes the first keys of a head the longest piece: the heads of a section come side by side,
-// first all their first pieces, so that short ones even out what long ones left uneven; the grid is (heads of a section, key tiles,
-// sections). Head after head, the last head's longest pieces would begin when the other blocks end.
-// DETERMINISTIC: as many as they claim one after the other, abreast, so that whoever waits for a piece waits for one that a block has
-// begun. With a last key (causal) sections take turns: in one the last keys come first and each piece walks its queries up from its
-// own diagonal, so that blocks which begin together do not meet and the longest pieces come last; in the next, and in the last of
-// all, the first keys come first, the longest pieces, and are walked from the last query `down`. Either way pieces that follow one
-// another are of like length, also where two sections meet, a piece comes to a query tile after those that it has to wait for, and
-// the shortest ones come at the end.
-constexpr bool ABREAST = (Head::LAST || DETERMINISTIC) && !RAGGED;
-constexpr bool TURNS = DETERMINISTIC && Head::LAST && !Head::FIRST;  // of a window pieces are alike: the last keys come first in all
-struct WorkTileRange {
+// The work tile of a block.
+// RAGGED: by block index; the scheduler kernel has sorted the work tiles, longest first (tile_scheduler.cuh).
+// L2_HEAD_GROUPS (causal, or DETERMINISTIC): the grid is (heads of a group, n_blocks, groups). Causal: the first n_blocks of a head
+// have the longest m_block range. A group starts with the first n_block of all its heads, so that the short work tiles at the end
+// balance the load; head by head, the longest work tiles of the last head would start when other blocks exit.
+// DETERMINISTIC: blocks take work tiles by tile counter ticket, so that a block waits only for work tiles that have started.
+// ALTERNATING (causal): groups alternate between two directions. In one the last n_blocks come first, and each work tile visits
+// m_blocks upwards from its own diagonal: blocks that start together add to different query tiles, and the longest work tiles come
+// last. In the next group, and in the last one, the first n_blocks come first, with m_blocks `descending`. In both, consecutive
+// work tiles have similar length, also across groups, and a work tile reaches a query tile after those that precede it in the
+// semaphore's order.
+constexpr bool L2_HEAD_GROUPS = (Head::LAST || DETERMINISTIC) && !RAGGED;
+constexpr bool ALTERNATING = DETERMINISTIC && Head::LAST && !Head::FIRST;  // with a window: always the last n_block first
+struct BwdWorkTile {
     int key_tile, kv_head, b;
-    bool down = false;
+    bool descending = false;
 
-    __device__ __forceinline__ WorkTileRange(unsigned number, unsigned Hk, unsigned B)
+    __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned Hk, unsigned B)
         : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
         if (DETERMINISTIC) {
-            const unsigned row = number / gridDim.x, section = row / gridDim.y, head = section * gridDim.x + number % gridDim.x;
-            key_tile = row % gridDim.y, kv_head = head % Hk, b = head / Hk;
-            down = TURNS && (gridDim.z - section) % 2;
-            if (Head::LAST && !down) key_tile = gridDim.y - 1 - key_tile;
-        } else if (ABREAST) {
+            const unsigned group_row = number / gridDim.x, head_group = group_row / gridDim.y;
+            const unsigned head = head_group * gridDim.x + number % gridDim.x;
+            key_tile = group_row % gridDim.y, kv_head = head % Hk, b = head / Hk;
+            descending = ALTERNATING && (gridDim.z - head_group) % 2;
+            if (Head::LAST && !descending) key_tile = gridDim.y - 1 - key_tile;
+        } else if (L2_HEAD_GROUPS) {
             const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
             key_tile = blockIdx.y, kv_head = head % Hk, b = head / Hk;
         }
     }
 #if RAGGED
     SeqlenOffsets extent;
-    __device__ __forceinline__ WorkTileRange(const volatile WorkTile& dealt)
-        : key_tile(uniform(dealt.row0) / BLOCK_N), kv_head(uniform(dealt.head)), b(uniform(dealt.b)),
-          extent{dealt.extent.first_query, dealt.extent.Sq, dealt.extent.first_key, dealt.extent.all_keys, dealt.extent.Sk} {}
+    __device__ __forceinline__ BwdWorkTile(const volatile WorkTile& entry)
+        : key_tile(uniform(entry.row0) / BLOCK_N), kv_head(uniform(entry.head)), b(uniform(entry.b)),
+          extent{entry.extent.first_query, entry.extent.Sq, entry.extent.first_key, entry.extent.all_keys, entry.extent.Sk} {}
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b, extent); }
 #else
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b); }
 #endif
-    // How many pieces of the head add to query tile m0 before this one.
-    __device__ __forceinline__ int before(const Head& head, int m0) const {
+    // The value of the semaphore at which this work tile may add to query tile m0: the number of work tiles that precede it.
+    __device__ __forceinline__ int semaphore_target(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
-        return Head::LAST && !down ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
+        return Head::LAST && !descending ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
     }
 };

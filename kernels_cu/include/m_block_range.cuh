@@ -1,29 +1,29 @@
-// Which query tiles a block of a backward visits that owns BLOCK_N keys: of each head of its group those that see something of the
-// keys, by ranges or by a block map. As tile_scheduler.cuh, the other way round.
+// The m_blocks of a backward work tile: for each query head of the group those with queries to which some key of the n_block is
+// visible, from the mask's ranges or from a block map.
 #pragma once
 #include "score_mod.cuh"
 
-// Of the block map what concerns a block's keys, in shared memory: a bit for each query tile of each head of a group.
+// The column of the block map for one n_block, in shared memory: one bit per m_block of each head of the group.
 struct GroupBlockMap {
     static constexpr unsigned MAP_WORDS = 128;
 
-    unsigned some_visible[MAP_WORDS], fully_visible[MAP_WORDS];  // of the keys is seen
+    unsigned some_visible[MAP_WORDS], fully_visible[MAP_WORDS];
 
-    static __device__ __forceinline__ int words(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
+    static __device__ __forceinline__ int words_per_head(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
 
-    // By all WARPS warps of the block. Heads are those from `first_head` on.
+    // Called by all WARPS warps of the block; the group starts at head `first_head`.
     template <unsigned WARPS>
     __device__ __forceinline__ void fill(const SeqlenInfo& sequence, int first_head, int group, int n0) {
         const Score& score = sequence.score;
-        for (int word = threadIdx.x / 32; word < group * words(score); word += WARPS) {
-            const Head head(sequence, first_head + word / words(score));
-            const int m0 = (word % words(score) * 32 + threadIdx.x % 32) * BLOCK_M;
-            static_assert(BLOCK_M % 64 == 0, "the map has a row for every 64 queries");
+        for (int word = threadIdx.x / 32; word < group * words_per_head(score); word += WARPS) {
+            const Head head(sequence, first_head + word / words_per_head(score));
+            const int m0 = (word % words_per_head(score) * 32 + threadIdx.x % 32) * BLOCK_M;
+            static_assert(BLOCK_M % 64 == 0, "the block map has one row per 64 queries");
             bool some = false, every = true;
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 64; ++i) {
-                const Head::MapTile own = head.map_tile<BLOCK_N>(m0 + 64 * i, n0);
-                some |= own.some_visible, every &= own.fully_visible;
+                const Head::MapTile tile = head.map_tile<BLOCK_N>(m0 + 64 * i, n0);
+                some |= tile.some_visible, every &= tile.fully_visible;
             }
             some_visible[word] = __ballot_sync(0xffffffffu, some);
             fully_visible[word] = __ballot_sync(0xffffffffu, every);
@@ -31,78 +31,79 @@ struct GroupBlockMap {
     }
 };
 
-// The query tiles that see something of a block's keys: rows `begin`, `begin` + BLOCK_M ... before `end`, of each of `group` heads;
-// where there is a block map, those that it leaves.
-// Whether n0 is kept in a register; whether it goes from the row of its number round to it; whether key tiles are the grid's y;
-// whether some walks go `down`.
-template <bool KEPT_N0, bool ROUND, bool ABREAST, bool BOTH_WAYS = false>
+// Iterates over the m_blocks of each of `group` heads: rows `begin`, `begin` + BLOCK_M ... before `end`, without those that the block
+// map excludes.
+// N0_IN_REGISTER: keep n0 in a register. ROTATED: start at row n0 and wrap around. KEY_TILE_IN_GRID_Y: the n_block is blockIdx.y, not
+// blockIdx.x. MAY_DESCEND: some work tiles are `descending`.
+template <bool N0_IN_REGISTER, bool ROTATED, bool KEY_TILE_IN_GRID_Y, bool MAY_DESCEND = false>
 struct MBlockRange {
-    const Head& head0;  // of the group's first head: what keys are seen by does not depend on the head
+    const Head& head0;  // the group's first head: the ranges do not depend on the head
     const GroupBlockMap& map;
-    const int group, row0;
-    const bool down = false;  // from the last tile of each head to the first: BOTH_WAYS, and then neither ROUND nor by a map
+    const int group, n0_register;
+    // From the last m_block of each head to the first. Requires MAY_DESCEND; excludes ROTATED and a block map.
+    const bool descending = false;
 
-    // Computed anew each time it is asked for, unless it is kept: then it takes a register that the accumulators may need.
+    // Recomputed on each call unless N0_IN_REGISTER: the register may be needed for accumulators.
     __device__ __forceinline__ int n0() const {
-        return KEPT_N0 ? row0 : static_cast<int>(ABREAST ? block_index_y() : block_index_x()) * BLOCK_N;
+        return N0_IN_REGISTER ? n0_register : static_cast<int>(KEY_TILE_IN_GRID_Y ? block_index_y() : block_index_x()) * BLOCK_N;
     }
     __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
     __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 
-    __device__ __forceinline__ bool backwards() const {
-        if constexpr (BOTH_WAYS) return down;
+    __device__ __forceinline__ bool is_descending() const {
+        if constexpr (MAY_DESCEND) return descending;
         return false;
     }
-    // Where the walk of a head begins.
+    // Row of the first m_block of a head.
     __device__ __forceinline__ int first() const {
-        if (backwards()) return (end() - 1) / BLOCK_M * BLOCK_M;
-        return !ROUND ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0;
+        if (is_descending()) return (end() - 1) / BLOCK_M * BLOCK_M;
+        return !ROTATED ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0;
     }
 
-    // Where it ends, if there is a tile.
-    __device__ __forceinline__ int stop() const {
-        return backwards() ? begin() - BLOCK_M : (end() + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
+    // Row after the last m_block, in iteration order, if the range is not empty.
+    __device__ __forceinline__ int past_last() const {
+        return is_descending() ? begin() - BLOCK_M : (end() + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
     }
 
-    // The tile behind m0, or a row where there is none.
-    __device__ __forceinline__ int next(int m0) const { return backwards() ? m0 - BLOCK_M : m0 + BLOCK_M; }
+    // Row after m0 in iteration order; may be out of range.
+    __device__ __forceinline__ int next(int m0) const { return is_descending() ? m0 - BLOCK_M : m0 + BLOCK_M; }
 
-    // From row m0 of a head of the group on, the next tile; or head = group: there is none.
-    __device__ __forceinline__ void find(int& head, int& m0) const {
+    // Moves to the next m_block at or after row m0 of `head`; head = group if there is none.
+    __device__ __forceinline__ void seek(int& head, int& m0) const {
         if (!Head::MAPPED) {
-            if (BOTH_WAYS ? m0 == stop() : m0 >= end()) head += !ROUND, m0 = ROUND ? begin() : first();
-            if (ROUND && m0 == first()) ++head;
+            if (MAY_DESCEND ? m0 == past_last() : m0 >= end()) head += !ROTATED, m0 = ROTATED ? begin() : first();
+            if (ROTATED && m0 == first()) ++head;
             return;
         }
-        const int words = GroupBlockMap::words(head0.score);
+        const int words = GroupBlockMap::words_per_head(head0.score);
 #pragma unroll 1
         for (; head < group; ++head, m0 = begin())
 #pragma unroll 1
             for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end(); first = (first / 32 + 1) * 32) {
-                const unsigned left = map.some_visible[head * words + first / 32] & ~0u << first % 32;
-                if (!left) continue;
-                m0 = (first / 32 * 32 + __ffs(left) - 1) * BLOCK_M;
+                const unsigned remaining = map.some_visible[head * words + first / 32] & ~0u << first % 32;
+                if (!remaining) continue;
+                m0 = (first / 32 * 32 + __ffs(remaining) - 1) * BLOCK_M;
                 if (m0 < end()) return;
             }
     }
-    // The first tile.
+    // The first m_block.
     __device__ __forceinline__ void start(int& head, int& m0) const {
-        m0 = first(), head = (BOTH_WAYS ? begin() : m0) < end() ? 0 : group;
-        if (Head::MAPPED) find(head, m0);
+        m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : group;
+        if (Head::MAPPED) seek(head, m0);
     }
-    // Whether all rows of a tile may see all of the block's keys, as far as the map tells.
-    __device__ __forceinline__ bool whole(int head, int m0) const {
+    // Whether the block map shows that all elements of the tile are visible; ranges are not considered.
+    __device__ __forceinline__ bool fully_visible(int head, int m0) const {
         if (!Head::MAPPED) return !Head::ELEMENT_MASK;
-        const unsigned tile = m0 / BLOCK_M;
-        return map.fully_visible[head * GroupBlockMap::words(head0.score) + tile / 32] >> tile % 32 & 1;
+        const unsigned m_block = m0 / BLOCK_M;
+        return map.fully_visible[head * GroupBlockMap::words_per_head(head0.score) + m_block / 32] >> m_block % 32 & 1;
     }
 
-    // Calls f(i, head of the group, m0) with each, i counting.
+    // Calls f(i, head of the group, m0) for the i-th m_block.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
         int head, m0;
         start(head, m0);
 #pragma unroll 1
-        for (unsigned i = 0; head < group; m0 = next(m0), find(head, m0)) f(i++, head, m0);
+        for (unsigned i = 0; head < group; m0 = next(m0), seek(head, m0)) f(i++, head, m0);
     }
 };
