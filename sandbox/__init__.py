@@ -11,10 +11,9 @@ from .core import interrupts as _interrupts  # noqa: F401  before what takes its
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api.attention import attention, attention_varlen
+from .api.attention import attention, attention_backward, attention_forward, attention_paged, attention_varlen
 from .api.block_map import block_map
-from .api.dispatch import attention_backward, attention_forward, reload
-from .api.paged import attention_paged
+from .api.dispatch import reload
 from .api.rotation import rotate
 from .core.errors import (
     CacheError,

@@ -1,3 +1,3 @@
-"""The public door: attention and its two passes on anybody's arrays."""
+"""The public functions: attention, its gradients, and its operators in PyTorch."""
 
-__all__ = ["attention", "block_map", "dispatch", "paged", "rotation", "torch_slot"]
+__all__ = ["attention", "block_map", "dispatch", "rotation", "torch_slot"]

@@ -1,147 +1,125 @@
-"""Attention as people call it: on anybody's arrays, differentiable where their library can be told."""
+"""The public functions: attention on arrays of any library, dense, ragged and paged, and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UnsupportedProblem
-from ..core.score import Score
 from ..launch.dlpack import library_of
-from .dispatch import known, run_forward
-from .options import CU_SEQLENS, ScoreOptions, asked, ragged, with_float8
+from .dispatch import known, run_backward, run_forward
+from .options import BACKWARD, CU_SEQLENS, DEFAULT, PAGED, Options, check_keywords, collect, paged, ragged, replace
 
 if TYPE_CHECKING:
-    from ..core.kernel import Kernel
-    from ..core.tile import Tile
+    from typing import Unpack
+
+    from .options import BackwardKeywords, ForwardKeywords, PagedKeywords
 
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float = 0.0,
-    alibi: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    key_lengths: Any = None,
-    score: Score | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    descale: tuple[Any, Any, Any] | None = None,
-    out_dtype: Any = None,
-    kernel: str | Kernel | None = None,
-    tile: Tile | str | Mapping[str, int] | None = None,
-    backend: str | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """softmax(scale * q k^T, masked) v, exactly as `attention_forward`; returns out, or (out, lse) with `return_lse`.
+def attention_forward(q: Any, k: Any, v: Any, **options: Unpack[ForwardKeywords]) -> tuple[Any, Any]:
+    """Exact attention by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
 
-    Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; and an operator to torch.compile.
-    Under torch.autocast q, k and v are cast as PyTorch's own attention casts them.
-    `kernel` and `tile` are the forward's; the backward takes the highest rung, a deterministic one under
-    torch.use_deterministic_algorithms(True). The other options are constants to autograd: a tensor that asks for a
-    gradient is refused.
+    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H; float32, float16, bfloat16, or float8
+    (e4m3fn, e5m2; v may have the other of the two), which has no gradient; any strides with a unit stride in D. NumPy,
+    CuPy, PyTorch or other DLPack arrays, all of one library and on one device.
+    causal: False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": j <= i.
+    scale: 1/sqrt(D) by default; the value of an array of one number is read.
 
-    PyTorch's jagged nested tensors, (B, H, j, D) with a length of its own for each batch entry, are a ragged batch, as
-    `attention_varlen` has it; out and lse are nested then too.
+    The following options of the score are absent by default and apply in this order. Arrays are of q's library, on q's
+    device, with any strides.
+    softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + shift - j| is
+    subtracted, where shift is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or
+    float32; added. score: a `sandbox.Score`, the user's own expressions. window: (left, right), the number of keys to
+    either side of i + shift that are visible, both ends included; None: no bound. mask: bool, broadcastable to
+    (B, H, Sq, Sk); False hides. sink: (H,) float32; exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32;
+    the number of valid keys per batch entry, clamped to 0 … Sk.
+    dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
+    are divided by 1 - dropout. seed: selects them, as defined by `sandbox.reference.dropout_keep`: an int, or an int64
+    array of one element, which the kernel reads; None draws a seed from the library's own generator.
+
+    descale: for float8, the factors of q, k and v: three numbers, or float32 arrays that broadcast to (B, heads);
+    positive, in arrays also 0. P is rounded to v's dtype, the largest element of a row to the largest number of that
+    dtype. out_dtype: for float8: bfloat16 (the default), float16 or float32.
+
+    kernel: a name; by default the highest rung that supports the problem. tile: a Tile, {"BLOCK_M": 64, ...} or
+    "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
+
+    Returns out, (B, H, Sq, Dv), of q's dtype (for float8: `out_dtype`), library and device; and lse, (B, H, Sq)
+    float32, the natural log-sum-exp of the scores, the sink included. A row that sees no key has out 0 and lse -inf, or
+    the sink. On a GPU the work is queued on the caller's current stream. Arrays on the other side than `backend` are
+    copied there and back.
+
+    Raises UnsupportedProblem naming the unsupported value; TypeError for an unknown keyword argument; SpecError,
+    UnknownKernel, CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
-    if descale is not None or out_dtype is not None:
-        what, arrays = with_float8(what, arrays, descale, out_dtype)
+    how, arrays = collect("attention_forward", q, options) if options else (DEFAULT, ())
+    arrays, library = (q, k, v, *arrays), library_of(q)
+    if found := known(library, "forward", how, arrays):
+        out, lse = found[0](arrays, found[1])
+        return out, lse
+    if library.intercepts(*arrays):
+        if how.descale:
+            from . import torch_ops
+
+            return torch_ops.float8_forward(arrays, how)
+        from . import torch_autograd
+
+        return torch_autograd.unrecorded(arrays, how)
+    return run_forward(arrays, how)
+
+
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[ForwardKeywords]) -> Any:
+    """softmax(scale * q k^T, masked) v, with the options of `attention_forward`; returns out, or (out, lse) with
+    `return_lse`.
+
+    Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; an operator for torch.compile.
+    Under torch.autocast q, k and v are cast as for PyTorch's own attention.
+    `kernel` and `tile` are those of the forward. The backward uses the highest rung, a deterministic one under
+    torch.use_deterministic_algorithms(True). The other options are constants to autograd: a tensor that requires a
+    gradient raises UnsupportedProblem.
+
+    PyTorch's jagged nested tensors, (B, H, j, D) with a length per batch entry, are a ragged batch, as in
+    `attention_varlen`; out and lse are nested, too.
+    """
+    how, arrays = collect("attention", q, options) if options else (DEFAULT, ())
     if getattr(q, "is_nested", False):
         from . import torch_nested
 
-        out, lse = torch_nested.attention((q, k, v), arrays, what, causal, scale, kernel, tile, backend)
+        arrays, how = torch_nested.packed((q, k, v), arrays, how)
+        out, lse = (torch_nested.nested_as(q, x) for x in _attend(arrays, how, True))
     else:
-        out, lse = attend((q, k, v, *arrays), what, causal, scale, kernel, tile, backend, return_lse)
+        out, lse = _attend((q, k, v, *arrays), how, return_lse)
     return (out, lse) if return_lse else out
 
 
-def attend(
-    arrays: tuple[Any, ...], what: ScoreOptions, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
-    with_lse: bool = True,
-) -> tuple[Any, Any]:  # fmt: skip
-    """(out, lse) of q, k, v and the arrays that `what` names; unless `with_lse`, lse may be None."""
-    library = library_of(arrays[0])
-    options = causal, scale, kernel, tile, backend, False, what
-    if found := known(library, "forward", options, arrays):
-        plan, addresses, followed = found
-        if followed is None or not library.grad_enabled():
-            out, lse = plan(arrays, addresses)
-            return out, lse
-        if not what.descale:
-            return followed(arrays, options, found, with_lse)
-    arrays = *library.cast(*arrays[:3]), *arrays[3:]
-    if library.needs_autograd(*arrays, scale):
-        from . import torch_autograd, torch_float8
-
-        if what.descale:
-            return torch_float8.attention(arrays, options)
-        out, lse = torch_autograd.attention(arrays, what, causal, scale, kernel, tile, backend, with_lse)
-        return out, lse
-    return run_forward(arrays, options)
-
-
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any = None,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool | str = False,
-    scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float = 0.0,
-    alibi: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    sink: Any = None,
-    key_lengths: Any = None,
-    score: Score | None = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    descale: tuple[Any, Any, Any] | None = None,
-    out_dtype: Any = None,
-    kernel: str | Kernel | None = None,
-    tile: Tile | str | Mapping[str, int] | None = None,
-    backend: str | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """`attention` of sequences of different lengths, which lie one after the other: nothing is padded, and no sequence
-    looks at another. No call waits for the GPU.
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, return_lse: bool = False, **options: Unpack[ForwardKeywords],
+) -> Any:  # fmt: skip
+    """`attention` of contiguous sequences of different lengths, without padding; a sequence sees no other. No call
+    waits for the GPU.
 
-    q: (total_q, H, D); k: (total_k, Hk, D); v: (total_k, Hk, Dv); any strides with a unit stride in D. cu_seqlens_q:
-    (B + 1,) int32, on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, so that it
-    begins with 0 and never falls; cu_seqlens_k likewise of k and v, by default the same. A sequence may be empty, and
-    have more queries than keys or fewer. Rows after the last sequence are not written, nor are their gradients.
+    q: (total_q, H, D); k: (total_k, Hk, D); v: (total_k, Hk, Dv); any strides with a unit stride in D.
+    cu_seqlens_q: (B + 1,) int32, on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q; it
+    starts with 0 and does not decrease. cu_seqlens_k: the same for k and v; by default cu_seqlens_q. A sequence may be
+    empty, and have more queries than keys or fewer. Rows after the last sequence are not written, nor are their
+    gradients.
 
-    The options are those of `attention`, their i, j, Sq and Sk those within a sequence, and b its number. bias and mask
+    The options are those of `attention`; i, j, Sq and Sk count within a sequence, and b is its index. bias and mask
     broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default the totals; a sequence reads the beginning of its part.
     Otherwise max_seqlen_* have no effect. With a bias or mask, a sequence longer than max_seqlen_* is an error on the
-    CPU backend; on a GPU its queries from max_seqlen_q on have out, lse and gradients NaN, and its keys from
-    max_seqlen_k on are not seen and have gradients NaN. SANDBOX_CHECKED=1 makes it an error there too.
+    CPU backend. On a GPU its queries from max_seqlen_q on have out, lse and gradients NaN, and its keys from
+    max_seqlen_k on are hidden and have gradients NaN; with SANDBOX_CHECKED=1 it is an error there, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
-    `attention` is. cu_seqlens that make no sense are an error on the CPU backend; on a GPU results are then undefined,
-    but nothing outside of the arrays is touched. Raises what `attention_forward` does.
+    `attention` is. Invalid cu_seqlens are an error on the CPU backend; on a GPU the results are undefined, but no
+    memory outside of the arrays is accessed. Raises the exceptions of `attention_forward`.
     """
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, x in zip(("q", "k", "v", *CU_SEQLENS), (q, k, v, *offsets), strict=True):
         if not hasattr(x, "dtype"):
             raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-    what, arrays = asked(q, window, softcap, alibi, bias, mask, sink, key_lengths, score, dropout, seed)
-    if descale is not None or out_dtype is not None:
-        what, arrays = with_float8(what, arrays, descale, out_dtype)
-    what, arrays = ragged(what, arrays, offsets, (max_seqlen_q, max_seqlen_k))
+    how, arrays = ragged(*collect("attention_varlen", q, options), offsets, (max_seqlen_q, max_seqlen_k))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
@@ -149,6 +127,111 @@ def attention_varlen(
         if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
             raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
     heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
-    out, lse = attend((*heads_first, *arrays), what, causal, scale, kernel, tile, backend)
+    out, lse = _attend((*heads_first, *arrays), how, True)
     out = out[0].swapaxes(0, 1)
     return (out, lse[0]) if return_lse else out
+
+
+def attention_paged(
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, key_lengths: Any, *, return_lse: bool = False,
+    **options: Unpack[PagedKeywords],
+) -> Any:  # fmt: skip
+    """`attention` to the first key_lengths[b] keys of each batch entry, which are stored in pages (PagedAttention, Kwon
+    et al. 2023, arXiv:2309.06180). Forward only. Keys are not gathered, and no call waits for the GPU: the kernel reads
+    table and lengths, so that a CUDA graph may be replayed with others.
+
+    q: (B, H, Sq, D), float16, bfloat16 or, with `descale`, float8. k_pages: (pages, page_size, Hk, D); v_pages: (pages,
+    page_size, Hk, Dv); page_size a multiple of 16; any strides with a unit stride in D. block_table: (B, most pages)
+    int32: key j of batch entry b is row j % page_size of page block_table[b, j // page_size]; pages may be shared.
+    key_lengths: (B,) int32, at most most pages * page_size. All on q's device. Entries of the table for keys beyond
+    key_lengths are not read.
+
+    The options are those of `attention`; Sk is the key_lengths of a batch entry ("bottom-right": the last query sees
+    the last valid key); bias and mask broadcast to (B, H, Sq, most pages * page_size).
+
+    Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32. It has no gradient. A page
+    number out of range is an error on the CPU backend and under `sanitize`; on a GPU another page is read instead.
+    Raises the exceptions of `attention_forward`.
+    """
+    check_keywords("attention_paged", options, PAGED)
+    how, arrays = collect("attention_paged", q, {**options, "key_lengths": key_lengths})
+    how, arrays = paged(how, arrays, block_table)
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if len(x.shape) != 4:
+            raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (pages, page_size, Hk, D)")
+    arrays = q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays
+    if library_of(q).needs_autograd(*arrays, how.scale):
+        if how.descale:
+            from . import torch_ops
+
+            out, lse = torch_ops.float8_forward(arrays, how)
+        else:
+            from . import torch_autograd
+
+            out, lse = torch_autograd.paged_forward(arrays, how)
+    else:
+        out, lse = run_forward(arrays, how)
+    return (out, lse) if return_lse else out
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, deterministic: bool = False,
+    **options: Unpack[BackwardKeywords],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The gradients of sum(dout * out) by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2).
+
+    q, k, v and the options as in `attention_forward`; out (B, H, Sq, Dv) and lse (B, H, Sq) as it returned them; dout
+    (B, H, Sq, Dv), of q's dtype. If D has no unit stride (an expanded dout), or lse is not contiguous, a copy is made,
+    which the log ("sandbox") reports. deterministic: only kernels whose results are bit-equal at each call.
+
+    Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
+    share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. The gradients of bias,
+    sink and lse are available through autograd of `attention` only. Memory in addition to inputs and results: delta,
+    (B, H, Sq) float32, and for a kernel that accumulates dq by atomics a float32 (B, H, Sq, D).
+
+    Raises the exceptions of `attention_forward`.
+    """
+    if (dropout := options.get("dropout")) and options.get("seed") is None:
+        raise UnsupportedProblem(
+            f"attention_backward: dropout={dropout} needs the seed that the forward was given: seed="
+        )
+    how, more = collect("attention_backward", q, options, BACKWARD)
+    if deterministic:
+        how = replace(how, deterministic=deterministic)
+    arrays = dout, q, k, v, out, lse, *more
+    if library_of(dout).intercepts(*arrays):
+        from . import torch_autograd
+
+        return torch_autograd.gradients(arrays, how)
+    dq, dk, dv = run_backward(arrays, how)
+    return dq, dk, dv
+
+
+def _attend(arrays: tuple[Any, ...], options: Options, with_lse: bool) -> tuple[Any, Any]:
+    """(out, lse) of q, k, v and the arrays that `options.arrays` names; unless `with_lse`, lse may be None."""
+    library = library_of(arrays[0])
+    if found := known(library, "forward", options, arrays):
+        plan, addresses, requires_grad = found
+        if not requires_grad or not library.grad_enabled():
+            out, lse = plan(arrays, addresses)
+            return out, lse
+        if not options.descale:
+            return _autograd().record(arrays, options, found, with_lse)
+    arrays = *library.cast(*arrays[:3]), *arrays[3:]
+    if library.needs_autograd(*arrays, options.scale):
+        if options.descale:
+            from . import torch_ops
+
+            return torch_ops.float8_forward(arrays, options)
+        from . import torch_autograd
+
+        return torch_autograd.attention(arrays, options, with_lse)
+    return run_forward(arrays, options)
+
+
+@cache
+def _autograd() -> Any:
+    """The module `torch_autograd`: an import statement takes 0.3 µs at each call."""
+    from . import torch_autograd
+
+    return torch_autograd

@@ -1,10 +1,11 @@
-"""What a caller asks for of a score beyond scale and causal: arrays, and all else that a plan is made from."""
+"""The keyword arguments of the public functions, and the one `Options` object that they become."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.integers import integer
@@ -12,66 +13,171 @@ from ..core.normalise import normalise_window, number
 from ..core.score import Score
 from ..launch.dlpack import library_of
 
+if TYPE_CHECKING:
+    from ..core.kernel import Kernel
+    from ..core.tile import Tile
+
+
+class _Keywords(TypedDict, total=False):
+    """The keyword arguments that every public function takes."""
+
+    causal: bool | str
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    alibi: Any
+    bias: Any
+    mask: Any
+    sink: Any
+    score: Score | None
+    dropout: float
+    seed: Any
+    kernel: str | Kernel | None
+    tile: Tile | str | Mapping[str, int] | None
+    backend: str | None
+
+
+class BackwardKeywords(_Keywords, total=False):
+    """The keyword arguments of `attention_backward`, without `deterministic`."""
+
+    key_lengths: Any
+
+
+class PagedKeywords(_Keywords, total=False):
+    """The keyword arguments of `attention_paged`, without `return_lse`."""
+
+    descale: tuple[Any, Any, Any] | None
+    out_dtype: Any
+
+
+class ForwardKeywords(BackwardKeywords, PagedKeywords, total=False):
+    """The keyword arguments of `attention`, `attention_forward` and `attention_varlen`, without their own."""
+
+
+FORWARD, BACKWARD, PAGED = (
+    frozenset(keywords.__annotations__) for keywords in (ForwardKeywords, BackwardKeywords, PagedKeywords)
+)
+_LAUNCH = frozenset(("causal", "scale", "kernel", "tile", "backend"))  # stored in `Options` as they are passed
+ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # keyword arguments that are arrays
+VALUES = ("window", "softcap", "score", "dropout")  # keyword arguments that are values, as `Problem` has them
+DIFFERENTIABLE = ("bias", "sink")  # of these, the ones that have a gradient
+DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
-PAGES = "block_table"  # of keys in pages, likewise
-DESCALE = ("descale_q", "descale_k", "descale_v")  # those of float8 that are arrays, before cu_seqlens
-ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # options that are arrays, by the caller's words
+BLOCK_TABLE = "block_table"  # of a paged batch, after all other arrays
 
 
-class ScoreOptions(NamedTuple):
-    """Options without their arrays: hashable, and part of a plan's key. `names` are the arrays', as they follow q, k, v
-    or dout, q, k, v, out, lse; `results` what a backward gives besides dq, dk and dv. `descale`: of q, k, v, a number
-    each, or None where it is an array. `longest`: of a ragged batch, the most queries and keys of a sequence,
-    (None, None) where nobody has said.
+class Options(NamedTuple):
+    """What a call computes and how, without its arrays. Hashable: part of the key of a plan.
 
-    One is made of another by the class: `_replace` takes twice as long, and PyTorch 2.11's compiler makes it empty."""
+    Construct and copy it by keyword only (`Options(causal=True)`, `replace(options, …)`), read it by field. The fields
+    that `launch_options` sets come first.
+    """
 
-    names: tuple[str, ...] = ()
+    causal: Any = False
+    scale: float | None = None
+    kernel: Any = None
+    tile: Any = None
+    backend: str | None = None
+    deterministic: bool = False
     window: Any = None
     softcap: float = 0.0
-    score: Score | None = None
+    score: Score | None = None  # without its tensors
     dropout: float = 0.0
-    longest: tuple[int | None, int | None] | None = None
-    descale: tuple[float | None, ...] = ()
-    out_dtype: str = ""
-    results: tuple[str, ...] = ()
+    descale: tuple[float | None, ...] = ()  # of q, k, v: a number, or None for an array
+    out_dtype: str = ""  # "": the default
+    max_seqlen: tuple[int | None, int | None] | None = None  # of a ragged batch: of q, of k; None where it is not known
+    arrays: tuple[str, ...] = ()  # names of the arrays that follow q, k, v or dout, q, k, v, out, lse
+    gradients: tuple[str, ...] = ()  # results of a backward in addition to dq, dk, dv: "dbias", "dsink"
+
+    @property
+    def scored(self) -> bool:
+        """Whether an option other than causal, scale and those of the launch is set."""
+        return self[6:] != _NOT_LAUNCH
 
 
-NOTHING = ScoreOptions()
+DEFAULT = Options()
+_CAUSAL = Options(causal=True)  # of most calls
+_NOT_LAUNCH = DEFAULT[6:]
+_new = tuple.__new__
 
 
-def asked(
-    q: Any, window: Any, softcap: float, alibi: Any, bias: Any, mask: Any, sink: Any, key_lengths: Any,
-    score: Score | None, dropout: float, seed: Any,
-) -> tuple[ScoreOptions, tuple[Any, ...]]:  # fmt: skip
-    """(what is asked for, the arrays of its `names`); NOTHING where every option is absent.
+def replace(options: Options, **changes: Any) -> Options:
+    """A copy with other fields. `Options._replace` returns an empty object under PyTorch 2.11's compiler."""
+    return Options(**(dict(zip(Options._fields, options, strict=True)) | changes))
 
-    A seed that is not an array becomes one of q's library, on its device; one that is None is drawn there.
+
+def launch_options(
+    causal: Any = False, scale: Any = None, kernel: Any = None, tile: Any = None, backend: Any = None,
+    deterministic: bool = False,
+) -> Options:  # fmt: skip
+    """`Options` of these fields alone, in half the time of its constructor: every call makes one."""
+    return _new(Options, (causal, scale, kernel, tile, backend, deterministic) + _NOT_LAUNCH)  # noqa: RUF005  # faster
+
+
+def backward_options(options: Options, deterministic: bool) -> Options:
+    """The options of the backward of a forward call: the same problem, with the default kernel and tile."""
+    return _new(
+        Options,
+        (options.causal, options.scale, None, None, options.backend, deterministic) + options[6:],  # noqa: RUF005
+    )
+
+
+def collect(
+    function: str, q: Any, keywords: Mapping[str, Any], known: frozenset[str] = FORWARD
+) -> tuple[Options, tuple[Any, ...]]:
+    """(options, the arrays that `options.arrays` names) of the keyword arguments of a public function.
+
+    A seed that is not an array becomes an array of q's library, on q's device; a seed of None is drawn there. Raises
+    TypeError for a keyword argument that `function` does not have.
     """
-    if (
-        bias is None and mask is None and window is None and not softcap and alibi is None and sink is None
-        and key_lengths is None and score is None and not dropout
-    ):  # fmt: skip
-        return NOTHING, ()
-    if type(softcap) is not float or type(dropout) is not float:
-        softcap, dropout = constant("softcap", softcap or 0.0), constant("dropout", dropout or 0.0)
-    if score is not None and not isinstance(score, Score):
-        raise SpecError(f"score={score!r} must be a sandbox.Score")
-    if window is not None:
-        window = _plain_window(window)
-    if not dropout:
-        seed = None
-    elif not hasattr(seed, "__dlpack__"):
-        seed = library_of(q).seed(q, None if seed is None else _within_64_bits(seed))
-    given = zip(ARRAYS, (bias, mask, alibi, sink, key_lengths, seed), strict=True)
-    arrays = {name: array for name, array in given if array is not None}
-    if score is not None:
+    if len(keywords) == 1 and keywords.get("causal") is True:
+        return _CAUSAL, ()
+    if _LAUNCH.issuperset(keywords):
+        return launch_options(**keywords), ()
+    fields: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if name in _LAUNCH:
+            fields[name] = value
+        elif name not in known:
+            raise TypeError(_unknown_keyword(function, name, known))
+        elif value is None:
+            continue
+        elif name in ARRAYS:
+            arrays[name] = value
+        elif name != "descale":
+            fields[name] = _NORMALISE[name](value)
+    if "seed" in arrays or fields.get("dropout"):
+        arrays = _with_seed(q, arrays, fields.get("dropout", 0.0))
+    if len(arrays) > 1:
+        arrays = {name: arrays[name] for name in ARRAYS if name in arrays}
+    if (score := fields.get("score")) is not None:
         arrays |= score.arrays
-    return ScoreOptions(tuple(arrays), window, softcap, score and score.described, dropout), tuple(arrays.values())
+        fields["score"] = score.described
+    if keywords.get("descale") is not None:
+        fields["descale"], tensors = _descale(keywords["descale"])
+        arrays |= tensors
+    return Options(**fields, arrays=tuple(arrays)), tuple(arrays.values())
 
 
-def _plain_window(window: Any) -> tuple[int | None, int | None]:
-    """`window` as a tuple of type int and None, which it mostly is already: a plan's key holds it, and 3.0, True and
+def check_keywords(function: str, keywords: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises TypeError for a keyword argument that `function` does not have."""
+    for name in keywords:
+        if name not in known:
+            raise TypeError(_unknown_keyword(function, name, known))
+
+
+def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
+    return f"{function}() got an unexpected keyword argument {name!r}: {hint}"
+
+
+# ---- normalisation of each option
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    """`window` as a tuple of int and None, which it usually is already. A plan's key contains it, and 3.0, True and
     np.int64(3) compare equal to 3. Raises SpecError."""
     if type(window) in (tuple, list) and len(window) == 2:
         left, right = window
@@ -81,52 +187,46 @@ def _plain_window(window: Any) -> tuple[int | None, int | None]:
 
 
 def constant(name: str, value: Any) -> float:
-    """`value` as a float, so that a plan belongs to the number and not to the array that holds it just now. Raises
-    SpecError for what is no number, UnsupportedProblem for a tensor whose derivative would be lost."""
-    if hasattr(value, "requires_grad"):
-        from .torch_autograd import differentiated
-
-        if differentiated(value):
-            raise UnsupportedProblem(no_derivative(name))
+    """`value` as a float, so that a plan depends on the number and not on the array that contains it. Raises SpecError
+    for a value that is not a number, UnsupportedProblem for a tensor whose derivative would be lost."""
+    if type(value) is float:
+        return value  # checked as a field of Problem
+    if hasattr(value, "requires_grad") and library_of(value).differentiates(value):
+        raise UnsupportedProblem(no_derivative(name))
     return number(name, value)
 
 
-def no_derivative(name: str) -> str:
-    """The message for an option, or an array of `ScoreOptions.names`, that has no gradient and is asked for one."""
-    tensor = name.removeprefix("score.")
-    what = name if name == tensor else f"score's tensor {tensor}"
-    other = _OTHERWISE.get(name if name == tensor else "score")
-    return (
-        f"{what} is a tensor to differentiate by, and attention has no derivative by its {what}: "
-        f"pass {tensor}.detach(){f', or {other}' if other else ''}"
-    )
+def _score(score: Any) -> Score:
+    if not isinstance(score, Score):
+        raise SpecError(f"score={score!r} must be a sandbox.Score")
+    return score
 
 
-_OTHERWISE = {  # ways to the same scores that have a gradient
-    "scale": "multiply q by it and pass scale=1.0",
-    "alibi": "what it adds as bias=-slopes[:, None, None] * distance",
-    "score": "what it adds as bias=, such as bias=table[:, bucket]",
+def _out_dtype(dtype: Any) -> str:
+    name = getattr(dtype, "__name__", None) or str(dtype)
+    return name.rpartition(".")[2]
+
+
+_NORMALISE: dict[str, Callable[[Any], Any]] = {
+    "window": _window,
+    "softcap": lambda x: constant("softcap", x or 0.0),
+    "dropout": lambda x: constant("dropout", x or 0.0),
+    "score": _score,
+    "out_dtype": _out_dtype,
 }
-DIFFERENTIABLE = ("bias", "sink")  # of the arrays in `ScoreOptions.names`
 
 
-def with_float8(
-    of: ScoreOptions, arrays: tuple[Any, ...], descale: Any, out_dtype: Any
-) -> tuple[ScoreOptions, tuple[Any, ...]]:
-    """The same with what float8 q, k and v are to be multiplied by, and the dtype of out, as people write them."""
-    name = "" if out_dtype is None else getattr(out_dtype, "__name__", None) or str(out_dtype)
-    out_dtype = name.rpartition(".")[2]
-    if descale is None:
-        return ScoreOptions(*of[:7], out_dtype, of.results), arrays
-    if not isinstance(descale, Sequence) or len(descale) != 3:
-        raise SpecError(f"descale={descale!r} must be three: what q, k and v are to be multiplied by")
-    given = {name: x for name, x in zip(DESCALE, descale, strict=True) if hasattr(x, "__dlpack__")}
-    numbers = tuple(None if name in given else number(name, x) for name, x in zip(DESCALE, descale, strict=True))
-    return ScoreOptions((*of.names, *given), *of[1:6], numbers, out_dtype, of.results), (*arrays, *given.values())
+def _with_seed(q: Any, arrays: dict[str, Any], dropout: float) -> dict[str, Any]:
+    seed = arrays.pop("seed", None)
+    if not dropout:
+        return arrays
+    if not hasattr(seed, "__dlpack__"):
+        seed = library_of(q).seed(q, None if seed is None else _within_64_bits(seed))
+    return arrays | {"seed": seed}
 
 
 def _within_64_bits(seed: Any) -> int:
-    """The same 64 bits as a signed number. Raises SpecError for what is no integer."""
+    """The same 64 bits as a signed number. Raises SpecError for a value that is not an integer."""
     try:
         seed = index(seed)
     except TypeError:
@@ -134,30 +234,68 @@ def _within_64_bits(seed: Any) -> int:
     return seed if -(2**63) <= seed < 2**63 else (seed + 2**63) % 2**64 - 2**63
 
 
+def _descale(descale: Any) -> tuple[tuple[float | None, ...], dict[str, Any]]:
+    """(a number, or None for an array, of each of q, k, v; the arrays by name). Raises SpecError."""
+    if not isinstance(descale, Sequence) or len(descale) != 3:
+        raise SpecError(f"descale={descale!r} must have three elements: the factors of q, k and v")
+    tensors = {name: x for name, x in zip(DESCALE, descale, strict=True) if hasattr(x, "__dlpack__")}
+    numbers = (None if name in tensors else number(name, x) for name, x in zip(DESCALE, descale, strict=True))
+    return tuple(numbers), tensors
+
+
+# ---- options without a gradient
+
+
+def no_derivative(name: str) -> str:
+    """The message for an option, or an array of `Options.arrays`, that requires a gradient and has none."""
+    tensor = name.removeprefix("score.")
+    what = name if name == tensor else f"score's tensor {tensor}"
+    other = _ALTERNATIVES.get(name if name == tensor else "score")
+    return (
+        f"{what} is a tensor to differentiate by, and attention has no derivative by its {what}: "
+        f"pass {tensor}.detach(){f', or {other}' if other else ''}"
+    )
+
+
+_ALTERNATIVES = {  # the same scores with a gradient
+    "scale": "multiply q by it and pass scale=1.0",
+    "alibi": "what it adds as bias=-slopes[:, None, None] * distance",
+    "score": "what it adds as bias=, such as bias=table[:, bucket]",
+}
+
+
+def constants(options: Options, arrays: Sequence[Any]) -> list[tuple[str, Any]]:
+    """(name, tensor) of the arrays after q, k, v that have no gradient, of libraries that record gradients."""
+    more = zip(options.arrays, arrays[3:], strict=True)
+    return [(name, x) for name, x in more if name not in DIFFERENTIABLE and hasattr(x, "requires_grad")]
+
+
+# ---- options of a ragged batch, a paged batch and a backward, made of those of a dense forward
+
+
 def ragged(
-    of: ScoreOptions, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], longest: tuple[int | None, int | None]
-) -> tuple[ScoreOptions, tuple[Any, ...]]:
-    """The same of a ragged batch. How long the longest sequence is counts where arrays are as long, and nowhere else:
-    another number would be another plan. Raises SpecError for a number that is no integer >= 0."""
-    if {"bias", "mask"} & {*of.names}:
+    options: Options, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], max_seqlen: tuple[int | None, int | None]
+) -> tuple[Options, tuple[Any, ...]]:
+    """The same of a ragged batch. `max_seqlen` is kept only where a bias or a mask has that size: a plan depends on it.
+    Raises SpecError for a number that is not an integer >= 0."""
+    kept: tuple[int | None, int | None] = None, None
+    if {"bias", "mask"} & {*options.arrays}:
         queries, keys = (
-            n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", longest, strict=True)
+            n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", max_seqlen, strict=True)
         )
-        longest = queries, keys
-    else:
-        longest = None, None
-    return ScoreOptions((*of.names, *CU_SEQLENS), *of[1:5], longest, *of[6:]), (*arrays, *cu_seqlens)
+        kept = queries, keys
+    return replace(options, max_seqlen=kept, arrays=(*options.arrays, *CU_SEQLENS)), (*arrays, *cu_seqlens)
 
 
-def paged(of: ScoreOptions, arrays: tuple[Any, ...], block_table: Any) -> tuple[ScoreOptions, tuple[Any, ...]]:
-    """The same of keys that lie in pages."""
-    return ScoreOptions((*of.names, PAGES), *of[1:]), (*arrays, block_table)
+def paged(options: Options, arrays: tuple[Any, ...], block_table: Any) -> tuple[Options, tuple[Any, ...]]:
+    """The same of keys in pages."""
+    return replace(options, arrays=(*options.arrays, BLOCK_TABLE)), (*arrays, block_table)
 
 
 def for_backward(
-    of: ScoreOptions, arrays: tuple[Any, ...], dlse: Any, results: tuple[str, ...]
-) -> tuple[ScoreOptions, tuple[Any, ...]]:
-    """The same for a backward that is given the gradient of LSE too, unless it is None, and asked for more results."""
+    options: Options, arrays: tuple[Any, ...], dlse: Any, gradients: tuple[str, ...]
+) -> tuple[Options, tuple[Any, ...]]:
+    """The same of a backward with the gradient of LSE, unless it is None, and with more results."""
     if dlse is not None:
-        of, arrays = ScoreOptions(("dlse", *of.names), *of[1:]), (dlse, *arrays)
-    return (ScoreOptions(*of[:-1], results) if results else of), arrays
+        options, arrays = replace(options, arrays=("dlse", *options.arrays)), (dlse, *arrays)
+    return (replace(options, gradients=gradients) if gradients else options), arrays

@@ -1,10 +1,9 @@
-"""What `attention` decides once for arrays of one kind: problem, kernel, tile, where the results lie, how to launch."""
+"""A plan: all that is decided once for arrays of one kind. Problem, kernel, tile, layout of the results, launch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..core import log, registry
@@ -17,8 +16,7 @@ from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
-from .dispatch import run_backward, run_forward
-from .options import NOTHING, ScoreOptions
+from .options import Options
 from .validate import DTYPES, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
@@ -34,48 +32,36 @@ class Plan(Protocol):
     def __call__(self, arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]: ...
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a caller asks for beside the arrays; see `attention_forward` and `attention_backward`."""
+def forward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., tuple[Any, ...]]) -> Plan:
+    """The plan of q, k, v and the arrays that the options name: validate them, select kernel and tile, compile, and fix
+    everything that does not change between calls. `run` computes the same of copies, where no kernel can read an array
+    in its layout.
 
-    causal: Any = False
-    scale: float | None = None
-    kernel: Any = None
-    tile: Any = None
-    backend: str | None = None
-    deterministic: bool = False
-    asked: ScoreOptions = NOTHING
-
-
-def forward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
-    """Of q, k, v and what else the options name: check them, pick kernel and tile, compile, and fix everything that
-    does not change between calls.
-
-    Raises what `attention_forward` says. The plan keeps none of the arrays alive.
+    Raises what `attention_forward` raises. The plan keeps none of the arrays alive.
     """
-    names = (*_FORWARD, *options.asked.names)
+    names = (*_FORWARD, *options.arrays)
     library, views = _views(names, arrays)
-    problem = problem_of(views, options.causal, options.scale, options.asked)
+    problem = problem_of(views, options)
     if copied := unreadable(views, problem):
-        return _copying_plan(run_forward, library, views, [names.index(name) for name in copied], options)
+        return _copying_plan(run, library, views, [names.index(name) for name in copied], options)
     out = (problem.batches, problem.H, problem.rows[0], problem.Dv)
     results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype_of("O")), "LSE": _rows(problem)}
     return _plan("forward", problem, library, views, arrays[0], results, options)
 
 
-def backward_plan(arrays: tuple[Any, ...], options: Options) -> Plan:
-    """Of dout, q, k, v, out, lse, as `forward_plan`. Those that no kernel can read as they lie are copied at each call,
-    which the log says once."""
-    names = (*_BACKWARD, *options.asked.names)
+def backward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., tuple[Any, ...]]) -> Plan:
+    """The plan of dout, q, k, v, out, lse and so on, as `forward_plan`. The log reports once which arrays are copied at
+    each call."""
+    names = (*_BACKWARD, *options.arrays)
     library, views = _views(names, arrays)
-    problem = problem_of(views, options.causal, options.scale, options.asked)
+    problem = problem_of(views, options)
     if copied := unreadable(views, problem):
-        return _copying_plan(run_backward, library, views, [names.index(name) for name in copied], options)
-    results = {name: _lying_as(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
-    if "dbias" in options.asked.results:
+        return _copying_plan(run, library, views, [names.index(name) for name in copied], options)
+    results = {name: _layout_of(views[of]) for name, of in (("dQ", "q"), ("dK", "k"), ("dV", "v"))}
+    if "dbias" in options.gradients:
         bias = views["bias"]
         results["dbias"] = bias.shape, dense_strides(bias.shape), bias.dtype
-    if "dsink" in options.asked.results:
+    if "dsink" in options.gradients:
         results["dsink"] = (problem.H,), (1,), "float32"
     return _plan("backward", problem, library, views, arrays[1], results, options)
 
@@ -89,7 +75,7 @@ def _copying_plan(
 
     def copy_first(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         readable = tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
-        return run(readable, tuple(vars(options).values()))  # whose plan depends on where the copies lie
+        return run(readable, options)  # its plan depends on the alignment of the copies
 
     return copy_first
 
@@ -116,22 +102,22 @@ def _view(library: Library, name: str, array: Any) -> ArrayView:
         raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {what}") from None
 
 
-_Lying = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make
+_Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make
 
 
-def _rows(problem: Problem) -> _Lying:
+def _rows(problem: Problem) -> _Layout:
     """A number for each query row."""
     shape = (problem.batches, problem.H, problem.rows[0])
     return shape, dense_strides(shape), "float32"
 
 
-def _lying_as(view: ArrayView) -> _Lying:
+def _layout_of(view: ArrayView) -> _Layout:
     return view.shape, dense_strides(view.shape, view.strides), view.dtype
 
 
 def _plan(
     computes: str, problem: Problem, library: Library, views: Mapping[str, ArrayView], like: Any,
-    results: Mapping[str, _Lying], options: Options,
+    results: Mapping[str, _Layout], options: Options,
 ) -> Plan:  # fmt: skip
     home = views["q"].device
     device = _device(home, options.backend)
@@ -174,7 +160,7 @@ def _plan(
     return _handing_plan(plan, to_caller) if to_caller else plan
 
 
-def _together(scratch: Sequence[_Lying]) -> tuple[int, list[int]]:
+def _together(scratch: Sequence[_Layout]) -> tuple[int, list[int]]:
     """How many numbers they are in one array, and where in it each begins, in bytes: at multiples of 512."""
     offsets, room = [], 0
     for shape, _, _ in scratch:

@@ -1,76 +1,84 @@
-"""Attention for autograd, of plain tensors that nobody else watches: past PyTorch's dispatcher, which takes three times
-as long. What PyTorch has to see goes to the operators of `torch_op`. Imported on demand.
+"""Attention of plain PyTorch tensors for autograd, without PyTorch's dispatcher, which takes three times as long. Calls
+that PyTorch has to intercept go to the operators of `torch_ops`. Imported on demand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..core.errors import UnsupportedProblem
-from ..core.normalise import normalise_causal
 from ..launch.dlpack import library_of
-from .dispatch import known, number, run_backward, run_forward
-from .options import DIFFERENTIABLE, NOTHING, ScoreOptions, constant, for_backward, no_derivative
-from .torch_op import Results, backward_seen, batched, forward_seen, or_zeros
+from .dispatch import Found, known, run_backward, run_forward
+from .options import (
+    DIFFERENTIABLE,
+    Options,
+    backward_options,
+    constant,
+    constants,
+    for_backward,
+    no_derivative,
+    replace,
+)
+from .torch_ops import Results, backward, batched, forward, or_zeros
 
 
-def attention(
-    arrays: Results, what: ScoreOptions, causal: Any, scale: Any, kernel: Any, tile: Any, backend: str | None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """(out, lse) of `sandbox.attention`, recorded for autograd, for the compiler, or for whoever watches. `arrays` are
-    q, k, v and those that `what` names; unless `with_lse`, lse may be None."""
-    if isinstance(scale, Tensor):
-        scale = constant("scale", scale)
-    for name, array in constants(what, arrays):
-        if differentiated(array):
+def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
+    """(out, lse) of `sandbox.attention`, recorded by autograd or by a tracer. `arrays` are q, k, v and those that
+    `options.arrays` names; unless `with_lse`, lse may be None."""
+    if isinstance(options.scale, Tensor):
+        options = replace(options, scale=constant("scale", options.scale))
+    library = library_of(arrays[0])
+    for name, array in constants(options, arrays):
+        if isinstance(array, Tensor) and library.differentiates(array):
             raise UnsupportedProblem(no_derivative(name))
-    if not library_of(arrays[0]).intercepts(*arrays):
-        return followed(arrays, (causal, scale, kernel, tile, backend, False, what), None, with_lse)
-    return forward_seen(arrays, what, causal, scale, kernel, tile, backend)
+    if not library.intercepts(*arrays):
+        return record(arrays, options, None, with_lse)
+    out, lse = forward(arrays, options)
+    return out, lse
 
 
-def followed(arrays: Results, options: tuple[Any, ...], found: Any, with_lse: bool) -> tuple[Tensor, Any]:
-    """(out, lse) for autograd, of tensors that nobody else watches; `found`: what `passes.known` says of them. Unless
-    `with_lse`, lse is None: a result less for autograd to follow."""
+def record(arrays: Results, options: Options, found: Found | None, with_lse: bool) -> tuple[Tensor, Any]:
+    """(out, lse) recorded by autograd, of tensors that PyTorch does not have to intercept; `found`: the result of
+    `dispatch.known`. Unless `with_lse`, lse is None: one result less for autograd."""
     apply = _apply if found else _Attention.apply
     results = apply((options, found, with_lse), *arrays)
     return results if with_lse else (results, None)
 
 
-def forward(*inputs: Any) -> Results:
-    """`sandbox.attention_forward` where PyTorch has to see it; the arguments of `attention`."""
+def unrecorded(arrays: Results, options: Options) -> Results:
+    """(out, lse) of `sandbox.attention_forward` where PyTorch has to intercept the call."""
     with torch.no_grad():
-        return attention(*inputs)
+        return attention(arrays, options)
 
 
-def constants(what: ScoreOptions, arrays: Results) -> list[tuple[str, Tensor]]:
-    """Of q, k, v and the arrays that `what` names, those by which attention has no derivative."""
-    more = zip(what.names, arrays[3:], strict=True)
-    return [(name, x) for name, x in more if name not in DIFFERENTIABLE and isinstance(x, Tensor)]
+def paged_forward(arrays: Results, options: Options) -> Results:
+    """`unrecorded`, of keys in pages. Raises UnsupportedProblem where a gradient is required."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, options.scale)):
+        raise UnsupportedProblem(
+            "attention_paged has no gradient: call it under torch.no_grad(), or gather the pages and use attention"
+        )
+    return unrecorded(arrays, options)
 
 
-def differentiated(x: Tensor) -> bool:
-    """Whether somebody asks for the derivative by `x` just now, in reverse or forward mode."""
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-    return dual or (x.requires_grad and torch.is_grad_enabled())
+def gradients(arrays: Results, options: Options) -> Results:
+    """dq, dk, dv of `sandbox.attention_backward` where PyTorch has to intercept the call."""
+    with torch.no_grad():
+        return backward(arrays, options)[:3]
 
 
 _PYTORCH = library_of(torch.empty(0))
 
 
 class _Attention(torch.autograd.Function):
-    """Without setup_context, for which PyTorch would look into the signature of `forward` at each call."""
+    """Without setup_context: PyTorch would inspect the signature of `forward` at each call."""
 
     @staticmethod
-    def forward(ctx: Any, how: tuple[Any, Any, bool], *arrays: Any) -> Any:
-        """`how`: options in the order of `plan.Options`, what is known of a plan, and whether LSE is a result."""
-        ctx.options, found, with_lse = how
+    def forward(ctx: Any, call: tuple[Options, Found | None, bool], *arrays: Any) -> Any:
+        """`call`: the options, the result of `dispatch.known`, and whether LSE is a result."""
+        ctx.options, found, with_lse = call
         output = found[0](arrays, found[1]) if found else run_forward(arrays, ctx.options)
         ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
         ctx.set_materialize_grads(False)
@@ -78,37 +86,31 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Past the dispatcher, unless PyTorch has to see it or the gradients may be differentiated."""
-        causal, scale, _, _, backend, _, what = ctx.options
-        saved = ctx.saved_tensors
-        every, asks = (or_zeros(dout, saved[3]), *saved), what
+        """Without the dispatcher, unless PyTorch has to intercept the call or the gradients may be differentiated."""
+        saved, names = ctx.saved_tensors, ctx.options.arrays
+        arrays = (or_zeros(dout, saved[3]), *saved)
+        plain = options = backward_options(ctx.options, torch.are_deterministic_algorithms_enabled())
         wanted: tuple[str, ...] = ()
-        if what is not NOTHING or dlse is not None:
-            wanted = _wanted(ctx.needs_input_grad[4:], what.names)
-            asks, others = for_backward(what, saved[5:], dlse, wanted)
-            every = *every[:6], *others
-        options = causal, scale, None, None, backend, torch.are_deterministic_algorithms_enabled(), asks
+        if names or dlse is not None:
+            needed = zip(names, ctx.needs_input_grad[4:], strict=True)
+            wanted = tuple([f"d{name}" for name, need in needed if need and name in DIFFERENTIABLE])
+            options, others = for_backward(plain, saved[5:], dlse, wanted)
+            arrays = *arrays[:6], *others
         twice = torch.is_grad_enabled()
-        if not twice and (way := known(_PYTORCH, "backward", options, every)):
-            found = way[0](every, way[1])
-        elif twice or _PYTORCH.intercepts(*every) or batched(dout) or batched(dlse):
-            how = normalise_causal(causal) or "", None if scale is None else number(scale), None, "", *options[4:6]
-            found = backward_seen(every[:6], dlse, what, saved[5:], how, wanted)
+        if not twice and (route := known(_PYTORCH, "backward", options, arrays)):
+            found = route[0](arrays, route[1])
+        elif twice or _PYTORCH.intercepts(*arrays) or batched(dout) or batched(dlse):
+            found = backward((*arrays[:6], *saved[5:]), plain, dlse, wanted)
         else:
-            # Gradients may come lazily negated, as of z.conj() where out is a part of z; saved tensors are not.
-            given = every[0].resolve_neg(), *every[1:6], *(x.resolve_neg() for x in every[6:])
-            found = run_backward(given, options)
-        if what is NOTHING:
+            # Gradients may be lazily negated, such as those of z.conj() where out is a part of z; saved ones are not.
+            resolved = arrays[0].resolve_neg(), *arrays[1:6], *(x.resolve_neg() for x in arrays[6:])
+            found = run_backward(resolved, options)
+        if not names:
             return None, *found
         named = dict(zip(wanted, found[3:], strict=True))
-        return None, *found[:3], *(named.get(f"d{name}") for name in what.names)
+        return None, *found[:3], *(named.get(f"d{name}") for name in names)
 
 
-# Without what torch.autograd.Function asks about torch.func, which a route has answered: a quarter of the time that
-# recording a call takes.
+# Without the checks of torch.autograd.Function for torch.func, which a route implies: a quarter of the time of
+# recording a call.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
-
-
-def _wanted(needed: Sequence[bool], names: Sequence[str]) -> tuple[str, ...]:
-    """The gradients that are asked for beside those of q, k and v."""
-    return tuple(f"d{n}" for n, need in zip(names, needed, strict=True) if need and n in DIFFERENTIABLE)

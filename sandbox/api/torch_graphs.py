@@ -1,6 +1,6 @@
-"""What torch.compile does not look into: functions whose results are constants to it, and those outside of its graphs.
+"""Functions that torch.compile does not trace: those whose results are constants in a graph, and those outside of it.
 
-Imported where it looks on, and nowhere else: what marks them imports all of it, a second for who compiles nothing.
+Imported only while the compiler traces: the decorators import all of it, which takes a second.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from . import torch_float8, torch_op, torch_scored
-from .torch_op import Results
+from . import torch_arguments
+from .dispatch import run_forward
 
-text_of_kernel_at = torch.compiler.assume_constant_result(torch_op.text_of_kernel_at)
-text_of_options = torch.compiler.assume_constant_result(torch_scored.text_of_options)
-float8_attention = torch.compiler.disable(torch_float8.no_dispatch_modes)
+text_of_kernel_at = torch.compiler.assume_constant_result(torch_arguments.text_of_kernel_at)
+text_of_options = torch.compiler.assume_constant_result(torch_arguments.text_of_options)
+run_outside = torch.compiler.disable(run_forward)
 
 
 @torch.compiler.disable
-def apply(function: Any, *inputs: Any) -> Results:
-    """Where there may be tangents, which a compiled graph would lose in silence."""
+def apply(function: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    """Where there may be tangents, which a compiled graph would drop without an error."""
     return function.apply(*inputs)

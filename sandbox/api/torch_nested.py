@@ -8,25 +8,26 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
-from .attention import attend
-from .options import ScoreOptions, ragged
+from .options import Options, ragged
 
 
-def attention(
-    qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], what: ScoreOptions, *how: Any
-) -> tuple[Any, Any]:
-    """(out, lse), nested as q is, of nested tensors (B, heads, j, D): transposes of (B, j, heads, D), which lie one
-    sequence after the other. Raises UnsupportedProblem for others."""
+def packed(
+    qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], options: Options
+) -> tuple[tuple[Any, ...], Options]:
+    """(arrays, options) of a ragged batch, of nested tensors (B, heads, j, D): transposes of (B, j, heads, D), whose
+    sequences are contiguous. Raises UnsupportedProblem for others."""
     q, k, v = (_packed(name, x) for name, x in zip("qkv", qkv, strict=True))
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise UnsupportedProblem("k and v are nested tensors of different lengths: a key has one value")
     offsets = q.offsets().to(torch.int32), k.offsets().to(torch.int32)
-    what, arrays = ragged(what, arrays, offsets, (None, None))
-    heads_first = tuple(x.values().transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = attend((*heads_first, *arrays), what, *how)
-    as_q = q.offsets()
-    nested = torch.nested.nested_tensor_from_jagged(out[0].transpose(0, 1), offsets=as_q).transpose(1, 2)
-    return nested, torch.nested.nested_tensor_from_jagged(lse[0].transpose(0, 1), offsets=as_q).transpose(1, 2)
+    options, arrays = ragged(options, arrays, offsets, (None, None))
+    return (*(x.values().transpose(0, 1)[None] for x in (q, k, v)), *arrays), options
+
+
+def nested_as(q: Tensor, x: Tensor) -> Tensor:
+    """out or lse, (1, heads, rows, …), nested as q is."""
+    offsets = q.transpose(1, 2).offsets()
+    return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), offsets=offsets).transpose(1, 2)
 
 
 def _packed(name: str, x: Tensor) -> Tensor:

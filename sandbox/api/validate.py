@@ -14,10 +14,10 @@ from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
-from .options import CU_SEQLENS, DESCALE, PAGES, ScoreOptions
+from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, VALUES, Options
 
 
-def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float | None, asked: ScoreOptions) -> Problem:
+def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     """The problem that the arrays pose, by the caller's words. Raises UnsupportedProblem naming the value that does not
     fit, SpecError for an option that makes no sense."""
     q, k, v = views["q"], views["k"], views["v"]
@@ -29,7 +29,7 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
     for name, view in (("k", k), ("v", v)):
         if view.dtype != q.dtype and not (name == "v" and {q.dtype, view.dtype} <= FLOAT8.keys()):
             raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
-        if view.shape[0] != q.shape[0] and PAGES not in views:
+        if view.shape[0] != q.shape[0] and BLOCK_TABLE not in views:
             raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
     if k.shape[3] != q.shape[3]:
         raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: D must be the same")
@@ -42,20 +42,21 @@ def problem_of(views: Mapping[str, ArrayView], causal: bool | str, scale: float 
             raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its width must be at least 1")
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
-    options = {"window": asked.window, "softcap": asked.softcap, "score": asked.score, "dropout": asked.dropout}
-    if asked.longest:
-        options["ragged"] = Sq, Sk
-        B, Sq, Sk = _batch(views, asked.longest)
-    if PAGES in views:
-        options["page_size"], options["pages"] = k.shape[2], k.shape[0]
+    fields: dict[str, Any] = {name: getattr(options, name) for name in VALUES}
+    if options.max_seqlen:
+        fields["ragged"] = Sq, Sk
+        B, Sq, Sk = _batch(views, options.max_seqlen)
+    if BLOCK_TABLE in views:
+        fields["page_size"], fields["pages"] = k.shape[2], k.shape[0]
         Sk = _most_keys(views)
-    options |= _float8(views, asked)
-    options |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in asked.results, out_dtype=options.get("out_dtype", ""))
-    mask = normalise_causal(causal)
+    fields |= _float8(views, options)
+    fields |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in options.gradients, out_dtype=fields.get("out_dtype", ""))
+    causal = normalise_causal(options.causal)
     lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     if "bias" in views:
         lies["bias_boxes"] = boxes(views["bias"])
-    problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, causal=mask, scale=scale, Dv=v.shape[3], **lies, **options)  # type: ignore[arg-type]
+    fields |= {"causal": causal, "scale": options.scale, **lies}
+    problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, Dv=v.shape[3], **fields)
     if BLOCK_MAP in views:
         _check_map(views[BLOCK_MAP], problem)
     return problem
@@ -109,21 +110,21 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
 
 def _most_keys(views: Mapping[str, ArrayView]) -> int:
     """How many keys a batch entry has at most, of pages and their table."""
-    table, (pages, _, page_size, _), B = views[PAGES], views["k"].shape, views["q"].shape[0]
+    table, (pages, _, page_size, _), B = views[BLOCK_TABLE], views["k"].shape, views["q"].shape[0]
     if table.dtype != "int32":
-        raise UnsupportedProblem(f"{PAGES} is {table.dtype}: it must be int32")
+        raise UnsupportedProblem(f"{BLOCK_TABLE} is {table.dtype}: it must be int32")
     if len(table.shape) != 2 or table.shape[0] != B:
-        raise UnsupportedProblem(f"{PAGES} has shape {table.shape}: it must be (B, most pages), B={B}")
+        raise UnsupportedProblem(f"{BLOCK_TABLE} has shape {table.shape}: it must be (B, most pages), B={B}")
     if not page_size or page_size % PAGE_ROWS:
         raise UnsupportedProblem(f"k_pages has pages of {page_size} rows: they must be a multiple of {PAGE_ROWS}")
     return table.shape[1] * page_size if pages else 0
 
 
-def _float8(views: Mapping[str, ArrayView], asked: ScoreOptions) -> dict[str, Any]:
+def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
     """The fields of a Problem that tell of 8 bits, and out's dtype. Raises UnsupportedProblem where what q, k and v are
     to be multiplied by is missing, and where a gradient is asked for."""
     dtype = views["q"].dtype
-    if dtype in FLOAT8 and not asked.descale:
+    if dtype in FLOAT8 and not options.descale:
         raise UnsupportedProblem(
             f"q is {dtype}: it needs descale=(q, k, v), what each is to be multiplied by, a number or (B, heads) "
             "float32 (1.0 where it was not scaled)"
@@ -134,8 +135,8 @@ def _float8(views: Mapping[str, ArrayView], asked: ScoreOptions) -> dict[str, An
         if name in views and views[name].dtype != "float32":
             raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be float32")
     shapes = (views[name].shape if name in views else () for name in DESCALE)
-    descale = tuple(s if n is None else n for n, s in zip(asked.descale, shapes, strict=False))
-    return {"v_dtype": views["v"].dtype, "out_dtype": asked.out_dtype or default_out_dtype(dtype), "descale": descale}
+    descale = tuple(s if n is None else n for n, s in zip(options.descale, shapes, strict=False))
+    return {"v_dtype": views["v"].dtype, "out_dtype": options.out_dtype or default_out_dtype(dtype), "descale": descale}
 
 
 def _check_tensor(name: str, view: ArrayView) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..api.attention import attention_varlen
-from ..api.dispatch import attention_forward
+from ..api.attention import attention_forward, attention_varlen
 from ..core.problem import Problem
 from ..verify.scores import score_inputs
 from ..verify.sequences import offsets_of

@@ -168,6 +168,11 @@ class _PyTorch(Library):
     def requires_grad(self, *arrays: Any) -> bool:
         return self.grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
 
+    def differentiates(self, array: Any) -> bool:
+        forward_ad = sys.modules["torch"].autograd.forward_ad  # the compiler enters no cached_property
+        dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None
+        return dual or self.requires_grad(array)
+
     def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
         """Uses the guards of PyTorch's compiler: type, dtype, device, sizes, strides, requires_grad, and the dispatch
         keys of tensors and thread, which include torch.func, torch.jit.trace, autocast and most dispatch modes."""

@@ -90,6 +90,10 @@ class Library:
         """Whether a result computed from these arrays needs a gradient."""
         return False
 
+    def differentiates(self, array: Any) -> bool:
+        """Whether the library differentiates by `array` at present, in reverse or forward mode."""
+        return False
+
     def cast(self, *arrays: Any) -> tuple[Any, ...]:
         """The arrays in the dtype that the library currently prescribes (autocast)."""
         return arrays

@@ -158,15 +158,12 @@ def test_the_compiler_knows_a_score_by_its_texts() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str, device: Device) -> None:
-    from sandbox.api import torch_scored
-    from sandbox.api.options import asked
+    from sandbox.api import torch_ops
+    from sandbox.api.options import collect
 
     given = as_torch(options()[name], device)
-    every = {"window": None, "softcap": 0.0, "score": None, "dropout": 0.0}
-    every |= dict.fromkeys(("alibi", "bias", "mask", "sink", "key_lengths", "seed"))
     qkv = leaves(device)
-    what, arrays = asked(q=qkv[0], **{**every, **given})
-    arguments = torch_scored._spread(what, arrays)
+    arguments = torch_ops.spread_options(*collect("attention", qkv[0], given))
     how = "top-left", None, None, "", None
     torch.library.opcheck(torch.ops.sandbox.scored_attention_forward.default, (*qkv, *arguments, *how))
     out, lse = torch.ops.sandbox.scored_attention_forward(*qkv, *arguments, *how)

@@ -34,7 +34,7 @@ began.wait()
 """
 
 
-@pytest.mark.parametrize("module", ["torch_op", "torch_slot"])
+@pytest.mark.parametrize("module", ["torch_ops", "torch_slot"])
 def test_a_process_waits_for_autograd_when_it_ends(module: str) -> None:
     """Wherever autograd may run kernels of ours."""
     done = subprocess.run(

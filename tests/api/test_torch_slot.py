@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from sandbox.api import torch_flash  # noqa: E402
+from sandbox.api import torch_slot  # noqa: E402
 
 Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
@@ -439,7 +439,7 @@ def test_flash_operators_after_inference_mode() -> None:
     leaves = [x.requires_grad_() for x in tensors(2, 2, 2)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     with sandbox.use_in_torch(**EXACT):
-        torch_flash._unread.clear()
+        torch_slot._unread.clear()
         with torch.inference_mode():
             flash(*leaves)
         out = flash(*leaves)[0]

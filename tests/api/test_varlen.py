@@ -158,14 +158,13 @@ def test_max_seqlen_of_the_longest_or_more(longest: tuple[Any, Any]) -> None:
 
 def test_a_backward_with_a_sequence_longer_than_max_seqlen() -> None:
     q, k, v = (x.swapaxes(0, 1)[None] for x in arrays())
-    what, more = options.ragged(
-        *options.asked(q, None, 0.0, None, np.zeros((1, 1, 60, 60), np.float32), None, None, None, None, 0.0, None),
-        (OFFSETS, OFFSETS), (60, 60),
-    )  # fmt: skip
+    bias = np.zeros((1, 1, 60, 60), np.float32)
+    dense = options.collect("attention_varlen", q, {"bias": bias})
+    ragged, more = options.ragged(*dense, (OFFSETS, OFFSETS), (60, 60))
     lse = np.zeros((1, 4, 109), np.float32)
     for kernel in ("bwd_minimal", "bwd_block2d"):
         with pytest.raises(LaunchError, match="a sequence is longer than max_seqlen"):
-            dispatch.run_backward((q, q, k, v, q, lse, *more), (False, None, kernel, None, None, False, what))
+            dispatch.run_backward((q, q, k, v, q, lse, *more), options.replace(ragged, kernel=kernel))
 
 
 def test_what_may_stay_unwritten_on_a_gpu_is_nan() -> None:

@@ -42,7 +42,7 @@ def test_gradients(causal, device: Device) -> None:
 
 def test_only_what_is_asked_for(device: Device) -> None:
     """A tensor that needs no gradient gets none; under no_grad nothing is recorded."""
-    from sandbox.api import torch_op
+    from sandbox.api import torch_ops
 
     q, k, v = tensors(device, grad=False)
     k.requires_grad_()
@@ -50,7 +50,7 @@ def test_only_what_is_asked_for(device: Device) -> None:
     context = SimpleNamespace(
         saved_tensors=(q, k, v, out, lse), causal="", scale=None, backend=None, needs_input_grad=(False, True, False)
     )
-    gradients = torch_op._gradients(context, torch.ones_like(out), None)
+    gradients = torch_ops._gradients(context, torch.ones_like(out), None)
     assert [x is not None for x in gradients] == [False, True, False, *[False] * 5]
     out.sum().backward()
     assert (q.grad, v.grad) == (None, None)
@@ -117,7 +117,7 @@ def test_deterministic_algorithms(device: Device, monkeypatch: pytest.MonkeyPatc
 
     asked = []
     real = torch_autograd.known
-    record = lambda *args: asked.append(args[2][5]) or real(*args)  # noqa: E731  # of its options
+    record = lambda *args: asked.append(args[2].deterministic) or real(*args)  # noqa: E731
     monkeypatch.setattr(torch_autograd, "known", record)
     q, k, v = tensors(device)
     for switch in (False, True):
@@ -132,17 +132,17 @@ def test_deterministic_algorithms(device: Device, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("lying", ["bhsd", "bshd"])
 def test_opcheck(lying: str, device: Device) -> None:
     """PyTorch's checks of an operator: schema, autograd, fake tensors, and tracing with sizes left open."""
-    from sandbox.api import torch_op
+    from sandbox.api import torch_ops
 
     q, k, v = tensors(device)
     if lying == "bshd":
         q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(torch_op._forward, (q, k, v, "", None, None, "", None))
-    torch.library.opcheck(torch_op._forward, (q, k, v, "top-left", 0.3, "fwd_minimal", "BLOCK_M=32,BLOCK_N=16", None))
+    torch.library.opcheck(torch_ops._forward, (q, k, v, "", None, None, "", None))
+    torch.library.opcheck(torch_ops._forward, (q, k, v, "top-left", 0.3, "fwd_minimal", "BLOCK_M=32,BLOCK_N=16", None))
     with torch.no_grad():
         out, lse = sandbox.attention(q, k, v, return_lse=True)
     inputs = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
-    torch.library.opcheck(torch_op._backward, (*inputs, "", None, None, "", None, False))
+    torch.library.opcheck(torch_ops._backward, (*inputs, "", None, None, "", None, False))
 
 
 MINIMAL = registry.get("fwd_minimal")

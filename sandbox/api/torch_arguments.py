@@ -1,0 +1,75 @@
+"""`Options` as arguments of a PyTorch operator, which have few types, and back. Imported on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ..core import registry
+from ..core.kernel import Kernel
+from ..core.score import BLOCK_MAP, Score, TensorLike, like_of
+from ..core.tile import Tile
+from .options import ARRAYS, BLOCK_TABLE, CU_SEQLENS, Options
+
+_kernels: dict[str, Kernel] = {}
+
+
+def text_of_kernel_at(address: int) -> str:
+    """The name of the kernel with this id; of a kernel that is not in the registry, a text that stands for the object
+    in this process. By its id, which PyTorch's compiler guards: before PyTorch 2.13 an object is not a constant."""
+    kernel = ctypes.cast(address, ctypes.py_object).value
+    if registry.kernels().get(kernel.name) == kernel:
+        return kernel.name
+    text = f"{kernel.name} ({kernel.source}, {id(kernel):#x})"
+    _kernels[text] = kernel  # keeps it alive, so that the id stays its own
+    return text
+
+
+def kernel_of(text: str | None) -> str | Kernel | None:
+    """The kernel that `text_of_kernel_at` returned a text for."""
+    return _kernels.get(text, text) if text else None
+
+
+def text_of_tile(tile: Tile | str | Mapping[str, int] | None) -> str:
+    """ "" for none. Makes no Tile: PyTorch's compiler would have to trace that."""
+    if tile is None or isinstance(tile, str):
+        return tile or ""
+    return ",".join(f"{n}={int(tile[n])}" for n in tile)
+
+
+def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, read: Sequence[str], paged: bool) -> str:
+    """`fields`: those of `Options` that are numbers. `score`: its texts, not the object, which is not a constant to the
+    compiler of PyTorch 2.11; `read`: the names of the score's tensors."""
+    values = {**fields, "paged": paged}
+    if score is not None:
+        values["score"] = [*score, [*read]]
+    return json.dumps(values)
+
+
+def options_of(tensors: Sequence[Any], others: Sequence[Any], text: str) -> tuple[Options, tuple[Any, ...]]:
+    """The options, and their arrays: `tensors` those of `ARRAYS`, each possibly None, `others` the rest."""
+    named = {name: tensor for name, tensor in zip(ARRAYS, tensors, strict=True) if tensor is not None}
+    options = _parsed(text, tuple(named), tuple(like_of(tensor) for tensor in others))
+    return options, (*named.values(), *others)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> Options:
+    values = json.loads(text)
+    score = None
+    if "score" in values:
+        expression, mask, made_for, read = values.pop("score")
+        named = dict(zip((f"score.{name}" for name in read), likes, strict=False))
+        tensors = {name.removeprefix("score."): like for name, like in named.items() if name != BLOCK_MAP}
+        score = Score(expression, mask, tensors, made_for=made_for and tuple(made_for))
+        names = (*names, *(f"score.{name}" for name in read))
+    paged = values.pop("paged")
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+    if fields.get("max_seqlen"):
+        names = (*names, *CU_SEQLENS)
+    if paged:
+        names = (*names, BLOCK_TABLE)
+    return Options(**fields, score=score, arrays=names)

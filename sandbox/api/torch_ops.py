@@ -1,0 +1,370 @@
+"""Attention as PyTorch operators: differentiable, and opaque to torch.compile. Imported on demand.
+
+"sandbox::attention_forward" and "sandbox::attention_backward" have no options but causal and scale.
+"sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option that is a
+tensor, a list for the tensors of a `Score` and the cu_seqlens of a ragged batch, and a text for the rest.
+
+All have fake implementations, which give shapes and strides without computing, and gradients: that of a backward
+raises. The first two have rules for torch.func.vmap, which merge the mapped dimension into B; the others reject it.
+`call_operator` decides how a call reaches them:
+
+- subclasses, dispatch modes, torch.func and forward mode: by an autograd.Function around the operator;
+- torch.compile, torch.jit.trace and torch.func.functionalize: the operator itself.
+
+Plain tensors do not need the operators: see `torch_autograd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..core.errors import UnsupportedProblem
+from ..core.kernel import Kernel
+from ..core.normalise import normalise_causal
+from ..launch.dlpack import dense_strides, library_of
+from . import torch_exit as torch_exit  # registers itself at exit
+from .dispatch import run_backward, run_forward, scale_number
+from .options import ARRAYS, BLOCK_TABLE, VALUES, Options, for_backward, replace
+from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile
+
+Results = tuple[Tensor, ...]
+How = tuple[str, float | None, str | None, str, str | None]  # causal, scale, kernel, tile, backend of an operator
+
+
+def forward(arrays: Results, options: Options) -> Results:
+    """(out, lse) by the operators, of q, k, v and the arrays that `options.arrays` names."""
+    if not options.scored:
+        return call_operator(_forward, _Forward, *arrays, *_how(options, options.scale))
+    q, k, v, *more = arrays
+    spread = spread_options(options, more)
+    return call_operator(_scored_forward, _ScoredForward, q, k, v, *spread, *_how(options, options.scale))
+
+
+def backward(arrays: Results, options: Options, dlse: Tensor | None = None, gradients: tuple[str, ...] = ()) -> Results:
+    """dq, dk, dv and those of dbias and dsink that `gradients` names, by the operators. `arrays`: dout, q, k, v, out,
+    lse and the arrays that `options.arrays` names."""
+    scale = options.scale if options.scale is None else scale_number(options.scale)
+    how = *_how(options, scale), options.deterministic
+    if not options.scored:
+        return call_operator(_backward, _Backward, *arrays, *how, dlse)
+    spread = spread_options(options, arrays[6:])
+    found = _scored_gradients(*arrays[:6], dlse, *spread, *how, " ".join(gradients))
+    return (*found[:3], *(found[i] for i, name in ((3, "dbias"), (4, "dsink")) if name in gradients))
+
+
+def float8_forward(arrays: Results, options: Options) -> Results:
+    """(out, lse) of float8 tensors. There is no operator: torch.compile breaks the graph here. Raises
+    UnsupportedProblem where a gradient is required, and where PyTorch has to intercept the call."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, options.scale)):
+        raise UnsupportedProblem(
+            "attention of float8 has no gradient: pass detached tensors, or convert q, k and v to bfloat16"
+        )
+    if torch.compiler.is_compiling():
+        from . import torch_graphs
+
+        return torch_graphs.run_outside(arrays, options)
+    if library_of(arrays[0]).intercepts(*arrays):
+        raise UnsupportedProblem(
+            "attention of float8 is not an operator of PyTorch: subclasses, dispatch modes, torch.func and tracing "
+            "need plain tensors of float16 or bfloat16"
+        )
+    return run_forward(arrays, options)
+
+
+# ---- options as arguments of an operator: causal is "" without a mask
+
+
+def _how(options: Options, scale: Any) -> How:
+    causal = normalise_causal(options.causal) or ""
+    return causal, scale, _kernel_text(options.kernel), text_of_tile(options.tile), options.backend
+
+
+def _options_of(
+    causal: str, scale: float | None, kernel: str | None, tile: str, backend: str | None, deterministic: bool = False
+) -> dict[str, Any]:
+    """The fields of `Options` that `_how` made these of."""
+    launch = {"kernel": kernel_of(kernel), "tile": tile or None, "backend": backend, "deterministic": deterministic}
+    return {"causal": causal or False, "scale": scale, **launch}
+
+
+def _kernel_text(kernel: str | Kernel | None) -> str | None:
+    if not isinstance(kernel, Kernel):
+        return kernel
+    if torch.compiler.is_compiling():
+        from . import torch_graphs
+
+        return torch_graphs.text_of_kernel_at(id(kernel))
+    return text_of_kernel_at(id(kernel))
+
+
+def spread_options(options: Options, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The arguments of a scored operator from bias on: each of `ARRAYS`, the list of other tensors, the text."""
+    named = dict(zip(options.arrays, arrays, strict=True))
+    tensors = [array for name, array in named.items() if name not in ARRAYS]
+    read = [name.removeprefix("score.") for name in named if name.startswith("score.")]
+    score = None if options.score is None else (options.score.score, options.score.mask, options.score.made_for)
+    values = {name: getattr(options, name) for name in _AS_TEXT}
+    if torch.compiler.is_compiling():
+        from . import torch_graphs
+
+        text = torch_graphs.text_of_options(values, score, read, BLOCK_TABLE in named)
+    else:
+        text = text_of_options(values, score, read, BLOCK_TABLE in named)
+    return *(named.get(name) for name in ARRAYS), tensors, text
+
+
+_AS_TEXT = (*(name for name in VALUES if name != "score"), "max_seqlen")
+
+
+# ---- the operators and their vmap rules
+
+
+@torch.library.custom_op("sandbox::attention_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float | None, kernel: str | None, tile: str,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return run_forward((q, k, v), Options(**_options_of(causal, scale, kernel, tile, backend)))
+
+
+@_forward.register_fake
+def results_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
+    """out and lse, not computed."""
+    out = (*q.shape[:3], v.shape[3])
+    strides = dense_strides(out, q.stride())
+    return q.new_empty_strided(out, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("sandbox::attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: str, scale: float | None,
+    kernel: str | None, tile: str, backend: str | None, deterministic: bool, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    options = Options(**_options_of(causal, scale, kernel, tile, backend, deterministic))
+    dq, dk, dv = _run_backward((dout, q, k, v, out, lse), dlse, options, ())
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+    return empty_like(q), empty_like(k), empty_like(v)
+
+
+def _run_backward(
+    arrays: Results, dlse: Tensor | None, options: Options, more: Results, gradients: tuple[str, ...] = ()
+) -> tuple[Any, ...]:
+    options, more = for_backward(options, more, dlse, gradients)
+    return run_backward((*arrays, *more), options)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=x.dtype, device=x.device)
+
+
+def _vmapped(operator: Any) -> None:
+    """Registers the rule of `operator` for torch.func.vmap: the mapped dimension is merged into B."""
+
+    def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Results, tuple[int, ...]]:
+        n = info.batch_size
+        folded = [_folded(x, n, dim) if isinstance(x, Tensor) else x for x, dim in zip(inputs, dims, strict=True)]
+        results = operator(*folded)
+        return tuple(x.unflatten(0, (n, x.shape[0] // n if n else 0)) for x in results), (0,) * len(results)
+
+    operator.register_vmap(rule)
+
+
+def _folded(x: Tensor, n: int, dim: int | None) -> Tensor:
+    mapped = x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+_vmapped(_forward)
+_vmapped(_backward)
+
+
+@torch.library.custom_op("sandbox::scored_attention_forward", mutates_args=())
+def _scored_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi: Tensor | None,
+    sink: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, tensors: list[Tensor], text: str,
+    causal: str, scale: float | None, kernel: str | None, tile: str, backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options, more = options_of((bias, mask, alibi, sink, key_lengths, seed), tensors, text)
+    return run_forward((q, k, v, *more), replace(options, **_options_of(causal, scale, kernel, tile, backend)))
+
+
+_scored_forward.register_fake(results_like)
+
+
+@torch.library.custom_op("sandbox::scored_attention_backward", mutates_args=())
+def _scored_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, bias: Tensor | None,
+    mask: Tensor | None, alibi: Tensor | None, sink: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
+    tensors: list[Tensor], text: str, causal: str, scale: float | None, kernel: str | None, tile: str,
+    backend: str | None, deterministic: bool, wanted: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, dbias, dsink; of the last two, one that `wanted` does not name is empty."""
+    options, more = options_of((bias, mask, alibi, sink, key_lengths, seed), tensors, text)
+    options = replace(options, **_options_of(causal, scale, kernel, tile, backend, deterministic))
+    results = tuple(wanted.split())
+    dq, dk, dv, *others = _run_backward((dout, q, k, v, out, lse), dlse, options, more, results)
+    extra = dict(zip(results, others, strict=True))
+    return dq, dk, dv, extra.get("dbias", q.new_empty(0)), extra.get("dsink", q.new_empty(0))
+
+
+@_scored_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, mask: Any,
+    alibi: Any, sink: Any, *rest: Any,
+) -> Results:  # fmt: skip
+    wanted = rest[-1].split()
+    dbias = empty_like(bias) if "dbias" in wanted else q.new_empty(0)
+    return empty_like(q), empty_like(k), empty_like(v), dbias, empty_like(sink) if "dsink" in wanted else q.new_empty(0)
+
+
+def _no_vmap(info: Any, dims: Any, *inputs: Any) -> None:
+    raise UnsupportedProblem(
+        "torch.func.vmap of attention knows no options but causal and scale: make the mapped dimension part of B"
+    )
+
+
+_scored_forward.register_vmap(_no_vmap)
+_scored_backward.register_vmap(_no_vmap)
+
+
+# ---- their gradients
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    q, k, v, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # that of lse is None if lse is not used
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    options = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), dlse
+    found = call_operator(_backward, _Backward, or_zeros(dout, out), q, k, v, out, lse, *options)
+    needed = zip(found, ctx.needs_input_grad, strict=False)
+    return (*(gradient if need else None for gradient, need in needed), None, None, None, None, None)
+
+
+def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
+    """The gradient of an output, which may be unused."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def batched(gradient: Tensor | None) -> bool:
+    """Whether it is a batch of gradients, of torch.autograd.grad(is_grads_batched=True)."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise UnsupportedProblem(
+        "attention cannot be differentiated twice: no kernel computes the derivatives of its gradients "
+        "(torch.nn.functional.scaled_dot_product_attention can, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+    )
+
+
+def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
+    raise UnsupportedProblem(
+        "attention has no forward-mode derivative: differentiate in reverse (backward, torch.func.grad, vjp or jacrev) "
+        "or use torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+_forward.register_autograd(_gradients, setup_context=_remember)
+_backward.register_autograd(refuse)
+
+
+def function_of(operator: Any, remember: Any, gradients: Any) -> type[torch.autograd.Function]:
+    """An autograd.Function of the operator, for torch.func and forward-mode differentiation."""
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(operator)
+        setup_context = staticmethod(remember)
+        backward = staticmethod(gradients)
+        jvp = staticmethod(refuse_forward_mode)
+
+    return Function
+
+
+_Forward = function_of(_forward, _remember, _gradients)
+_Backward = function_of(_backward, lambda ctx, inputs, output: None, refuse)
+
+
+# Subclasses that need a rule for each operator, and have none for these.
+_REMEDIES = {
+    "DTensor": "pass each device's own part, .to_local()",
+    "MaskedTensor": "pass its numbers, .get_data(), and what it hides as mask=",
+}
+
+
+def call_operator(operator: Any, function: Any, *inputs: Any) -> Results:
+    """The results of `operator`, through its autograd.Function `function` unless a tracer needs the operator itself."""
+    compiling = torch.compiler.is_compiling()
+    if forward_ad._current_level >= 0:
+        if compiling:
+            from . import torch_graphs
+
+            return torch_graphs.apply(function, *inputs)
+        return function.apply(*inputs)
+    if compiling or torch.jit.is_tracing():
+        return operator(*inputs)
+    for kind in {type(x).__name__ for x in inputs} & {*_REMEDIES}:
+        raise UnsupportedProblem(f"attention does not take a {kind}: {_REMEDIES[kind]}")
+    stack = torch._C._functorch.peek_interpreter_stack()
+    functionalizing = stack is not None and stack.key() == torch._C._functorch.TransformType.Functionalize
+    return operator(*inputs) if functionalizing else function.apply(*inputs)
+
+
+# ---- the gradients of the scored operators
+
+
+def _remember_scored(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    *arrays, tensors, ctx.text, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
+    ctx.save_for_backward(*arrays, *output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _scored_gradients(dout: Tensor, *inputs: Any) -> Results:
+    """The results of the backward operator. Raises UnsupportedProblem for batched gradients: PyTorch has no fallback
+    for an operator with a list of tensors."""
+    dlse = inputs[5]
+    if batched(dout) or batched(dlse):
+        raise UnsupportedProblem(
+            "is_grads_batched=True (jacobian with vectorize=True) is not supported with options other than causal and "
+            "scale: call torch.autograd.grad once for each gradient"
+        )
+    return call_operator(_scored_backward, _ScoredBackward, dout, *inputs)
+
+
+def _gradients_scored(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, *options, out, lse = ctx.saved_tensors[:11]
+    tensors, needed = list(ctx.saved_tensors[11:]), ctx.needs_input_grad
+    wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[6])) if need)
+    how = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
+    inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, *options, tensors, ctx.text, *how
+    dq, dk, dv, dbias, dsink = _scored_gradients(*inputs)
+    of = zip((dq, dk, dv, dbias, None, None, dsink, None, None), needed, strict=False)
+    return *(gradient if need else None for gradient, need in of), *(None,) * 7
+
+
+def _gradients_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    """The same in the order of the operator's arguments: a list for its list of tensors."""
+    found = list(_gradients_scored(ctx, *gradients))
+    found[9] = [None] * (len(ctx.saved_tensors) - 11)
+    return tuple(found)
+
+
+_ScoredForward = function_of(_scored_forward, _remember_scored, _gradients_scored)
+_ScoredBackward = function_of(_scored_backward, lambda ctx, inputs, output: None, refuse)
+
+
+_scored_forward.register_autograd(_gradients_of_lists, setup_context=_remember_scored)
+_scored_backward.register_autograd(refuse)

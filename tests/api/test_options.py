@@ -1,0 +1,73 @@
+"""The keyword arguments of the public functions, and the `Options` object."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import numpy as np
+import pytest
+from project import ROOT
+
+import sandbox
+from sandbox.api import options
+from sandbox.api.options import DEFAULT, Options, collect, launch_options, replace
+
+Q = np.zeros((1, 2, 8, 16), np.float32)
+FUNCTIONS = {
+    sandbox.attention: options.FORWARD,
+    sandbox.attention_forward: options.FORWARD,
+    sandbox.attention_varlen: options.FORWARD,
+    sandbox.attention_paged: options.PAGED,
+    sandbox.attention_backward: options.BACKWARD,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_an_unknown_keyword_argument_is_a_type_error(function) -> None:
+    arrays = [Q] * sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(function).parameters.values())
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected .* 'widow': did you mean window"):
+        function(*arrays, widow=(1, 0))
+    with pytest.raises(TypeError, match="'zzz': the options are alibi, "):
+        function(*arrays, zzz=1)
+
+
+@pytest.mark.parametrize("name", ["key_lengths", "descale"])
+def test_keyword_arguments_that_not_every_function_has(name: str) -> None:
+    for function, known in FUNCTIONS.items():
+        if name not in known and function is not sandbox.attention_paged:
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+                function(*[Q] * 6, **{name: None})
+
+
+def test_defaults_do_not_change_the_options() -> None:
+    absent = {**dict.fromkeys(options.FORWARD), "causal": False, "softcap": 0.0, "dropout": 0.0}
+    assert collect("attention", Q, absent) == (DEFAULT, ())
+    assert collect("attention", Q, {}) == (DEFAULT, ())
+    assert not collect("attention", Q, {"causal": True, "dropout": 0.0, "seed": 3})[0].scored
+
+
+def test_launch_options_are_the_constructor() -> None:
+    given = {"causal": True, "scale": 0.5, "kernel": "k", "tile": "t", "backend": "cpu", "deterministic": True}
+    assert launch_options(**given) == Options(**given)
+    assert options.backward_options(Options(**given, softcap=2.0), False) == Options(
+        causal=True, scale=0.5, backend="cpu", softcap=2.0
+    )
+    assert replace(Options(softcap=2.0), causal=True) == Options(causal=True, softcap=2.0)
+    assert hash(launch_options(causal=True)) == hash(Options(causal=True))
+
+
+def test_the_order_of_keyword_arguments_does_not_matter() -> None:
+    one = {"bias": Q, "mask": Q > 0, "sink": Q[0, :, 0, 0]}
+    first, arrays = collect("attention", Q, one)
+    second, others = collect("attention", Q, dict(reversed(one.items())))
+    assert first == second
+    assert all(x is y for x, y in zip(arrays, others, strict=True))
+
+
+def test_options_are_passed_by_keyword() -> None:
+    """Neither constructed by position nor unpacked, so that a new field breaks nothing."""
+    for file in (ROOT / "sandbox").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Options":
+                assert not node.args, f"{file.name}:{node.lineno}"
