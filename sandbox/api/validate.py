@@ -10,6 +10,7 @@ from ..core.batches import PAGE_ROWS
 from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
+from ..core.options import OPTIONS
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
@@ -150,7 +151,8 @@ def _check_tensor(name: str, view: ArrayView) -> None:
         )
 
 
-DTYPES = {"alibi": "float32", "sink": "float32", "key_lengths": "int32", "mask": "bool", "seed": "int64"}
+_ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
+DTYPES = {name: array.dtype for name, array in _ARRAYS.items() if array.dtype}
 
 
 def _shapes(
@@ -164,8 +166,8 @@ def _shapes(
     for name, dtype in DTYPES.items():
         if name in views and views[name].dtype != dtype:
             raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be {dtype}")
-    for name in ("bias", "mask"):
-        if name in views:
+    for name, array in _ARRAYS.items():
+        if name in views and array.shapes is None and array.shape_is_field:
             shape = (*(1,) * (4 - len(views[name].shape)), *views[name].shape)
             if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, every, strict=False)):
                 raise UnsupportedProblem(
@@ -179,14 +181,13 @@ def _shapes(
         if bias.dtype not in (out_dtype, "float32"):
             raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as out, {out_dtype}")
         found["bias_dtype"] = bias.dtype
-    B, H = every[:2]
-    for name, shapes in (("alibi", ((H,), (B, H))), ("sink", ((H,),)), ("key_lengths", ((B,),))):
-        if name in views:
-            if views[name].shape not in shapes:
+    for name, array in _ARRAYS.items():
+        if name in views and array.shapes:
+            if views[name].shape not in (shapes := array.shapes(every)):
                 raise UnsupportedProblem(
                     f"{name} has shape {views[name].shape}: it must be {' or '.join(map(str, shapes))}"
                 )
-            found[name] = views[name].shape if name == "alibi" else True
+            found[name] = views[name].shape if array.shape_is_field else True
     if (seed := views.get("seed")) and math.prod(seed.shape) != 1:
         raise UnsupportedProblem(f"seed has shape {seed.shape}: it must be one element")
     return found

@@ -14,6 +14,7 @@ import click
 from ..core import registry
 from ..core.dtypes import ITEMSIZE
 from ..core.kernel import Kernel
+from ..core.options import SHOWN
 from ..core.problem import Problem
 from ..core.score import Score
 from ..core.tile import Tile
@@ -108,31 +109,9 @@ def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
     return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 
-_SCORE = (
-    click.option("--window", metavar="L,R", help="Window: keys visible to the left and right. none: unbounded."),
-    click.option("--softcap", type=float, default=0.0, help="Scores become SOFTCAP * tanh(x / SOFTCAP). Default: off."),
-    click.option("--alibi", is_flag=True, help="Random ALiBi slopes, one per head."),
-    click.option("--bias", metavar="SHAPE", help="Random bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."),
-    click.option("--mask", metavar="SHAPE", help="Random boolean mask of SHAPE, such as B,1,1,Sk."),
-    click.option("--sink", is_flag=True, help="Random attention sink, one per head."),
-    click.option("--key-lengths", is_flag=True, help="Random number of valid keys per batch entry."),
-    click.option(
-        "--lengths", help="Ragged batch: rows per sequence, or queries x keys: 64,128x256,… Replaces B and S."
-    ),
-    click.option(
-        "--page-size",
-        type=int,
-        default=0,
-        metavar="ROWS",
-        help="Paged keys and values: keys per page. Default: not paged.",
-    ),
-    click.option("--score", metavar="FILE.py", help="Python file that defines `score`, a sandbox.Score."),
-    click.option("--dropout", type=float, default=0.0, metavar="P", help="Dropout probability. Default: 0."),
-)
+_FLAGS = {(option.flag_name or option.name).replace("_", "-"): option.flag for option in SHOWN if option.flag}
 Scored = Mapping[str, Any]  # values of the score options, by name
-SCORE_NAMES = (
-    *("window", "softcap", "alibi", "bias", "mask", "sink", "key-lengths", "lengths", "page-size", "score", "dropout"),
-)
+SCORE_NAMES = tuple(_FLAGS)
 
 
 def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,8 +122,8 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
         scored = {name: given.pop(name.replace("-", "_")) for name in SCORE_NAMES}
         return command(*args, scored=scored, **given)
 
-    for option in reversed(_SCORE):
-        gathered = option(gathered)
+    for name, flag in reversed(_FLAGS.items()):
+        gathered = click.option(f"--{name}", **flag)(gathered)
     return gathered
 
 

@@ -33,18 +33,6 @@ def number(name: str, value: Any) -> float:
     return number
 
 
-def normalise_numbers(D: int, scale: Any, softcap: Any, dropout: Any) -> dict[str, float]:
-    """The three fields of a Problem; `scale` None means 1/sqrt(D). Raises SpecError."""
-    softcap = number("softcap", softcap or 0.0)
-    if softcap < 0:
-        raise SpecError(f"softcap={softcap!r} must be positive, or 0 for none")
-    dropout = number("dropout", dropout or 0.0)
-    if not 0 <= dropout <= 1:
-        raise SpecError(f"dropout={dropout!r} must be a probability, 0 <= dropout <= 1")
-    scale = 1.0 / math.sqrt(D) if scale is None else number("scale", scale)
-    return {"scale": scale, "softcap": softcap, "dropout": dropout}
-
-
 def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
     """Raises SpecError where the factors that kernels form of finite numbers, scale * descale of q * descale of k and
     that divided by softcap, overflow float32 or are lost to underflow."""

@@ -1,26 +1,45 @@
-"""What kernels are compiled with, and given, of a problem's score: macros, and the fields of the argument `score`.
+"""The score options, one row each: everything about an option except its arithmetic.
 
-An option that is not asked for has neither macro nor field. Mirrored by `Score` of kernels_cu/include/score_mod.cuh.
+The arithmetic is in kernels_cu/include/score_mod.cuh and mask.cuh, and in sandbox/reference/score.py. Macros and the
+fields of the argument `score` follow from the table: an option that is not used has neither. `Score` of score_mod.cuh
+declares the fields in the same order.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .block_map import by_pair
-from .problem import Problem
+from .dtypes import described_descale
+from .errors import SpecError
+from .normalise import number
 from .snippet import digest
 
-_POINTER, _STRIDE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+if TYPE_CHECKING:
+    from .problem import Problem
+
+_POINTER, _STRIDE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+Sizes = tuple[int, int, int, int]  # B, H, Sq, Sk
+
+
+class Number(NamedTuple):
+    """A field of the argument `score`: present where the option's macro is set, or where `present` says so."""
+
+    name: str
+    ctype: type
+    value: Callable[[Problem], Any]
+    present: Callable[[Problem], bool] | None = None
 
 
 class ScoreTensor(NamedTuple):
     """A tensor in the argument `score`: its name, its shape, and the fields of its address and of its strides.
 
-    It is given with as many dimensions as its shape has, or fewer, the last ones. Where there are fewer strides than
-    dimensions, the last dimension's must be 1.
+    It has as many dimensions as its shape, or fewer, the last ones. Where there are fewer strides than dimensions, the
+    stride of the last dimension must be 1.
     """
 
     name: str
@@ -29,84 +48,279 @@ class ScoreTensor(NamedTuple):
     strides: tuple[str, ...]
 
 
-def macros(problem: Problem) -> dict[str, int]:
-    """The macros that the options of a problem's score set."""
-    left, right = problem.window
-    found = {
-        "WINDOW": (left is not None) | (right is not None and not problem.causal) << 1,
-        "SOFTCAP": int(problem.softcap > 0),
-        "ALIBI": int(bool(problem.alibi)),
-        "BIAS": _bias(problem) if problem.bias else 0,
-        "MASK": 1 | _same_for_every_key(problem.mask) if problem.mask else 0,
-        "SINK": int(problem.sink),
-        "DROPOUT": int(problem.dropout > 0),
-        "KEY_LENGTHS": int(problem.key_lengths),
-        "RAGGED": int(bool(problem.ragged)),
-        "PAGE_SIZE": problem.page_size,
-        "BLOCK_MAP": (2 if by_pair(problem) else 1) if problem.block_map[3] else 0,
-        "SCORE_SNIPPET": digest(problem.score) if problem.score else 0,
-        # 8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v
-        "DESCALE": sum(bit for bit, one in zip((1, 2, 4), problem.descale, strict=False) if isinstance(one, tuple))
-        + 8 * problem.float8,
-    }
-    asked = {name: value for name, value in found.items() if value}
-    if asked:
-        asked["SCORE_BYTES"] = ctypes.sizeof(score_structure(problem))
-    if problem.Dv != problem.D:
-        asked["HEAD_DIM_V"] = problem.Dv
-    return asked
+class Array(NamedTuple):
+    """The array that a caller passes for an option."""
+
+    dtype: str = ""  # "": that of out, or float32
+    shapes: Callable[[Sizes], tuple[tuple[int, ...], ...]] | None = None  # None: broadcastable to (B, H, Sq, Sk)
+    shape_is_field: bool = True  # the field of Problem is its shape, not whether there is one
 
 
-def _bias(problem: Problem) -> int:
-    return (2 if problem.bias_dtype else 1) | _same_for_every_key(problem.bias) | 8 * problem.bias_tiles
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One row of the table; `name` is the keyword argument and the field of `Problem`."""
+
+    name: str
+    macro: str = ""
+    level: Callable[[Problem], int] = lambda p: 0  # value of the macro; 0: not set
+    numbers: tuple[Number, ...] = ()
+    tensors: Callable[[Problem], Iterator[ScoreTensor]] | None = None
+    array: Array | None = None
+    check: Callable[[str, Any], Any] | None = None  # (name, value) -> the normalised value; raises SpecError
+    gradient: bool = False
+    flag: Mapping[str, Any] = field(default_factory=dict)  # of click.option; {}: none
+    flag_name: str = ""  # if it is not `name`
+    cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # that `check` tries
+    text: Callable[[Problem], str] = lambda p: ""  # in `Problem.variant`; "" if it is not used
+
+
+def _tensor(name: str, shape: tuple[int, ...], axes: str) -> Iterator[ScoreTensor]:
+    if shape:
+        yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))
+
+
+def _cu_seqlens(p: Problem) -> Iterator[ScoreTensor]:
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        yield from _tensor(name, (p.B + 1,) if p.ragged else (), "b")
+
+
+def _descales(p: Problem) -> Iterator[ScoreTensor]:
+    for x, shape in zip("qkv", p.descale, strict=False):
+        if isinstance(shape, tuple):
+            yield from _tensor(f"descale_{x}", shape, "bh")
+
+
+def _snippet_tensors(p: Problem) -> Iterator[ScoreTensor]:
+    for name, like in p.score.structure[2] if p.score else ():
+        strides = tuple(f"score_{name}_stride_{i}" for i in range(len(like.shape)))
+        yield ScoreTensor(f"score.{name}", like.shape, f"score_{name}", strides)
+
+
+def _window_level(p: Problem) -> int:
+    left, right = p.window
+    return (left is not None) | (right is not None and not p.causal) << 1
 
 
 def _same_for_every_key(shape: tuple[int, ...]) -> int:
     return 4 if shape[3] == 1 else 0
 
 
+def _bias_level(p: Problem) -> int:
+    return (2 if p.bias_dtype else 1) | _same_for_every_key(p.bias) | 8 * p.bias_tiles if p.bias else 0
+
+
+def _descale_level(p: Problem) -> int:
+    """8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v."""
+    return sum(bit for bit, x in zip((1, 2, 4), p.descale, strict=False) if isinstance(x, tuple)) + 8 * p.float8
+
+
+def _constant_descale(p: Problem) -> tuple[float, ...]:
+    return tuple(x if isinstance(x, float) else 1.0 for x in p.descale or (1.0, 1.0, 1.0))
+
+
+def _threshold(p: Problem) -> int:
+    return round(p.dropout * 65536)
+
+
+def _dropout_factor(p: Problem) -> float:
+    return 0.0 if _threshold(p) > 0xFFFF else 1 / (1 - p.dropout)  # 0: every element is dropped
+
+
+def _softcap(name: str, value: Any) -> float:
+    value = number(name, value or 0.0)
+    if value < 0:
+        raise SpecError(f"{name}={value!r} must be positive, or 0 for none")
+    return value
+
+
+def _dropout(name: str, value: Any) -> float:
+    value = number(name, value or 0.0)
+    if not 0 <= value <= 1:
+        raise SpecError(f"{name}={value!r} must be a probability, 0 <= {name} <= 1")
+    return value
+
+
+def _shape_text(name: str) -> Callable[[Problem], str]:
+    def text(p: Problem) -> str:
+        dtype = f":{p.bias_dtype}" if name == "bias" and p.bias_dtype else ""
+        return f"{name}={','.join(map(str, getattr(p, name)))}{dtype}" if getattr(p, name) else ""
+
+    return text
+
+
+def _lengths_text(p: Problem) -> str:
+    if p.lengths:
+        return "lengths=" + ",".join(str(q) if q == k else f"{q}x{k}" for q, k in p.lengths)
+    return f"ragged={p.ragged[0]},{p.ragged[1]}" if p.ragged else ""
+
+
+_BASE = (
+    Number("Sq", _INT, lambda p: p.Sq),
+    Number("Sk", _INT, lambda p: p.Sk),
+    Number("diagonal", _INT, lambda p: p.diagonal),
+    Number("scale", _FLOAT, lambda p: p.scale * _constant_descale(p)[0] * _constant_descale(p)[1]),
+)
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        name="window", macro="WINDOW", level=_window_level,
+        numbers=(
+            Number("left", _INT, lambda p: p.bounds[0] or 0),
+            Number("right", _INT, lambda p: p.bounds[1] or 0),
+        ),
+        flag={"metavar": "L,R", "help": "Keys to the left and right of a query's position; none: no bound."},
+        cases={
+            "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
+            "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
+        },
+        text=lambda p: (
+            "window=" + ",".join("none" if n is None else str(n) for n in p.window) if p.window != (None, None) else ""
+        ),
+    ),
+    Option(
+        name="softcap", macro="SOFTCAP", level=lambda p: p.softcap > 0, check=_softcap,
+        numbers=(Number("softcap", _FLOAT, lambda p: p.softcap),),
+        flag={"type": float, "default": 0.0, "help": "Softcap: x becomes SOFTCAP tanh(x / SOFTCAP)."},
+        cases={"softcap": lambda p: {"softcap": 2.0}},
+        text=lambda p: f"softcap={p.softcap:g}" if p.softcap else "",
+    ),
+    Option(
+        name="dropout", macro="DROPOUT", level=lambda p: p.dropout > 0, check=_dropout,
+        numbers=(
+            Number("dropout_threshold", ctypes.c_uint32, lambda p: min(_threshold(p), 0xFFFF) << 16),
+            Number("dropout_factor", _FLOAT, _dropout_factor),
+        ),
+        flag={"type": float, "default": 0.0, "metavar": "P", "help": "Probability that an element is dropped."},
+        cases={"dropout": lambda p: {"dropout": 0.3}, "all dropped": lambda p: {"dropout": 1.0}},
+        text=lambda p: f"dropout={p.dropout:g}" if p.dropout else "",
+    ),
+    Option(
+        name="ragged", macro="RAGGED", level=lambda p: bool(p.ragged), tensors=_cu_seqlens,
+        numbers=(
+            Number("bottom_right", _INT, lambda p: p.causal != "top-left", lambda p: p.key_lengths or bool(p.ragged)),
+            Number("rows_q", _INT, lambda p: p.rows[0]),
+            Number("rows_k", _INT, lambda p: p.rows[1]),
+            Number("sequences", _INT, lambda p: p.B),
+        ),
+        flag={"help": "Ragged batch, instead of B and S: 64,128x256,… rows (queries x keys)."}, flag_name="lengths",
+        text=_lengths_text,
+    ),
+    Option(
+        name="key_lengths", macro="KEY_LENGTHS", level=lambda p: p.key_lengths,
+        tensors=lambda p: _tensor("key_lengths", (p.B,) if p.key_lengths else (), "b"),
+        array=Array("int32", lambda sizes: (sizes[:1],), shape_is_field=False),
+        flag={"is_flag": True, "help": "Random number of valid keys per batch entry."},
+        cases={"key_lengths": lambda p: {"key_lengths": True}},
+        text=lambda p: "key_lengths" if p.key_lengths else "",
+    ),
+    Option(
+        name="page_size", macro="PAGE_SIZE", level=lambda p: p.page_size,
+        numbers=(Number("pages", _INT, lambda p: p.pages),),
+        tensors=lambda p: _tensor("block_table", (p.B, p.Sk // p.page_size) if p.page_size else (), "bi"),
+        flag={"type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values, ROWS rows per page."},
+        text=lambda p: f"page_size={p.page_size}" if p.page_size else "",
+    ),
+    Option(
+        name="alibi", macro="ALIBI", level=lambda p: bool(p.alibi),
+        tensors=lambda p: _tensor("slopes", p.alibi and (1, *p.alibi)[-2:], "bh"),
+        array=Array("float32", lambda sizes: (sizes[1:2], sizes[:2])),
+        flag={"is_flag": True, "help": "ALiBi slopes, one per head."},
+        cases={"alibi": lambda p: {"alibi": (p.B, p.H)}},
+        text=_shape_text("alibi"),
+    ),
+    Option(
+        name="bias", macro="BIAS", level=_bias_level, tensors=lambda p: _tensor("bias", p.bias, "bhi"),
+        array=Array(), gradient=True,
+        flag={"metavar": "SHAPE", "help": "Bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."},
+        cases={
+            "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
+            "row bias": lambda p: {"bias": (p.B, 1, 1, p.Sk), "bias_dtype": "float32"},
+        },
+        text=_shape_text("bias"),
+    ),
+    Option(
+        name="mask", macro="MASK", level=lambda p: 1 | _same_for_every_key(p.mask) if p.mask else 0,
+        tensors=lambda p: _tensor("mask", p.mask, "bhi"), array=Array("bool"),
+        flag={"metavar": "SHAPE", "help": "Boolean mask of SHAPE."},
+        cases={
+            "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
+            "padding": lambda p: {"mask": (p.B, 1, 1, p.Sk)},
+        },
+        text=_shape_text("mask"),
+    ),
+    Option(
+        name="sink", macro="SINK", level=lambda p: p.sink, gradient=True,
+        tensors=lambda p: _tensor("sink", (p.H,) if p.sink else (), "h"),
+        array=Array("float32", lambda sizes: (sizes[1:2],), shape_is_field=False),
+        flag={"is_flag": True, "help": "Attention sink, one per head."},
+        cases={"sink": lambda p: {"sink": True}},
+        text=lambda p: "sink" if p.sink else "",
+    ),
+    Option(
+        name="seed", tensors=lambda p: _tensor("seed", (1,) if p.dropout else (), ""),
+        array=Array("int64", shape_is_field=False),
+    ),
+    Option(
+        name="descale", macro="DESCALE", level=_descale_level, tensors=_descales,
+        numbers=(
+            Number("descale", _FLOAT, lambda p: _constant_descale(p)[2], lambda p: p.float8),
+            Number("group", _INT, lambda p: p.group, lambda p: p.float8),
+        ),
+        text=lambda p: described_descale(p.descale) if p.descale else "",
+    ),
+    Option(
+        name="block_map", macro="BLOCK_MAP", level=lambda p: (2 if by_pair(p) else 1) if p.block_map[3] else 0,
+        tensors=lambda p: _tensor("block_map", p.block_map if p.block_map[3] else (), "bhi"),
+    ),
+    Option(
+        name="score", macro="SCORE_SNIPPET", level=lambda p: digest(p.score) if p.score else 0,
+        tensors=_snippet_tensors,
+        flag={"metavar": "FILE.py", "help": "File that defines `score`, a sandbox.Score."},
+        text=lambda p: f"score=({p.score})" if p.score else "",
+    ),
+)  # fmt: skip
+BY_NAME = {option.name: option for option in OPTIONS}
+SHOWN = tuple(
+    BY_NAME[name] for name in
+    ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "descale", "score",
+     "dropout")
+)  # fmt: skip  # in the order of texts, command-line flags and cases
+
+
+def macros(problem: Problem) -> dict[str, int]:
+    """The macros that the options of a problem's score set."""
+    found = {option.macro: int(option.level(problem)) for option in OPTIONS if option.macro}
+    used = {name: value for name, value in found.items() if value}
+    if used:
+        used["SCORE_BYTES"] = ctypes.sizeof(score_structure(problem))
+    if problem.Dv != problem.D:
+        used["HEAD_DIM_V"] = problem.Dv
+    return used
+
+
+def _numbers(problem: Problem) -> Iterator[Number]:
+    yield from _BASE
+    for option in OPTIONS:
+        for one in option.numbers:
+            if one.present(problem) if one.present else option.level(problem):
+                yield one
+
+
+def score_numbers(problem: Problem) -> dict[str, Any]:
+    """The fields of the argument `score` that are numbers."""
+    return {one.name: one.value(problem) for one in _numbers(problem)}
+
+
 def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
     """The tensors that a problem's score reads, in the order of their fields."""
-    every = (problem.B, problem.H, problem.Sq, problem.Sk)
-    offsets = (problem.B + 1,) if problem.ragged else ()
-    for name, shape, axes in (
-        ("cu_seqlens_q", offsets, "b"),
-        ("cu_seqlens_k", offsets, "b"),
-        ("key_lengths", every[:1] if problem.key_lengths else (), "b"),
-        ("block_table", (problem.B, problem.Sk // problem.page_size) if problem.page_size else (), "bi"),
-        ("slopes", problem.alibi and (1, *problem.alibi)[-2:], "bh"),
-        ("bias", problem.bias, "bhi"),
-        ("mask", problem.mask, "bhi"),
-        ("sink", every[1:2] if problem.sink else (), "h"),
-        ("seed", (1,) if problem.dropout else (), ""),
-        *((f"descale_{x}", n, "bh") for x, n in zip("qkv", problem.descale, strict=False) if isinstance(n, tuple)),
-        ("block_map", problem.block_map if problem.block_map[3] else (), "bhi"),
-    ):
-        if shape:
-            yield ScoreTensor(name, shape, name, tuple(f"{name}_stride_{axis}" for axis in axes))
-    if problem.score:
-        for name, like in problem.score.structure[2]:
-            strides = tuple(f"score_{name}_stride_{i}" for i in range(len(like.shape)))
-            yield ScoreTensor(f"score.{name}", like.shape, f"score_{name}", strides)
+    for option in OPTIONS:
+        if option.tensors:
+            yield from option.tensors(problem)
 
 
 def score_structure(problem: Problem) -> type[ctypes.Structure]:
     """`Score` of include/score_mod.cuh, as it is compiled for this problem."""
-    fields: list[tuple[str, type]] = [("Sq", _INT), ("Sk", _INT), ("diagonal", _INT), ("scale", ctypes.c_float)]
-    if problem.window[0] is not None or (problem.window[1] is not None and not problem.causal):
-        fields += [("left", _INT), ("right", _INT)]
-    if problem.softcap:
-        fields += [("softcap", ctypes.c_float)]
-    if problem.dropout:
-        fields += [("dropout_threshold", ctypes.c_uint32), ("dropout_factor", ctypes.c_float)]
-    if problem.key_lengths or problem.ragged:
-        fields += [("bottom_right", _INT)]
-    if problem.ragged:
-        fields += [("rows_q", _INT), ("rows_k", _INT), ("sequences", _INT)]
-    if problem.page_size:
-        fields += [("pages", _INT)]
-    if problem.float8:
-        fields += [("descale", ctypes.c_float), ("group", _INT)]
+    fields: list[tuple[str, type]] = [(one.name, one.ctype) for one in _numbers(problem)]
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]
     if problem.score and not problem.score.structure[2]:

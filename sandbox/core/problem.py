@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from .batches import paged_fields, ragged_fields
 from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
-from .normalise import Causal, Window, check_products, normalise_causal, normalise_numbers, normalise_window
+from .normalise import Causal, Window, check_products, normalise_causal, normalise_window, number
+from .options import OPTIONS, SHOWN
 from .score import Score
 from .shape_text import fields_of
 
@@ -90,9 +92,10 @@ class Problem:
         set_(self, "causal", normalise_causal(self.causal))
         if self.Dv == 0:
             set_(self, "Dv", self.D)
-        numbers = normalise_numbers(self.D, self.scale, self.softcap, self.dropout)
-        for name, value in numbers.items():
-            set_(self, name, value)
+        for option in OPTIONS:
+            if option.check:
+                set_(self, option.name, option.check(option.name, getattr(self, option.name)))
+        set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else number("scale", self.scale))
         # Sq + Sk keys to either side hide nothing, and kernels add the bounds to positions in 32 bits.
         set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
@@ -291,28 +294,8 @@ class Problem:
         return " ".join((widths, of, *mask, *self._options()))
 
     def _options(self) -> Iterator[str]:
-        """Those that are asked for, as the command line has them."""
-        if self.window != (None, None):
-            yield "window=" + ",".join("none" if n is None else str(n) for n in self.window)
-        if self.softcap:
-            yield f"softcap={self.softcap:g}"
-        for name in ("alibi", "bias", "mask"):
-            if shape := getattr(self, name):
-                dtype = f":{self.bias_dtype}" if name == "bias" and self.bias_dtype else ""
-                yield f"{name}={','.join(map(str, shape))}{dtype}"
-        yield from (name for name in ("sink", "key_lengths") if getattr(self, name))
-        if self.lengths:
-            yield "lengths=" + ",".join(str(q) if q == k else f"{q}x{k}" for q, k in self.lengths)
-        elif self.ragged:
-            yield f"ragged={self.ragged[0]},{self.ragged[1]}"
-        if self.page_size:
-            yield f"page_size={self.page_size}"
-        if self.descale:
-            yield dtypes.described_descale(self.descale)
-        if self.score:
-            yield f"score=({self.score})"
-        if self.dropout:
-            yield f"dropout={self.dropout:g}"
+        """Those that are set, by the names of the command line."""
+        yield from filter(None, (option.text(self) for option in SHOWN))
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}

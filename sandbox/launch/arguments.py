@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.kernel import COMPUTATIONS, Entry, Kernel
-from ..core.options import score_structure, score_tensors
+from ..core.options import score_numbers, score_structure, score_tensors
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
@@ -212,20 +212,8 @@ Arguments = ArgumentBlock | PackedArguments
 def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
     """`Score` of include/score_mod.cuh, and its fields that hold addresses, by the names of the tensors."""
     value = score_structure(problem)()
-    left, right = problem.bounds
-    of_q, of_k, of_v = (n if isinstance(n, float) else 1.0 for n in problem.descale or (1.0, 1.0, 1.0))
-    threshold = round(problem.dropout * 65536)
-    factor = 0.0 if threshold > 0xFFFF else 1 / (1 - problem.dropout)  # 0: nothing is kept
-    numbers = {
-        "Sq": problem.Sq, "Sk": problem.Sk, "diagonal": problem.diagonal, "scale": problem.scale * of_q * of_k,
-        "descale": of_v, "group": problem.group, "left": left or 0, "right": right or 0,
-        "softcap": problem.softcap, "bottom_right": int(problem.causal != "top-left"),
-        "rows_q": problem.rows[0], "rows_k": problem.rows[1], "sequences": problem.B,
-        "pages": problem.pages, "dropout_threshold": min(threshold, 0xFFFF) << 16, "dropout_factor": factor,
-    }  # fmt: skip
-    for field in value._fields_:
-        if field[0] in numbers:
-            setattr(value, field[0], numbers[field[0]])
+    for name, number in score_numbers(problem).items():
+        setattr(value, name, number)
     slots = {}
     for wanted in score_tensors(problem):
         name, sizes = wanted.name, wanted.shape

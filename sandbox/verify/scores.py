@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..core import block_map as block_maps
 from ..core.dtypes import FLOAT8
 from ..core.kernel import Kernel
+from ..core.options import BY_NAME, SHOWN
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
 from ..launch.dlpack import numpy_dtype
@@ -21,21 +22,13 @@ from ..reference import Meaning, Part, Shape
 
 Array = NDArray[Any]
 
-OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # {case name: fields of Problem}
-    "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
-    "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
-    "softcap": lambda p: {"softcap": 2.0},
-    "alibi": lambda p: {"alibi": (p.B, p.H)},
-    "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
-    "row bias": lambda p: {"bias": (p.B, 1, 1, p.Sk), "bias_dtype": "float32"},
-    "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
-    "padding": lambda p: {"mask": (p.B, 1, 1, p.Sk)},
-    "sink": lambda p: {"sink": True},
-    "key_lengths": lambda p: {"key_lengths": True},
+_CASES = {name: case for option in SHOWN for name, case in option.cases.items()}
+_DROPOUT = BY_NAME["dropout"].cases
+OPTIONS: dict[str, Callable[[Problem], dict[str, Any]]] = {  # applied to a problem one after the other
+    **{name: case for name, case in _CASES.items() if name not in _DROPOUT},
     "score": lambda p: {"score": documents(p)},
     "Dv": lambda p: {"Dv": max(8, p.D // 2)},
-    "dropout": lambda p: {"dropout": 0.3},
-    "all dropped": lambda p: {"dropout": 1.0},
+    **_DROPOUT,
 }
 TOGETHER = (
     ("left window", "softcap"),
