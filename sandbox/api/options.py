@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.integers import integer
 from ..core.normalise import normalise_window, number
+from ..core.options import OPTIONS
 from ..core.score import Score
 from ..launch.dlpack import library_of
 
@@ -59,8 +60,8 @@ FORWARD, BACKWARD, PAGED = (
 )
 _LAUNCH = frozenset(("causal", "scale", "kernel", "tile", "backend"))  # stored in `Options` as they are passed
 ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # keyword arguments that are arrays
-VALUES = ("window", "softcap", "score", "dropout")  # keyword arguments that are values, as `Problem` has them
-DIFFERENTIABLE = ("bias", "sink")  # of these, the ones that have a gradient
+VALUES = ("window", "score", *(option.name for option in OPTIONS if option.check))  # that are fields of `Problem`
+DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
 BLOCK_TABLE = "block_table"  # of a paged batch, after all other arrays
@@ -168,6 +169,8 @@ def check_keywords(function: str, keywords: Mapping[str, Any], known: frozenset[
 
 
 def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
+    import difflib  # 2 ms
+
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
     return f"{function}() got an unexpected keyword argument {name!r}: {hint}"
@@ -196,6 +199,10 @@ def constant(name: str, value: Any) -> float:
     return number(name, value)
 
 
+def _number(name: str, value: Any) -> float:
+    return constant(name, value or 0.0)
+
+
 def _score(score: Any) -> Score:
     if not isinstance(score, Score):
         raise SpecError(f"score={score!r} must be a sandbox.Score")
@@ -209,8 +216,7 @@ def _out_dtype(dtype: Any) -> str:
 
 _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "window": _window,
-    "softcap": lambda x: constant("softcap", x or 0.0),
-    "dropout": lambda x: constant("dropout", x or 0.0),
+    **{option.name: partial(_number, option.name) for option in OPTIONS if option.check},
     "score": _score,
     "out_dtype": _out_dtype,
 }

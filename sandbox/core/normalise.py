@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from .errors import SpecError
@@ -31,29 +31,6 @@ def number(name: str, value: Any) -> float:
             )
         raise SpecError(f"{name}={number!r} must be finite")
     return number
-
-
-def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
-    """Raises SpecError where the factors that kernels form of finite numbers, scale * descale of q * descale of k and
-    that divided by softcap, overflow float32 or are lost to underflow."""
-    factor = scale * math.prod(descale)
-    if not abs(factor) < FLOAT32_OVERFLOW:
-        raise SpecError(
-            f"scale={scale!r} times the descale of q and k, {factor!r}, is not supported: kernels compute in float32, "
-            "whose largest number is 3.4e38"
-        )
-    if not softcap:
-        return
-    if not FLOAT32_NORMAL <= softcap <= 1 / FLOAT32_NORMAL:
-        raise SpecError(
-            f"softcap={softcap!r} is not supported: kernels divide by it in float32, which holds its reciprocal only "
-            "between 1.2e-38 and 8.5e37; pass 0 for no softcap"
-        )
-    if factor and not FLOAT32_NORMAL <= abs(factor) / softcap < FLOAT32_OVERFLOW:
-        raise SpecError(
-            f"softcap={softcap!r} with a scale of {factor!r} is not supported: kernels multiply by scale / softcap in "
-            "float32, which holds it only between 1.2e-38 and 3.4e38 in magnitude"
-        )
 
 
 def normalise_causal(causal: bool | str | None) -> Causal:

@@ -8,14 +8,15 @@ declares the fields in the same order.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .block_map import by_pair
 from .dtypes import described_descale
 from .errors import SpecError
-from .normalise import number
+from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, number
 from .snippet import digest
 
 if TYPE_CHECKING:
@@ -285,6 +286,29 @@ SHOWN = tuple(
     ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "descale", "score",
      "dropout")
 )  # fmt: skip  # in the order of texts, command-line flags and cases
+
+
+def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
+    """Raises SpecError where a factor that kernels compute from finite numbers overflows or underflows in float32: scale
+    * descale of q * descale of k, and that divided by softcap."""
+    factor = scale * math.prod(descale)
+    if not abs(factor) < FLOAT32_OVERFLOW:
+        raise SpecError(
+            f"scale={scale!r} times the descale of q and k, {factor!r}, is not supported: kernels compute in float32, "
+            "whose largest number is 3.4e38"
+        )
+    if not softcap:
+        return
+    if not FLOAT32_NORMAL <= softcap <= 1 / FLOAT32_NORMAL:
+        raise SpecError(
+            f"softcap={softcap!r} is not supported: kernels divide by it in float32, which holds its reciprocal only "
+            "between 1.2e-38 and 8.5e37; pass 0 for no softcap"
+        )
+    if factor and not FLOAT32_NORMAL <= abs(factor) / softcap < FLOAT32_OVERFLOW:
+        raise SpecError(
+            f"softcap={softcap!r} with a scale of {factor!r} is not supported: kernels multiply by scale / softcap in "
+            "float32, which holds it only between 1.2e-38 and 3.4e38 in magnitude"
+        )
 
 
 def macros(problem: Problem) -> dict[str, int]:

@@ -13,8 +13,8 @@ from .batches import paged_fields, ragged_fields
 from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
-from .normalise import Causal, Window, check_products, normalise_causal, normalise_window, number
-from .options import OPTIONS, SHOWN
+from .normalise import Causal, Window, normalise_causal, normalise_window, number
+from .options import OPTIONS, SHOWN, check_products
 from .score import Score
 from .shape_text import fields_of
 

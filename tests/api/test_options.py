@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 
 import numpy as np
@@ -12,6 +13,7 @@ from project import ROOT
 import sandbox
 from sandbox.api import options
 from sandbox.api.options import DEFAULT, Options, collect, launch_options, replace
+from sandbox.core.options import OPTIONS
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
 FUNCTIONS = {
@@ -71,3 +73,13 @@ def test_options_are_passed_by_keyword() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Options":
                 assert not node.args, f"{file.name}:{node.lineno}"
+
+
+def test_the_table_of_options_and_the_keyword_arguments_agree() -> None:
+    arrays = {option.name for option in OPTIONS if option.array}
+    assert arrays == {*options.ARRAYS}
+    assert {*options.VALUES} | arrays <= options.FORWARD
+    assert {*options.VALUES} <= {*Options._fields}
+    assert {*options.DIFFERENTIABLE} <= arrays
+    fields = {field.name for field in dataclasses.fields(sandbox.Problem)} | {"seed", "block_map"}
+    assert {option.name for option in OPTIONS} <= fields
