@@ -103,15 +103,16 @@ def known(library: Library, which: str, options: Options, arrays: tuple[Any, ...
 def run_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
     """(out, lse) of q, k, v and the arrays that `options.arrays` names. The arrays have memory of their own; modes and
     subclasses do not see the call."""
-    plan, arrays, addresses = plan_forward(arrays, options)
+    if found := known(library_of(arrays[0]), "forward", options, arrays):
+        plan, addresses, _ = found
+    else:
+        plan, arrays, addresses = _planned("forward", 3, arrays, options)
     out, lse = plan(arrays, addresses)
     return out, lse
 
 
 def plan_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
     """The plan of `run_forward`, and its arguments."""
-    if found := known(library_of(arrays[0]), "forward", options, arrays):
-        return found[0], arrays, found[1]
     return _planned("forward", 3, arrays, options)
 
 

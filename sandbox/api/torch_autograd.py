@@ -35,16 +35,16 @@ def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple
         if isinstance(array, Tensor) and library.differentiates(array):
             raise UnsupportedProblem(no_derivative(name))
     if not library.intercepts(*arrays):
-        return record(arrays, options, None, with_lse)
+        results = _Attention.apply((options, None, with_lse), *arrays)
+        return results if with_lse else (results, None)
     out, lse = forward(arrays, options)
     return out, lse
 
 
-def record(arrays: Results, options: Options, found: Found | None, with_lse: bool) -> tuple[Tensor, Any]:
+def record(arrays: Results, options: Options, found: Found, with_lse: bool) -> tuple[Tensor, Any]:
     """(out, lse) recorded by autograd, of tensors that PyTorch does not have to intercept; `found`: the result of
     `dispatch.known`. Unless `with_lse`, lse is None: one result less for autograd."""
-    apply = _apply if found else _Attention.apply
-    results = apply((options, found, with_lse), *arrays)
+    results = _apply((options, found, with_lse), *arrays)
     return results if with_lse else (results, None)
 
 
