@@ -12,18 +12,18 @@ from ..launch.dlpack import HOST, dense_strides, library_of
 
 
 def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
-    """Which tiles the mask of `score` leaves of `problem`, as FlexAttention's block mask (arXiv:2412.05496) tells it.
+    """Which tiles the mask of `score` leaves of `problem`, as FlexAttention's block mask (arXiv:2412.05496).
 
     For `score.with_blocks(...)`: without it every launch makes its own, so that tensors may change between calls; with
     it what they held when the map was made counts for tiles that hold nothing or everything. It goes with every
-    problem of the same B, H, Sq and Sk, forward and backward, whatever else is asked for but `mask=`; not with
+    problem of the same B, H, Sq and Sk, forward and backward, with any option but `mask=`; not with
     key_lengths if the mask names Sk. Of B, H and Sq those that the mask does not name may differ. Other sizes raise
     UnsupportedProblem; of a copy of a map the sizes are not known, and its shape alone is compared.
 
     Returns (B, H, rows of 64 queries, twice the words of 512 keys, in fours) int32, each of B, H and rows 1 where the
     mask does not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: q
-    where it reads none, else the map is NumPy's. A bit stands for 16 keys; after the words that tell whether something
-    is seen come those that tell whether everything is.
+    where it reads none, else the map is NumPy's. A bit stands for 16 keys; the words for "some key is
+    visible" are followed by those for "all keys are visible".
 
     Raises SpecError for a score without a mask, UnsupportedProblem for tensors of several libraries or devices, and
     what `attention_forward` does.

@@ -21,7 +21,7 @@ from .validate import DTYPES, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
-_TENSORS = {  # a caller's word: a kernel's; others have one word
+_TENSORS = {  # names of public functions: names of kernels, where they differ
     "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE", "alibi": "slopes"
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ def _copying_plan(
 
 
 def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, dict[str, ArrayView]]:
-    """The arrays' library, which must be one, and what it says of each."""
+    """The library of the arrays, which must be the same for all, and their views."""
     library = library_of(arrays[0])
     for name, array in zip(names, arrays, strict=True):
         if library_of(array) is not library:
@@ -96,7 +96,7 @@ def _view(library: Library, name: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
     except UnsupportedProblem as refusal:
-        what, converted, _ = str(refusal).partition(": convert to")  # the one that it must be is none of those
+        what, converted, _ = str(refusal).partition(": convert to")  # DTYPES replaces that list
         if name not in DTYPES or not converted:
             raise UnsupportedProblem(f"{name}: {refusal}") from None
         raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {what}") from None
@@ -106,7 +106,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype 
 
 
 def _rows(problem: Problem) -> _Layout:
-    """A number for each query row."""
+    """The layout of LSE: one number per query row."""
     shape = (problem.batches, problem.H, problem.rows[0])
     return shape, dense_strides(shape), "float32"
 
@@ -129,14 +129,14 @@ def _plan(
     }
     if BLOCK_MAP in views:
         del scratch["block_map"]
-    made = {**results, **{name: lying for name, lying in scratch.items() if name not in results}}  # results first
+    made = {**results, **{name: layout for name, layout in scratch.items() if name not in results}}  # results first
     makers = {name: library.allocator(like, *lying) for name, lying in made.items()}
     if device != HOST:  # the CPU backend reports sequences that are longer than max_seqlen
         makers |= {name: _nan_filled(library, makers[name]) for name in may_stay_unwritten(problem) if name in results}
     given = [_TENSORS.get(name, name) for name in views]
     if device != home:
         staged = _staged_plan(library, kernel, tile, problem, device, given, makers, list(results))
-        return _handing_plan(staged, to_caller) if to_caller else staged
+        return _converting_plan(staged, to_caller) if to_caller else staged
     tensors = dict(zip(given, views.values(), strict=True))
     tensors |= {name: library.view(makers[name]()) for name in results}
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device, [*given, *makers])
@@ -151,17 +151,17 @@ def _plan(
         made = tuple([new() for new in news])
         addresses = *addresses, *[pointer(result) for result in made]
         if offsets:
-            memory = new_scratch()  # whose memory goes back in the order of the stream
+            memory = new_scratch()  # its memory is freed in stream order
             start = pointer(memory)
             addresses = *addresses, *[start + offset for offset in offsets]
         launch(addresses, stream())
         return made
 
-    return _handing_plan(plan, to_caller) if to_caller else plan
+    return _converting_plan(plan, to_caller) if to_caller else plan
 
 
 def _together(scratch: Sequence[_Layout]) -> tuple[int, list[int]]:
-    """How many numbers they are in one array, and where in it each begins, in bytes: at multiples of 512."""
+    """The size of one array for all scratch, in numbers, and the offset of each in bytes: multiples of 512."""
     offsets, room = [], 0
     for shape, _, _ in scratch:
         offsets.append(4 * room)
@@ -170,7 +170,7 @@ def _together(scratch: Sequence[_Layout]) -> tuple[int, list[int]]:
 
 
 def may_stay_unwritten(problem: Problem) -> tuple[str, ...]:
-    """The results whose rows a GPU does not write where a sequence of a ragged batch is longer than max_seqlen."""
+    """The results with rows that a GPU does not write if a sequence of a ragged batch is longer than max_seqlen."""
     if not problem.ragged or problem.rows == (problem.Sq, problem.Sk):
         return ()
     return "O", "LSE", "dQ", "dK", "dV"
@@ -185,13 +185,13 @@ def _nan_filled(library: Library, make: Callable[[], Any]) -> Callable[[], Any]:
     return made
 
 
-def _handing_plan(plan: Plan, to_caller: Callable[[Any], Any]) -> Plan:
-    """`plan`, its results turned into what the caller knows once they are written."""
+def _converting_plan(plan: Plan, to_caller: Callable[[Any], Any]) -> Plan:
+    """`plan`, with its results converted to the caller's kind of array once they are written."""
     return lambda arrays, addresses: tuple(map(to_caller, plan(arrays, addresses)))
 
 
 def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:
-    """The kernel that a caller names, if any. Raises UnknownKernel; UnsupportedProblem if it computes another pass."""
+    """The kernel that a caller names, if any. Raises UnknownKernel; UnsupportedProblem for another computation."""
     if kernel is not None and not isinstance(kernel, Kernel):
         kernel = registry.get(kernel)
     if kernel is not None and kernel.computes != computes:
@@ -223,7 +223,7 @@ def _staged_plan(
     library: Library, kernel: Kernel, tile: Tile, problem: Problem, device: Device, given: list[str],
     makers: Mapping[str, Callable[[], Any]], results: list[str],
 ) -> Plan:  # fmt: skip
-    """A plan for arrays on the other side: copied to `device`, computed there, and copied back."""
+    """A plan for arrays on another device: they are copied to `device`, and the results back."""
 
     def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         every = dict(zip(given, arrays, strict=True)) | {name: make() for name, make in makers.items()}

@@ -1,4 +1,4 @@
-"""Queries and keys turned by one and the same rotation, which leaves their products and spreads what is large."""
+"""A rotation of queries and keys that preserves their products and spreads outliers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
     """
     if q.shape[-1] != k.shape[-1]:
         raise UnsupportedProblem(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: D must be the same")
-    return _turned(q, seed), _turned(k, seed)
+    return _rotated(q, seed), _rotated(k, seed)
 
 
-def _turned(x: Any, seed: int) -> Any:
-    """By the fast transform: sums and differences of neighbours, then of pairs, and so on."""
+def _rotated(x: Any, seed: int) -> Any:
+    """By the fast Hadamard transform."""
     D = x.shape[-1]
     size, half = D & -D, 1
     minus = np.flatnonzero(np.random.default_rng(seed).random(D) < 0.5).tolist()

@@ -1,7 +1,7 @@
 """The end of a process in which PyTorch's autograd has had threads of its own. Imported on demand.
 
-For each GPU the engine has a C++ thread, `pt_autograd_N`, that nothing joins. When a backward is done it tells the main
-thread, and then destroys the GraphTask, whose thread-local state holds Python objects. If Python finalizes meanwhile,
+For each GPU the engine has a C++ thread, `pt_autograd_N`, that nothing joins. When a backward is done it notifies the
+main thread, and then destroys the GraphTask, whose thread-local state holds Python objects. If Python finalizes then,
 taking the GIL ends the thread in the middle of that destructor, and C++ ends the process: "terminate called without an
 active exception" (PyTorch 2.13, Python 3.11). So the main thread waits at exit until these threads are idle.
 """
@@ -19,7 +19,7 @@ _TASKS = Path("/proc/self/task")  # of Linux; elsewhere nothing is waited for
 
 
 def wait_for_autograd() -> None:
-    """Until all of autograd's device threads sleep, and have not run between two looks; two seconds at most."""
+    """Waits until all of autograd's device threads sleep and have not run between two checks; at most two seconds."""
     deadline = time.monotonic() + _MOST_SECONDS
     before = _device_threads()
     while before and time.monotonic() < deadline:
@@ -31,7 +31,7 @@ def wait_for_autograd() -> None:
 
 
 def _device_threads() -> dict[str, tuple[str, str, str]]:
-    """{thread: (its state, how often it has waited, how often it has made room for others)}."""
+    """{thread: (state, voluntary context switches, involuntary context switches)}."""
     found = {}
     for task in _TASKS.glob("*"):
         with suppress(OSError, KeyError):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""PyTorch's own slot for somebody else's attention, with our kernels in it. Imported on demand.
+"""PyTorch's flash attention operators on our kernels. Imported on demand.
 
 `scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention) end
 in a few operators of PyTorch's, whose gradients it knows. In the slot these operators are ours: those of its flash
@@ -22,7 +22,7 @@ from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.integers import cdiv
 from ..core.kernel import Kernel
 from ..core.tile import Tile
-from . import torch_exit as torch_exit  # which registers itself
+from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import Rejection, plan_forward, run_backward, run_forward
 from .options import Options, collect, launch_options, ragged, replace
 from .plan import named
@@ -39,9 +39,9 @@ def use_in_torch(
     """A context in which PyTorch's own `scaled_dot_product_attention` runs on our kernels, forward and backward,
     dropout and all, on CUDA and on the CPU; and whatever else ends in PyTorch's flash operators, dense and ragged.
 
-    kernel, tile: the forward's, by default those that `attention` chooses; backward: likewise. What they do not take
-    goes to PyTorch's own kernel, and the log ("sandbox") says why. Leaving restores what was there before. Without
-    `with`, `activate()` and `restore()` do the same; so do, of the latest object, PyTorch 2.11's own
+    kernel, tile: the forward's, by default those that `attention` selects; backward: the kernel of the backward.
+    Unsupported problems go to PyTorch's own kernel, and the log ("sandbox") says why. Leaving restores what was there
+    before. Without `with`, `activate()` and `restore()` do the same; so do, of the latest object, PyTorch 2.11's own
     torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl().
 
     Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
@@ -49,8 +49,8 @@ def use_in_torch(
     It holds for all threads. PyTorch itself decides which calls end in those operators: on a GPU float16 and bfloat16
     without attn_mask, while torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU what has no dropout.
     """
-    for asked, computes in ((kernel, "forward"), (backward, "backward")):
-        named(asked, computes)  # a mistake in a name is no reason to go to PyTorch's
+    for name, computes in ((kernel, "forward"), (backward, "backward")):
+        named(name, computes)  # raises: an unknown name is not an unsupported problem
     slot = Slot(kernel, backward, tile)
     if registry := _registry():
         registry.register_flash_attention_impl(NAME, register_fn=slot.register)
@@ -92,7 +92,7 @@ class Slot:
         _active.append(self)
 
     def restore(self) -> None:
-        """PyTorch's kernels again, or what else was there before `activate`, unless somebody has taken over since."""
+        """PyTorch's kernels again, or what was active before `activate`, unless another one was activated since."""
         if self not in _active:
             return
         registry, in_force = _registry(), _active[-1] is self
@@ -129,7 +129,7 @@ class Slot:
 
     def remove(self) -> None:
         """Takes them out of it."""
-        self._library = None  # whose end it is
+        self._library = None  # unregisters
 
     def _take(self, name: str, device: str, ours: Callable[..., Any]) -> None:
         theirs = _theirs(name, device)
@@ -208,17 +208,17 @@ def _window(left: int | None, right: int | None) -> tuple[int | None, int | None
     return None if bounds == (None, None) else bounds  # type: ignore[return-value]
 
 
-_unread: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}  # by device and dtype
+_unused: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}  # by device and dtype
 
 
 def _auxiliary(q: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused, debug_attn_mask. Where nobody reads them they are the same at each call: making three took a
-    quarter of a call's host time (4 of 16 µs, without a launch)."""
-    found = _unread.get(key := (q.get_device(), q.dtype))
+    """rng_state, unused, debug_attn_mask. Without dropout they are not read, and cached: making three took a quarter
+    of a call's host time (4 of 16 µs, without a launch)."""
+    found = _unused.get(key := (q.get_device(), q.dtype))
     if found is None:
         with torch.inference_mode(False):  # a tensor of that mode could not be saved for a backward
             numbers = torch.zeros(2, dtype=torch.uint64, device=q.device)
-            found = _unread[key] = numbers, numbers[0].clone(), torch.empty(0, dtype=q.dtype, device=q.device)
+            found = _unused[key] = numbers, numbers[0].clone(), torch.empty(0, dtype=q.dtype, device=q.device)
     return found if state is None else (state, *found[1:])
 
 
@@ -241,9 +241,9 @@ def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], options: Options) -> Ten
     return mask
 
 
-def _not_built(name: str, given: object) -> None:
+def _reject(name: str, given: object) -> None:
     if given:
-        raise UnsupportedProblem(f"{name} of PyTorch's flash attention is not built")
+        raise UnsupportedProblem(f"{name} of PyTorch's flash attention is not supported")
 
 
 def _dense_forward(
@@ -278,8 +278,8 @@ def _flash_forward(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of (B, S, heads, D), or of sequences that lie one after the other, (rows, heads, D); causal is bottom-right."""
-    _not_built("block_table", block_table is not None)
+    """Of (B, S, heads, D), or of a ragged batch, (rows, heads, D); causal is bottom-right."""
+    _reject("block_table", block_table is not None)
     window, state = _window(window_size_left, window_size_right), _state(q) if dropout_p else None
     options, more = _options(
         q, is_causal, scale, dropout_p, state, window=window, key_lengths=seqused_k, alibi=alibi_slopes
@@ -347,7 +347,7 @@ def _cpu_forward(
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of (B, heads, S, D); causal is top-left, and lse lies as (B, S, heads)."""
-    _not_built("dropout", dropout_p)  # whose seed this operator has no place for
+    _reject("dropout", dropout_p)  # this operator has no argument for the seed
     options, more = _options(q, is_causal and "top-left", scale, bias=attn_mask)
     out, lse = slot.attend((q, k, v, *more), options)
     return out, _heads_last(lse)
@@ -357,14 +357,14 @@ def _cpu_backward(
     slot: Slot, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout_p: float,
     is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    _not_built("dropout", dropout_p)
+    _reject("dropout", dropout_p)
     options, more = _options(q, is_causal and "top-left", scale, bias=attn_mask)
     arrays = dout, q, k, v, out, lse.contiguous(), *more
     return tuple(map(_heads_last, slot.differentiate(arrays, options)))
 
 
 def _heads_last(x: Tensor) -> Tensor:
-    """The same, the heads innermost but for D: so lie the results of PyTorch's operator, as its compiler expects."""
+    """The same in (B, S, heads, D) memory order, as PyTorch's operator returns it: the compiler asserts the strides."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What a caller's arrays and options pose: the problem, or one sentence that says what does not fit."""
+"""Validation of a caller's arrays and options, and the problem that they define."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, VALUES, Options
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
-    """The problem that the arrays pose, by the caller's words. Raises UnsupportedProblem naming the value that does not
-    fit, SpecError for an option that makes no sense."""
+    """The problem of arrays, by the names of the public functions. Raises UnsupportedProblem naming the unsupported
+    value, SpecError for an invalid option."""
     q, k, v = views["q"], views["k"], views["v"]
     for name in ("q", "k", "v"):
         _check_tensor(name, views[name])
@@ -95,7 +95,7 @@ def _check_map(view: ArrayView, p: Problem) -> None:
 
 
 def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None]) -> tuple[int, int, int]:
-    """How many sequences there are, and how many queries and keys one has at most."""
+    """The number of sequences, and the maximum number of queries and keys of one."""
     queries, keys = (views[name] for name in CU_SEQLENS)
     for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
         if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
@@ -103,14 +103,14 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
                 f"{name} has shape {view.shape}: it must be (B + 1,), the same for queries and keys"
             )
     most = (
-        rows if asked is None else min(rows, asked)
-        for rows, asked in zip((views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
+        rows if most is None else min(rows, most)
+        for rows, most in zip((views["q"].shape[2], views["k"].shape[2]), longest, strict=True)
     )
     return queries.shape[0] - 1, *most  # type: ignore[return-value]
 
 
 def _most_keys(views: Mapping[str, ArrayView]) -> int:
-    """How many keys a batch entry has at most, of pages and their table."""
+    """The maximum number of keys of a batch entry, of pages and their table."""
     table, (pages, _, page_size, _), B = views[BLOCK_TABLE], views["k"].shape, views["q"].shape[0]
     if table.dtype != "int32":
         raise UnsupportedProblem(f"{BLOCK_TABLE} is {table.dtype}: it must be int32")
@@ -122,8 +122,8 @@ def _most_keys(views: Mapping[str, ArrayView]) -> int:
 
 
 def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
-    """The fields of a Problem that tell of 8 bits, and out's dtype. Raises UnsupportedProblem where what q, k and v are
-    to be multiplied by is missing, and where a gradient is asked for."""
+    """The fields of a Problem for float8, and out's dtype. Raises UnsupportedProblem for float8 without descale,
+    and for its gradient."""
     dtype = views["q"].dtype
     if dtype in FLOAT8 and not options.descale:
         raise UnsupportedProblem(
@@ -158,9 +158,9 @@ DTYPES = {name: array.dtype for name, array in _ARRAYS.items() if array.dtype}
 def _shapes(
     views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool, out_dtype: str
 ) -> dict[str, Any]:
-    """The fields of a Problem that say which arrays a score reads, of the views by the caller's words.
+    """The fields of a Problem for the arrays of score options.
 
-    A dimension of stride 0 counts as 1, but for a bias that is asked for its gradient as a `whole`.
+    A dimension of stride 0 counts as 1, except for a bias whose gradient is required as a `whole`.
     """
     found: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
@@ -194,7 +194,7 @@ def _shapes(
 
 
 def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
-    """Which of the arrays lie as no kernel reads them, once dout, out, lse and dlse are found to go with q and v."""
+    """The arrays with a layout that no kernel can read. Validates dout, out, lse and dlse against q and v first."""
     rows = p.batches, p.H, p.rows[0]
     wide = *rows, p.Dv
     keys = {"bias": p.bias[3:], "mask": p.mask[3:]}

@@ -1,4 +1,4 @@
-"""What everything else speaks of: problem, tile, kernel and their registry, errors, the log, JSON lines."""
+"""Problem, tile, kernel and registry, score options, errors, logging, JSON lines."""
 
 __all__ = [
     "batches",

@@ -1,4 +1,4 @@
-"""Ragged and paged batches: what fields of a problem they ask for, and what follows from them."""
+"""Ragged and paged batches: the fields of a problem that they set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import limits
 from .errors import SpecError
 from .integers import integer
 
-PAGE_ROWS = 16  # a page has so many rows, or a multiple: what kernels copy at a time
+PAGE_ROWS = 16  # the rows of a page are a multiple of this, which kernels copy at a time
 
 
 def ragged_fields(ragged: Any, lengths: Any) -> dict[str, Any]:
@@ -38,7 +38,9 @@ def paged_fields(page_size: Any, pages: Any, ragged: tuple[int, ...], B: int, Sk
     if page_size % PAGE_ROWS:
         raise SpecError(f"page_size={page_size} must be a multiple of {PAGE_ROWS}, or 0 for keys without pages")
     if ragged:
-        raise SpecError(f"page_size={page_size} of a ragged batch is not built: pass queries of one length each")
+        raise SpecError(
+            f"page_size={page_size} of a ragged batch is not supported: pass the same number of queries per sequence"
+        )
     if Sk % page_size:
         raise SpecError(f"Sk={Sk} must be a multiple of page_size={page_size}: whole pages")
     pages = pages or B * Sk // page_size

@@ -19,7 +19,7 @@ _made: dict[int, tuple[weakref.ref[Any], Sizes]] = {}  # by the id of a map that
 
 def remember(blocks: Any, sizes: Sizes) -> None:
     """Keeps for which (B, H, Sq, Sk) `blocks` was made, as long as that very object is alive: its shape is rounded up
-    to tiles and does not tell. Arrays of libraries without weak references are not remembered."""
+    to tiles. Arrays of libraries without weak references are not remembered."""
     key = id(blocks)
     try:
         _made[key] = weakref.ref(blocks, lambda _: _made.pop(key, None)), sizes
@@ -34,13 +34,13 @@ def sizes_of(blocks: Any) -> Sizes | None:
 
 
 def words_for(p: Problem) -> int:
-    """Words of a row that tell one thing of the keys, in fours."""
+    """Words per row for one bit per 16 keys, a multiple of 4."""
     return 4 * cdiv(p.Sk, 4 * WORD_KEYS)
 
 
 def by_pair(p: Problem) -> bool:
     """Whether the map has a bit for each pair, too: of a mask alone, in an eighth of its bytes at most. A condition may
-    have no tensor at all, and a bit for each of its pairs would be memory that nobody expects."""
+    have no tensor at all, and a bit for each of its pairs would take unexpected memory."""
     return len(p.mask) == 4 and p.mask[3] > 1 and not (p.score and p.score.hides)
 
 

@@ -1,6 +1,6 @@
-"""Everything that can go wrong, as exceptions that carry what a person needs to mend it.
+"""The exceptions of this package.
 
-Every message names the call, the offending value and the way out. Library code raises; only `cli` prints and exits.
+Every message names the call, the offending value and an alternative. Library code raises; only `cli` prints and exits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CompileError(SandboxError, RuntimeError):
 
 
 def without_options(message: str) -> str:
-    """The same without a compiler's options, in which messages that are otherwise alike may differ."""
+    """The message without the compiler's options, in which otherwise equal messages may differ."""
     return message.partition("\n\noptions: ")[0]
 
 

@@ -1,6 +1,6 @@
 """Files of JSON lines that several processes add to, any of which may be killed.
 
-A row is one line, added whole while the file is locked. A line that somebody left unfinished is skipped, and goes when
+A row is one line, added whole while the file is locked. An unfinished line is skipped, and goes when
 the next is added.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """The file, made if need be, at its beginning and for nobody else. Raises OSError."""
+    """The file, created if it does not exist, at its beginning and locked. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
@@ -30,7 +30,7 @@ def add(file: BinaryIO, row: Mapping[str, Any]) -> None:
     line = json.dumps(row, allow_nan=False).encode() + b"\n"
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 1, 0))
-    if size and file.read(1) != b"\n":  # whoever wrote last was killed, or edited by hand
+    if size and file.read(1) != b"\n":  # the last writer was killed, or the file was edited by hand
         file.seek(0)
         last = file.read().rpartition(b"\n")[2]
         if parse(last):

@@ -1,4 +1,4 @@
-"""What Python knows of a kernel: how its entry points are launched, and what they can do.
+"""The description of a kernel: how its entry points are launched, and what they support.
 
 Frozen, self-validating values with no third-party import.
 """
@@ -48,14 +48,14 @@ class Entry:
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
     args: tuple[str, ...]
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
-    """Arguments of its own, by their names in `args`: int32; and what else profile's model of its bytes asks for."""
+    """Arguments of its own, by their names in `args`: int32; also numbers for profile's model of its bytes."""
     programmatic_launch: bool = False
-    """True: it may begin while the entry before it ends, if there is any, and itself waits for that before it ends, by
+    """True: programmatic dependent launch. It may start before the previous entry has ended, and calls
     `griddepcontrol_wait`."""
     launch_first: bool = False
-    """True, of an entry in `then`: it is launched before the kernel, and before what that needs of other kernels."""
+    """True, of an entry in `then`: it is launched before the kernel, and before the other kernels that it needs."""
     cluster: Callable[[Tile], int] = lambda tile: 1
-    """Blocks, neighbours along x, that run at one time and read each other's shared memory (include/cluster.cuh)."""
+    """Blocks of a cluster, adjacent in x (include/cluster.cuh)."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Entry):
-    """An entry point that people name, with everything Python knows of it.
+    """A kernel: its main entry point and everything that Python knows about it.
 
     `then`: further entry points of the same `.cu`, launched after it in order, on the same tensors with the same tile.
     `source` is filled in by the registry: the `.cu` beside the spec.
@@ -91,7 +91,7 @@ class Kernel(Entry):
     rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
     preference: int = 0  # among kernels of one rung: `attention` tries the largest first
     first_for: Callable[[Problem], bool] = lambda problem: False
-    """Problems for which it is faster than higher rungs, as measured: `attention` asks it before them."""
+    """Problems for which it is faster than higher rungs, as measured: `attention` tries it before them."""
     arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
     source: Path = Path()
 
@@ -120,11 +120,11 @@ class Kernel(Entry):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry point, in the order of the launches but for those to be launched `launch_first`."""
+        """Every entry point, in launch order, except those with `launch_first`."""
         return (self, *self.then)
 
     def entry(self, name: str) -> Entry:
-        """The entry point of that name. Raises UnknownKernel, since a version of old may lack it."""
+        """The entry point of that name. Raises UnknownKernel, since an earlier version may lack it."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -133,23 +133,25 @@ class Kernel(Entry):
     def why_unsupported(self, problem: Problem, arch: Arch | None = None) -> str | None:
         """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
         if problem.dtype not in self.dtypes:
-            return f"{self.name}: dtype {problem.dtype} is not built: it takes {', '.join(self.dtypes)}"
+            return f"{self.name}: dtype {problem.dtype} is not supported: dtypes are {', '.join(self.dtypes)}"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             later = "alone" if self.arch_suffix == "a" else "or later"
             return f"{self.name}: needs compute capability {need} {later}, this is {have}"
         if problem.float8 and arch is not None and arch < FLOAT8_ARCH:
             return (
-                f"{self.name}: {problem.dtype} needs compute capability 8.9 or later, whose tensor cores know it, this "
-                f"is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
+                f"{self.name}: {problem.dtype} needs compute capability 8.9 or later, whose tensor cores support it; "
+                f"this is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
             )
         if problem.ragged and not self.ragged:
-            return f"{self.name}: ragged batches are not built: pass each sequence alone, or choose another kernel"
+            return f"{self.name}: ragged batches are not supported: pass each sequence alone, or choose another kernel"
         if problem.page_size and not self.paged:
-            return f"{self.name}: keys in pages are not built: choose fwd_decode, or gather the pages and use attention"
+            return (
+                f"{self.name}: paged keys are not supported: choose fwd_decode, or gather the pages and use attention"
+            )
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
             if self.max_D < width:
-                return f"{self.name}: {name}={width} is too large: head widths up to {self.max_D} are built"
+                return f"{self.name}: {name}={width} is not supported: head widths are at most {self.max_D}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"
         return None
@@ -162,7 +164,7 @@ class Kernel(Entry):
         return f"{self.name}: {reason}" if reason else None
 
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
-        """The macros that carry geometry, dtype and what a score is to the `.cu`, alike for all its entries.
+        """The macros for geometry, dtype and score options of the `.cu`, the same for all its entries.
 
         SMEM_BYTES is the first entry's shared memory; that of a later one, NAME_dq, is SMEM_BYTES_DQ.
         """

@@ -1,4 +1,4 @@
-"""What goes on inside, for whoever asks: `SANDBOX_DEBUG=1…4`, or Python's own logging of the logger "sandbox".
+"""Logging: `SANDBOX_DEBUG=1…4`, or Python's own logging of the logger "sandbox".
 
 | SANDBOX_DEBUG | says on stderr |
 | --- | --- |
@@ -32,7 +32,7 @@ def configure(knob: str) -> None:
 
 
 def keep(name: str, files: Mapping[str, bytes]) -> None:
-    """Write files, by suffix, where somebody can look at them; at the highest level alone."""
+    """Writes files, by suffix, for inspection; at the highest level only."""
     if logger.isEnabledFor(ARGUMENTS):
         KEPT.mkdir(parents=True, exist_ok=True)
         for suffix, content in files.items():

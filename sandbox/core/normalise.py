@@ -1,4 +1,4 @@
-"""Values of a problem as people write them, and what they mean."""
+"""Values of a problem as a user writes them -> their normalised form."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ OPTIONS: tuple[Option, ...] = (
             Number("left", _INT, lambda p: p.bounds[0] or 0),
             Number("right", _INT, lambda p: p.bounds[1] or 0),
         ),
-        flag={"metavar": "L,R", "help": "Keys to the left and right of a query's position; none: no bound."},
+        flag={"metavar": "L,R", "help": "Window: keys visible to the left and right. none: unbounded."},
         cases={
             "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
             "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
@@ -181,7 +181,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="softcap", macro="SOFTCAP", level=lambda p: p.softcap > 0, check=_softcap,
         numbers=(Number("softcap", _FLOAT, lambda p: p.softcap),),
-        flag={"type": float, "default": 0.0, "help": "Softcap: x becomes SOFTCAP tanh(x / SOFTCAP)."},
+        flag={"type": float, "default": 0.0, "help": "Scores become SOFTCAP * tanh(x / SOFTCAP). Default: off."},
         cases={"softcap": lambda p: {"softcap": 2.0}},
         text=lambda p: f"softcap={p.softcap:g}" if p.softcap else "",
     ),
@@ -191,7 +191,7 @@ OPTIONS: tuple[Option, ...] = (
             Number("dropout_threshold", ctypes.c_uint32, lambda p: min(_threshold(p), 0xFFFF) << 16),
             Number("dropout_factor", _FLOAT, _dropout_factor),
         ),
-        flag={"type": float, "default": 0.0, "metavar": "P", "help": "Probability that an element is dropped."},
+        flag={"type": float, "default": 0.0, "metavar": "P", "help": "Dropout probability. Default: 0."},
         cases={"dropout": lambda p: {"dropout": 0.3}, "all dropped": lambda p: {"dropout": 1.0}},
         text=lambda p: f"dropout={p.dropout:g}" if p.dropout else "",
     ),
@@ -203,7 +203,7 @@ OPTIONS: tuple[Option, ...] = (
             Number("rows_k", _INT, lambda p: p.rows[1]),
             Number("sequences", _INT, lambda p: p.B),
         ),
-        flag={"help": "Ragged batch, instead of B and S: 64,128x256,… rows (queries x keys)."}, flag_name="lengths",
+        flag={"help": "Ragged batch: rows per sequence, or queries x keys: 64,128x256,… Replaces B and S."}, flag_name="lengths",
         text=_lengths_text,
     ),
     Option(
@@ -218,21 +218,21 @@ OPTIONS: tuple[Option, ...] = (
         name="page_size", macro="PAGE_SIZE", level=lambda p: p.page_size,
         numbers=(Number("pages", _INT, lambda p: p.pages),),
         tensors=lambda p: _tensor("block_table", (p.B, p.Sk // p.page_size) if p.page_size else (), "bi"),
-        flag={"type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values, ROWS rows per page."},
+        flag={"type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values: keys per page. Default: not paged."},
         text=lambda p: f"page_size={p.page_size}" if p.page_size else "",
     ),
     Option(
         name="alibi", macro="ALIBI", level=lambda p: bool(p.alibi),
         tensors=lambda p: _tensor("slopes", p.alibi and (1, *p.alibi)[-2:], "bh"),
         array=Array("float32", lambda sizes: (sizes[1:2], sizes[:2])),
-        flag={"is_flag": True, "help": "ALiBi slopes, one per head."},
+        flag={"is_flag": True, "help": "Random ALiBi slopes, one per head."},
         cases={"alibi": lambda p: {"alibi": (p.B, p.H)}},
         text=_shape_text("alibi"),
     ),
     Option(
         name="bias", macro="BIAS", level=_bias_level, tensors=lambda p: _tensor("bias", p.bias, "bhi"),
         array=Array(), gradient=True,
-        flag={"metavar": "SHAPE", "help": "Bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."},
+        flag={"metavar": "SHAPE", "help": "Random bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."},
         cases={
             "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
             "row bias": lambda p: {"bias": (p.B, 1, 1, p.Sk), "bias_dtype": "float32"},
@@ -242,7 +242,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="mask", macro="MASK", level=lambda p: 1 | _same_for_every_key(p.mask) if p.mask else 0,
         tensors=lambda p: _tensor("mask", p.mask, "bhi"), array=Array("bool"),
-        flag={"metavar": "SHAPE", "help": "Boolean mask of SHAPE."},
+        flag={"metavar": "SHAPE", "help": "Random boolean mask of SHAPE, such as B,1,1,Sk."},
         cases={
             "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
             "padding": lambda p: {"mask": (p.B, 1, 1, p.Sk)},
@@ -253,7 +253,7 @@ OPTIONS: tuple[Option, ...] = (
         name="sink", macro="SINK", level=lambda p: p.sink, gradient=True,
         tensors=lambda p: _tensor("sink", (p.H,) if p.sink else (), "h"),
         array=Array("float32", lambda sizes: (sizes[1:2],), shape_is_field=False),
-        flag={"is_flag": True, "help": "Attention sink, one per head."},
+        flag={"is_flag": True, "help": "Random attention sink, one per head."},
         cases={"sink": lambda p: {"sink": True}},
         text=lambda p: "sink" if p.sink else "",
     ),
@@ -276,7 +276,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="score", macro="SCORE_SNIPPET", level=lambda p: digest(p.score) if p.score else 0,
         tensors=_snippet_tensors,
-        flag={"metavar": "FILE.py", "help": "File that defines `score`, a sandbox.Score."},
+        flag={"metavar": "FILE.py", "help": "Python file that defines `score`, a sandbox.Score."},
         text=lambda p: f"score=({p.score})" if p.score else "",
     ),
 )  # fmt: skip
@@ -289,8 +289,8 @@ SHOWN = tuple(
 
 
 def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
-    """Raises SpecError where a factor that kernels compute from finite numbers overflows or underflows in float32: scale
-    * descale of q * descale of k, and that divided by softcap."""
+    """Raises SpecError where a factor that kernels compute from finite numbers overflows or underflows in float32:
+    scale * descale of q * descale of k, and that divided by softcap."""
     factor = scale * math.prod(descale)
     if not abs(factor) < FLOAT32_OVERFLOW:
         raise SpecError(

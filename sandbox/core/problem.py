@@ -1,4 +1,4 @@
-"""What a kernel is asked: shapes, dtype and semantics of one attention call."""
+"""Shapes, dtype and semantics of one attention call."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Problem:
     (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
     knows, unless `lengths` says it, a pair (queries, keys) for each, from which B, Sq, Sk and `ragged` follow.
 
-    A paged batch: keys lie in pages of `page_size` rows, k (pages, Hk, page_size, D) and v likewise, which a table of
-    (B, Sk / page_size) numbers names; `key_lengths` says how many count. `pages`: by default as many as the table has.
+    A paged batch: keys are stored in pages of `page_size` rows, k (pages, Hk, page_size, D) and v the same; a table of
+    (B, Sk / page_size) page numbers selects them; `key_lengths` is set. `pages`: by default the size of the table.
     """
 
     B: int
@@ -105,7 +105,7 @@ class Problem:
         self._check_tensors()
 
     def _check_tensors(self) -> None:
-        """Of shapes and dtypes that the score's tensors may have."""
+        """Validates shapes and dtypes of the score's tensors."""
         set_ = object.__setattr__
         for name in ("alibi", "bias", "mask"):
             set_(self, name, tuple(getattr(self, name) or ()))
@@ -183,11 +183,11 @@ class Problem:
         return (self.ragged[0], self.ragged[1]) if self.ragged else (self.Sq, self.Sk)
 
     def query_tiles(self, BLOCK_M: int) -> int:
-        """Tiles of so many query rows in a head; of a ragged batch as many as there may be (include/seqlen.cuh)."""
+        """Tiles of BLOCK_M query rows per head; of a ragged batch an upper bound (include/seqlen.cuh)."""
         return self._tiles(0, BLOCK_M)
 
     def key_tiles(self, BLOCK_N: int) -> int:
-        """Tiles of so many keys, likewise."""
+        """Tiles of BLOCK_N keys per head; of a ragged batch an upper bound."""
         return self._tiles(1, BLOCK_N)
 
     def _tiles(self, which: int, size: int) -> int:
@@ -287,7 +287,7 @@ class Problem:
 
     @property
     def variant(self) -> str:
-        """What of it the compiler sees: head widths, dtype, mask, options."""
+        """The part that selects a compiled variant: head widths, dtype, mask, options."""
         widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
         mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
         of = dtypes.described(self.dtype, self.v_dtype, self.out_dtype)

@@ -21,7 +21,7 @@ HEAD = 16 * 2**10  # bytes of too much output that are kept
 
 
 def too_much(most: int) -> str:
-    """What is said of whoever printed more than so many bytes."""
+    """The message for a process that printed more than this many bytes."""
     return f"printed more than {most / 2**20:g} MiB and was ended (a printf in a loop?)"
 
 
@@ -89,7 +89,7 @@ def _left(process: subprocess.Popen[bytes], deadline: float | None) -> float | N
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With its descendants, which would otherwise go on printing: a checker runs the kernel in a child of its own. They
-    are no process group, since whoever ends this process by its group means them, too."""
+    are no process group, since ending the group of this process should end them, too."""
     for pid in [*_descendants(process.pid)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -18,9 +18,9 @@ from . import log
 from .errors import SpecError, UnknownKernel
 from .files import mistakes_of
 from .kernel import COMPUTATIONS, Kernel
-from .project import FOLDER as FOLDER  # whoever knows the registry knows where
+from .project import FOLDER as FOLDER  # re-exported
 
-_reading = threading.RLock()  # nobody forgets modules that somebody is importing
+_reading = threading.RLock()  # no module is discarded while another thread imports it
 
 
 class _Found(NamedTuple):

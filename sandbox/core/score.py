@@ -1,4 +1,4 @@
-"""A user's own lines of CUDA: what a score becomes, and which keys are seen."""
+"""A user's own CUDA expressions: a modified score, and a mask."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Score:
     `name(i, j)` with as many indices as it has dimensions, at most four; float32, float16, bfloat16, int32 or bool; any
     strides. Indices must lie inside, for every b, h, i < Sq and j < Sk. Constants to autograd.
 
-    Two are equal when their texts are and their tensors are alike in name, shape and dtype. `file` is where it was
+    Two are equal when their texts and the names, shapes and dtypes of their tensors are equal. `file` is where it was
     read from, `blocks` the block map of its mask, `made_for` the (B, H, Sq, Sk) that `sandbox.block_map` made it for
     (None: not known), which is compared too. Raises SpecError naming what makes no sense; whether an expression
     compiles shows when it is first used.
@@ -65,7 +65,7 @@ class Score:
     structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
     described: Score = field(init=False, repr=False)
     arrays: Mapping[str, Any] = field(init=False, repr=False)  # its tensors and blocks, by the names that plans have
-    _hash: int = field(init=False, repr=False)  # of its structure, which every call of an attention asks for
+    _hash: int = field(init=False, repr=False)  # of its structure: every attention call needs it
     on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Score:
 
     def evaluate(self, x: Any, b: int, h: int, i: Any, j: Any, Sq: int, Sk: int) -> tuple[Any, Any, Any]:
         """(what x becomes, its derivative, which are seen) of NumPy scores x (M, N), for query rows i (M, 1) and keys
-        j (1, N), in double precision by the host compiler: what `sandbox.reference` asks of a score."""
+        j (1, N), in double precision by the host compiler: called by `sandbox.reference`."""
         return self.on_host(x, b, h, i, j, Sq, Sk)
 
     def with_blocks(self, blocks: Any) -> Score:

@@ -1,4 +1,4 @@
-"""What a compiler says of a Score's expressions, told by their own lines instead of those of files around them."""
+"""Compiler errors in the expressions of a Score, by line and column of the expression."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .errors import CompileError
 from .score import Score
 from .snippet import HEADER, column_of
 
-# How compilers name what the header of core/snippet.py calls so. g++ and clang tell a column, NVRTC shows it.
+# File names that the header of core/snippet.py sets. g++ and clang report a column, NVRTC shows a caret.
 _EXPRESSION = r"(?P<name>score|mask)(?P<after>-end)?"
 _HOST = re.compile(rf"^(?:\S*/)?{_EXPRESSION}:(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: (?P<text>.*)")
 _HOST_FROM = re.compile(rf"^(?:\S*/)?{_EXPRESSION}:(?P<line>\d+):(?P<column>\d+): +required from")
@@ -26,7 +26,7 @@ _DUAL = "Dual"  # our own type, of x and its derivative
 
 @dataclass(frozen=True)
 class Mistake:
-    """One error: `line` and `column` of an expression, from 0 on; None for a column that the compiler does not tell."""
+    """One error: `line` and `column` of an expression, from 0 on; None for a column that is not reported."""
 
     name: str
     line: int
@@ -42,8 +42,8 @@ def explain(error: CompileError, score: Score) -> str:
         return ""
     compiler = str(error).partition(" refused ")[0].split("/")[-1]
     file = f" (in {score.file})" if score.file else ""
-    told = "\n".join(f"{m.text}{_excerpt(m, score)}" for m in found)
-    return f"Score: {' '.join(str(score).split())}{file} does not compile: {told}\n({compiler})"
+    messages = "\n".join(f"{m.text}{_excerpt(m, score)}" for m in found)
+    return f"Score: {' '.join(str(score).split())}{file} does not compile: {messages}\n({compiler})"
 
 
 def _excerpt(mistake: Mistake, score: Score) -> str:

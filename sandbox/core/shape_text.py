@@ -1,4 +1,4 @@
-"""A problem's shape as people write it on a command line."""
+"""A problem's shape as text, as on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .normalise import lengths_of, sizes_of
 
 
 def fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Problem that `Problem.from_shape` is told. Raises SpecError for text that makes no sense."""
+    """The fields of a Problem, from the arguments of `Problem.from_shape`. Raises SpecError for invalid text."""
     semantics = dict(given)
     parts = [part.strip() for part in shape.split(",")]
     heads = parts[1].split("/") if len(parts) > 1 else []

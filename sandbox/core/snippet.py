@@ -1,4 +1,4 @@
-"""A user's expressions -> the header that brings them into a kernel, and into the host's own program for the truth."""
+"""A user's expressions -> the header that a kernel includes, and the host program that evaluates the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOUBLE = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-
 
 
 def digest(score: Score) -> int:
-    """What tells one snippet from another: 48 bits, never 0."""
+    """A hash of the snippet: 48 bits, never 0."""
     return int.from_bytes(hashlib.sha256(header(score).encode()).digest()[:6], "big") | 1
 
 

@@ -1,4 +1,4 @@
-"""What kernels of one machinery refuse alike, as the sentence that the user reads; None where they take a problem."""
+"""Restrictions that several kernels share, as the sentence that the user reads; None for a supported problem."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from .problem import Problem
 
 
 def unsupported_by_cp_async(p: Problem, otherwise: str) -> str | None:
-    """By kernels that copy rows 16 bytes at a time and fold the scale into the exponent. `otherwise`: a kernel that
-    takes any width and scale."""
+    """Of kernels that copy rows 16 bytes at a time and fold the scale into the exponent. `otherwise`: a kernel that
+    supports any width and scale."""
     multiple = 16 // ITEMSIZE[p.dtype]
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % multiple:
-            return f"{name}={width} is not built: it must be a multiple of {multiple} ({otherwise} takes any {name})"
+            return f"{name}={width} is not supported: it must be a multiple of {multiple} ({otherwise}: any {name})"
     if p.alignment < 16:
-        return f"rows that begin at multiples of {p.alignment} bytes are not built: pass contiguous copies (16 bytes)"
+        return (
+            f"rows that begin at multiples of {p.alignment} bytes are not supported: pass contiguous copies (16 bytes)"
+        )
     if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not built: it must be between 1e-20 and 1e6 ({otherwise} takes any)"
+        return f"scale={p.scale} is not supported: it must be between 1e-20 and 1e6 ({otherwise} supports any)"
     return None
 
 
 def unsupported_by_wgmma(p: Problem, arch: Arch | None, otherwise: str) -> str | None:
-    """By kernels of Hopper's warpgroup MMA, which tensor maps feed: these ask for strides as well."""
+    """Of kernels with Hopper's warpgroup MMA, whose tensor maps also restrict strides."""
     if arch is not None and arch[0] != 9:
         return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
     if reason := unsupported_by_cp_async(p, otherwise):
         return reason
     if not p.mappable:
-        return "strides that are negative, or 0 in S, are not built: pass contiguous copies"
+        return "strides that are negative, or 0 in S, are not supported: pass contiguous copies"
     if p.ragged and max(p.rows) > 2**30:
-        return f"ragged={p.ragged}: at most 2^30 rows of q and of k are built"
+        return f"ragged={p.ragged} is not supported: q and k have at most 2^30 rows each"
     if p.batches * p.H * p.query_tiles(64) >= 2**31:
-        return f"{p} has {p.batches * p.H * p.query_tiles(64)} pieces of 64 rows: fewer than 2^31 are built"
+        return f"{p} is not supported: {p.batches * p.H * p.query_tiles(64)} tiles of 64 rows, and at most 2^31 - 1 are"
     return None

@@ -1,3 +1,3 @@
-"""Other people's programs on our kernels: a module a program, imported by whoever asks for it."""
+"""Integrations with other libraries, one module each, imported on demand."""
 
 __all__ = ["transformers"]

@@ -5,7 +5,7 @@
     sandbox.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(…, attn_implementation="sandbox")
 
-Its masks become options of `sandbox.attention` where that is what they are: causal, a sliding window, and padding, left
+Its masks become options of `sandbox.attention` where possible: causal, a sliding window, and padding, left
 or right, as a mask of one row; softcaps, learned sinks and position biases too. Any other mask is read as it is.
 """
 
@@ -42,7 +42,7 @@ def _attend(
 ) -> tuple[Any, None]:  # fmt: skip
     """(out, no weights), out (B, Sq, H, D), of query (B, H, Sq, D), key and value (B, Hk, Sk, D)."""
     if cache is not None:
-        raise UnsupportedProblem("a paged cache of transformers is not built: use its default cache")
+        raise UnsupportedProblem("a paged cache of transformers is not supported: use its default cache")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"causal": bool(causal)}
     if sliding_window is not None:

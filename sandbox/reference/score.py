@@ -2,7 +2,7 @@
 gradients of what it is made from.
 
 For query i and key j of batch entry b and head h, `shift` being Sk − Sq, or 0 with "top-left", and Sk the number of
-keys that count, each step where it is asked for:
+valid keys, each step if it is requested:
 
     x = scale · (q_i · k_j)                                 scale times the descale of q and of k
     x = softcap · tanh(x / softcap)
@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
     softcap: float  # 0: none
     alibi: Array | None  # slopes, (H,) or (B, H)
     bias: Array | None  # broadcastable to (B, H, Sq, Sk)
-    mask: Array | None  # bool, likewise: False hides
+    mask: Array | None  # bool, broadcastable to (B, H, Sq, Sk): False hides
     sink: Array | None  # (H,)
     key_lengths: Array | None  # (B,): so many keys of each batch entry count
     score: Expressions | None
@@ -105,7 +105,7 @@ class Meaning:
         ]
 
     def head(self, b: int, h: int) -> Head:
-        """What head h of batch entry b has to ask."""
+        """The scores of head h of batch entry b."""
         return Head(self, b, h)
 
     def dbias(self, dx: Array) -> Array:

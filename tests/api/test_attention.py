@@ -378,7 +378,7 @@ source = pathlib.Path("kernels_cu/fwd_minimal.cu")
 assert sandbox.kernels()["fwd_minimal"].source == source.resolve()
 attend = lambda: sandbox.attention(q, q, q, kernel="fwd_minimal")
 before = attend()
-source.write_text(source.read_text().replace("total.inverse);", "2 * total.inverse);"))
+source.write_text(source.read_text().replace("final_row.inverse);", "2 * final_row.inverse);"))
 assert (attend() == before).all()
 sandbox.reload()
 assert (attend() == 2 * before).all()
@@ -439,7 +439,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("bytes of shared memory at D=16, and the CPU backend has", q, k, v, kernel="fwd_minimal",
             tile="BLOCK_M=1024,BLOCK_N=1024")  # fmt: skip
     wide = arrays(1, 1, 4, 257)
-    refused("fwd_minimal: D=257 is too large: head widths up to 256", *wide, kernel="fwd_minimal")
+    refused("fwd_minimal: D=257 is not supported: head widths are at most 256", *wide, kernel="fwd_minimal")
     refused("no forward kernel supports B1 H1 S4 D257 float32", *wide)
     many = (np.zeros((65536, 1, 1, 1), np.float32),) * 3
     refused("its grid has 65536 blocks along z, and the limit is 65535", *many)
