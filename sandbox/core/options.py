@@ -203,7 +203,8 @@ OPTIONS: tuple[Option, ...] = (
             Number("rows_k", _INT, lambda p: p.rows[1]),
             Number("sequences", _INT, lambda p: p.B),
         ),
-        flag={"help": "Ragged batch: rows per sequence, or queries x keys: 64,128x256,… Replaces B and S."}, flag_name="lengths",
+        flag={"help": "Ragged batch: rows per sequence, or queries x keys: 64,128x256,… Replaces B and S."},
+        flag_name="lengths",
         text=_lengths_text,
     ),
     Option(
@@ -218,7 +219,9 @@ OPTIONS: tuple[Option, ...] = (
         name="page_size", macro="PAGE_SIZE", level=lambda p: p.page_size,
         numbers=(Number("pages", _INT, lambda p: p.pages),),
         tensors=lambda p: _tensor("block_table", (p.B, p.Sk // p.page_size) if p.page_size else (), "bi"),
-        flag={"type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values: keys per page. Default: not paged."},
+        flag={
+            "type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values: keys per page. Default: not paged."
+        },
         text=lambda p: f"page_size={p.page_size}" if p.page_size else "",
     ),
     Option(
