@@ -220,7 +220,7 @@ OPTIONS: tuple[Option, ...] = (
         numbers=(Number("pages", _INT, lambda p: p.pages),),
         tensors=lambda p: _tensor("block_table", (p.B, p.Sk // p.page_size) if p.page_size else (), "bi"),
         flag={
-            "type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values: keys per page. Default: not paged."
+            "type": int, "default": 0, "metavar": "ROWS", "help": "Paged keys and values: keys per page. Default: none."
         },
         text=lambda p: f"page_size={p.page_size}" if p.page_size else "",
     ),
