@@ -6,7 +6,8 @@ python scripts/machine_code.py compare before.json after.json --renamed OLD=NEW
 
 `record` compiles every kernel with its default tile for D = 64, 128 and 256, causal and not, plain and with each score
 option alone, for sm_80 and sm_90a, and stores a hash of every `.text` section of the cubins. Symbol names, line numbers
-and section order do not count. `--sample N` compiles N of these problems, drawn with `--seed`.
+and section order do not count. `--sample N` compiles N of these problems, drawn with `--seed`; `--like FILE` those of
+another record.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, not an installed package
 
 from sandbox.core import registry
 from sandbox.core.errors import CompileError, UnsupportedProblem
@@ -94,9 +97,11 @@ def compiled(job: Job) -> tuple[str, list[str]]:
         return key, [type(error).__name__]
 
 
-def record(path: Path, names: list[str], sample: int, seed: int, workers: int) -> None:
+def record(path: Path, names: list[str], sample: int, seed: int, workers: int, like: set[str]) -> None:
     """Compile, and write {key: hashes} as JSON. Progress goes to stderr."""
     found = [job for name in names or registry.kernels() for job in jobs(registry.get(name))]
+    if like:
+        found = [job for job in found if " ".join(map(str, job)) in like]
     if sample:
         found = random.Random(seed).sample(found, min(sample, len(found)))
     results: dict[str, list[str]] = {}
@@ -110,12 +115,18 @@ def record(path: Path, names: list[str], sample: int, seed: int, workers: int) -
     print(f"{len(results)} problems written to {path}")
 
 
+def with_new_names(path: Path, renamed: dict[str, str]) -> dict[str, list[str]]:
+    """A record whose kernels have the names that `renamed` gives them."""
+    found = {}
+    for key, hashes in json.loads(path.read_text()).items():
+        kernel, rest = key.split(" ", 1)
+        found[f"{renamed.get(kernel, kernel)} {rest}"] = hashes
+    return found
+
+
 def compare(before: Path, after: Path, renamed: dict[str, str]) -> bool:
     """Print the differences; returns whether there are none. Only problems in both records are compared."""
-    old: dict[str, list[str]] = {}
-    for key, hashes in json.loads(before.read_text()).items():
-        kernel, rest = key.split(" ", 1)
-        old[f"{renamed.get(kernel, kernel)} {rest}"] = hashes
+    old = with_new_names(before, renamed)
     new = json.loads(after.read_text())
     both = sorted(old.keys() & new.keys())
     different = [key for key in both if old[key] != new[key]]
@@ -138,15 +149,18 @@ def main() -> int:
     recording.add_argument("--sample", type=int, default=0)
     recording.add_argument("--seed", type=int, default=0)
     recording.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    recording.add_argument("--like", type=Path, help="only the problems of this record")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    comparing.add_argument("--renamed", action="append", default=[], metavar="OLD=NEW", help="a kernel's new name")
+    for command in (recording, comparing):
+        command.add_argument("--renamed", action="append", default=[], metavar="OLD=NEW", help="a kernel's new name")
     args = parser.parse_args()
-    if args.command == "record":
-        record(args.file, args.kernels, args.sample, args.seed, args.jobs)
-        return 0
     pairs = dict(pair.split("=", 1) for pair in args.renamed)
+    if args.command == "record":
+        like = set(with_new_names(args.like, pairs)) if args.like else set()
+        record(args.file, args.kernels, args.sample, args.seed, args.jobs, like)
+        return 0
     return 0 if compare(args.before, args.after, pairs) else 1
 
 
