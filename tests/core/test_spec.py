@@ -290,7 +290,7 @@ LATER = {
     ("values", "message"),
     [
         ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
-        ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of block_map, forward, delta, backward"),
+        ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of block_map, forward, preprocess, backward"),
         ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: the forward is given them all"),
         ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),

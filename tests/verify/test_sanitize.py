@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
-        "shared memory used while a cp.async to it by thread 0 has not been waited for", "rows.load_queries(Q_smem",
+        "shared memory used while a cp.async to it by thread 0 is pending (missing wait)", "rows.load_queries(Q_smem",
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // tile j is there", "// tile j is there", "thread",
