@@ -21,10 +21,6 @@ ORDER = (
     "cli",
 )  # fmt: skip
 LOOSE = {"__init__", "__main__", "spec"}  # modules in sandbox/ itself
-<<<<<<< HEAD
-=======
-MOST_LINES = 330  # per module
->>>>>>> 0691564 (Tests: messages of the CPU runtime and of the command line; limit of a module's length)
 
 
 def modules() -> dict[str, Path]:

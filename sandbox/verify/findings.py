@@ -17,7 +17,7 @@ _BARE = re.compile(r" in ([\w.-]+\.cuh?):(\d+)")  # a file name without its fold
 _CPU_BACKEND = str(HERE)  # lines of the CPU backend's headers are left out: they do not help to debug a kernel
 _ACCESS = re.compile(r"^ {2}((?:Previous |Atomic |Previous atomic )?(?:read|write)) of size (\d+)", re.IGNORECASE)
 _COMPUTE = re.compile(r"^=+ ?")
-_NEAR = re.compile(r"^sandbox: (.+)$", re.MULTILINE)  # written by __asan_on_error in cpu/runtime.cpp
+_NEAR = re.compile(r"^sandbox: (.+)$", re.MULTILINE)  # written by __asan_on_error in cpu/memory_reports.h
 
 
 @dataclass(frozen=True)
