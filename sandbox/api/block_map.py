@@ -14,11 +14,11 @@ from ..launch.dlpack import HOST, dense_strides, library_of
 def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     """Which tiles the mask of `score` leaves of `problem`, as FlexAttention's block mask (arXiv:2412.05496).
 
-    For `score.with_blocks(...)`: without it every launch makes its own, so that tensors may change between calls; with
-    it what they held when the map was made counts for tiles that hold nothing or everything. It goes with every
-    problem of the same B, H, Sq and Sk, forward and backward, with any option but `mask=`; not with
-    key_lengths if the mask names Sk. Of B, H and Sq those that the mask does not name may differ. Other sizes raise
-    UnsupportedProblem; of a copy of a map the sizes are not known, and its shape alone is compared.
+    Pass the map to `score.with_blocks(...)`. Without it every launch computes its own map, so the tensors of the score
+    may change between calls; with it, tiles that were empty or full when the map was made are treated as such. One map
+    serves the forward and the backward of all problems with the same B, H, Sq and Sk and any option except `mask=`;
+    not key_lengths if the mask names Sk. B, H and Sq may differ if the mask does not name them. Other sizes raise
+    UnsupportedProblem. The sizes of a copy of a map are unknown: only its shape is compared.
 
     Returns (B, H, rows of 64 queries, twice the words of 512 keys, in fours) int32, each of B, H and rows 1 where the
     mask does not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: q
