@@ -20,7 +20,7 @@ constexpr int M_TILES = BLOCK_M / (16 * WARPS);
 constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32, DV_PAD = (HEAD_DIM_V + 31) / 32 * 32;  // columns >= HEAD_DIM are zeros
 using Tile = Swizzled<D_PAD / 2>;    // rows of Q and K, in pairs
 using VTile = Swizzled<DV_PAD / 2>;  // of V
-using Offsets = FragmentOffsets<D_PAD / 2>;
+using QKOffsets = FragmentOffsets<D_PAD / 2>;
 constexpr unsigned ROW = Tile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr float SCORE_LIMIT = 3e38f;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 32 == 0, "a tile consists of whole MMA steps");
@@ -52,7 +52,7 @@ struct MaskedTile {
 // range of all rows are skipped.
 template <bool MASKED>
 __device__ __forceinline__ void process_keys(SoftmaxState& state, const Head& head, int warp_row0, int n0, SmemAddr Q_smem, SmemAddr K_smem,
-                                       const Offsets& q_offsets, const Offsets& k_offsets) {
+                                       const QKOffsets& q_offsets, const QKOffsets& k_offsets) {
     constexpr int KEYS = MASKED && !Head::ELEMENT_MASK ? 32 : SUB_N;
     const float exponent = head.unit * Head::LOG2E;
     const SmemAddr V_smem = K_smem + K_BYTES;
@@ -179,7 +179,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
         cp_async_commit();
     };
     // ldmatrix addresses of 16 x 16 blocks: K's differ, so that the two registers of a B operand are adjacent.
-    const Offsets q_offsets(lane % 16, lane / 16), k_offsets(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const QKOffsets q_offsets(lane % 16, lane / 16), k_offsets(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 
     SoftmaxState state;
     if (tiles > first) {

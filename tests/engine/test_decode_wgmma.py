@@ -22,7 +22,7 @@ FEW = Problem(3, 15, 4, 300, 72, Hk=3, Dv=40, dtype="float16", causal="bottom-ri
 
 @pytest.fixture(autouse=True)
 def hopper(device: Device) -> None:
-    if KERNEL.refuses(FEW, None if device == HOST else driver.device(device[1]).arch):
+    if KERNEL.why_unsupported(FEW, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma requires compute capability 9.0")
 
 

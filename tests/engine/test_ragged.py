@@ -276,7 +276,7 @@ extern "C" __global__ void schedule(const int* cu_seqlens_q, const int* cu_seqle
                                     int heads, int group, const __grid_constant__ Score score) {
     const LongestFirst<TILES> scheduler(score);
     for (int number = blockIdx.x; number < count; number += gridDim.x) {
-        const WorkTile work_tile = scheduler.piece(number, heads, group);
+        const WorkTile work_tile = scheduler.work_tile(number, heads, group);
         if (threadIdx.x == 0) found[number] = work_tile;
     }
 }"""
