@@ -1,11 +1,11 @@
 """A research sandbox for attention kernels in raw CUDA C++: edit a `.cu`, compile, launch, verify, measure.
 
-What compiles and launches is imported when it is first used: `import sandbox` costs a few milliseconds.
+The modules that compile and launch are imported on first use: `import sandbox` takes a few milliseconds.
 """
 
 from __future__ import annotations
 
-from .core import interrupts as _interrupts  # noqa: F401  before what takes its time
+from .core import interrupts as _interrupts  # noqa: F401  first, because the other imports are slow
 
 # isort: split
 import importlib
@@ -54,7 +54,7 @@ _LATER = {
     "kernels": ".core.registry",
     "reference": ".reference",
     "use_in_torch": ".api.torch_slot",
-}  # name -> the module that has it
+}  # {public name: the module that defines it}, imported on first use
 
 __all__ = [
     "CacheError",

@@ -1,4 +1,4 @@
-"""What a spec in `kernels_cu/` may import, and all that it imports: nothing behind it is third-party code."""
+"""Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
 from .core.dtypes import ITEMSIZE
 from .core.integers import cdiv

@@ -23,9 +23,9 @@ def attention_forward(q: Any, k: Any, v: Any, **options: Unpack[ForwardKeywords]
     (e4m3fn, e5m2; v may have the other of the two), which has no gradient; any strides with a unit stride in D. NumPy,
     CuPy, PyTorch or other DLPack arrays, all of one library and on one device.
     causal: False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": j <= i.
-    scale: 1/sqrt(D) by default; the value of an array of one number is read.
+    scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
-    The following options of the score are absent by default and apply in this order. Arrays are of q's library, on q's
+    The following score options are off by default and are applied in this order. Arrays are of q's library, on q's
     device, with any strides.
     softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + shift - j| is
     subtracted, where shift is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or
@@ -34,20 +34,21 @@ def attention_forward(q: Any, k: Any, v: Any, **options: Unpack[ForwardKeywords]
     (B, H, Sq, Sk); False hides. sink: (H,) float32; exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32;
     the number of valid keys per batch entry, clamped to 0 … Sk.
     dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
-    are divided by 1 - dropout. seed: selects them, as defined by `sandbox.reference.dropout_keep`: an int, or an int64
-    array of one element, which the kernel reads; None draws a seed from the library's own generator.
+    are divided by 1 - dropout. seed: determines which elements are dropped (`sandbox.reference.dropout_keep`): an int,
+    or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
 
-    descale: for float8, the factors of q, k and v: three numbers, or float32 arrays that broadcast to (B, heads);
-    positive, in arrays also 0. P is rounded to v's dtype, the largest element of a row to the largest number of that
-    dtype. out_dtype: for float8: bfloat16 (the default), float16 or float32.
+    descale: required for float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
+    float32 array >= 0 that broadcasts to (B, heads). P is scaled so that the largest element of a row becomes the
+    largest number of v's dtype, and rounded to that dtype. out_dtype: for float8: bfloat16 (the default), float16 or
+    float32.
 
     kernel: a name; by default the highest rung that supports the problem. tile: a Tile, {"BLOCK_M": 64, ...} or
     "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
 
     Returns out, (B, H, Sq, Dv), of q's dtype (for float8: `out_dtype`), library and device; and lse, (B, H, Sq)
-    float32, the natural log-sum-exp of the scores, the sink included. A row that sees no key has out 0 and lse -inf, or
-    the sink. On a GPU the work is queued on the caller's current stream. Arrays on the other side than `backend` are
-    copied there and back.
+    float32, the natural log-sum-exp of the scores, the sink included. A row that sees no key has out 0, and lse -inf
+    or, with a sink, the sink. On a GPU the work is queued on the caller's current stream. If `backend` is not that of
+    the arrays, they are copied to its device, and the results back.
 
     Raises UnsupportedProblem naming the unsupported value; TypeError for an unknown keyword argument; SpecError,
     UnknownKernel, CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
@@ -96,8 +97,8 @@ def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, return_lse: bool = False, **options: Unpack[ForwardKeywords],
 ) -> Any:  # fmt: skip
-    """`attention` of contiguous sequences of different lengths, without padding; a sequence sees no other. No call
-    waits for the GPU.
+    """`attention` of sequences of different lengths, packed without padding. A query sees only keys of its own
+    sequence. The host never waits for the GPU.
 
     q: (total_q, H, D); k: (total_k, Hk, D); v: (total_k, Hk, Dv); any strides with a unit stride in D.
     cu_seqlens_q: (B + 1,) int32, on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q; it
@@ -105,11 +106,12 @@ def attention_varlen(
     empty, and have more queries than keys or fewer. Rows after the last sequence are not written, nor are their
     gradients.
 
-    The options are those of `attention`; i, j, Sq and Sk count within a sequence, and b is its index. bias and mask
-    broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default the totals; a sequence reads the beginning of its part.
-    Otherwise max_seqlen_* have no effect. With a bias or mask, a sequence longer than max_seqlen_* is an error on the
-    CPU backend. On a GPU its queries from max_seqlen_q on have out, lse and gradients NaN, and its keys from
-    max_seqlen_k on are hidden and have gradients NaN; with SANDBOX_CHECKED=1 it is an error there, too.
+    The options are those of `attention`; i, j, Sq and Sk are relative to a sequence, and b is its index. bias and mask
+    broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default total_q and total_k; sequence b reads the first rows and
+    columns of [b]. Without bias and mask, max_seqlen_* have no effect. With a bias or mask, a sequence longer than
+    max_seqlen_* is an error on the CPU backend. On a GPU its queries from max_seqlen_q on have out, lse and gradients
+    NaN, and its keys from max_seqlen_k on are hidden and have gradients NaN; with SANDBOX_CHECKED=1 it is an error
+    there, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
     `attention` is. Invalid cu_seqlens are an error on the CPU backend; on a GPU the results are undefined, but no
@@ -137,17 +139,17 @@ def attention_paged(
     **options: Unpack[PagedKeywords],
 ) -> Any:  # fmt: skip
     """`attention` to the first key_lengths[b] keys of each batch entry, which are stored in pages (PagedAttention, Kwon
-    et al. 2023, arXiv:2309.06180). Forward only. Keys are not gathered, and no call waits for the GPU: the kernel reads
-    table and lengths, so that a CUDA graph may be replayed with others.
+    et al. 2023, arXiv:2309.06180). Forward only. Keys are not gathered, and the host never waits for the GPU: the
+    kernel reads block_table and key_lengths, so a CUDA graph may be replayed after their contents change.
 
     q: (B, H, Sq, D), float16, bfloat16 or, with `descale`, float8. k_pages: (pages, page_size, Hk, D); v_pages: (pages,
-    page_size, Hk, Dv); page_size a multiple of 16; any strides with a unit stride in D. block_table: (B, most pages)
+    page_size, Hk, Dv); page_size a multiple of 16; any strides with a unit stride in D. block_table: (B, max_pages)
     int32: key j of batch entry b is row j % page_size of page block_table[b, j // page_size]; pages may be shared.
-    key_lengths: (B,) int32, at most most pages * page_size. All on q's device. Entries of the table for keys beyond
+    key_lengths: (B,) int32, at most max_pages * page_size. All on q's device. Entries of the table for keys beyond
     key_lengths are not read.
 
-    The options are those of `attention`; Sk is the key_lengths of a batch entry ("bottom-right": the last query sees
-    the last valid key); bias and mask broadcast to (B, H, Sq, most pages * page_size).
+    The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query sees the last valid
+    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size).
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32. It has no gradient. A page
     number out of range is an error on the CPU backend and under `sanitize`; on a GPU another page is read instead.
@@ -181,8 +183,9 @@ def attention_backward(
     """The gradients of sum(dout * out) by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2).
 
     q, k, v and the options as in `attention_forward`; out (B, H, Sq, Dv) and lse (B, H, Sq) as it returned them; dout
-    (B, H, Sq, Dv), of q's dtype. If D has no unit stride (an expanded dout), or lse is not contiguous, a copy is made,
-    which the log ("sandbox") reports. deterministic: only kernels whose results are bit-equal at each call.
+    (B, H, Sq, Dv), of q's dtype. A dout or out without unit stride in the last dimension (such as an expanded dout) and
+    a non-contiguous lse are copied, which the log ("sandbox") reports. deterministic: use only kernels whose results
+    are bitwise equal in every call.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
     share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. The gradients of bias,
@@ -231,7 +234,7 @@ def _attend(arrays: tuple[Any, ...], options: Options, with_lse: bool) -> tuple[
 
 @cache
 def _autograd() -> Any:
-    """The module `torch_autograd`: an import statement takes 0.3 µs at each call."""
+    """The module `torch_autograd`, cached: an import statement would take 0.3 µs in each call."""
     from . import torch_autograd
 
     return torch_autograd

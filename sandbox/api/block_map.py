@@ -12,18 +12,19 @@ from ..launch.dlpack import HOST, dense_strides, library_of
 
 
 def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
-    """Which tiles the mask of `score` leaves of `problem`, as FlexAttention's block mask (arXiv:2412.05496).
+    """Which tiles of S the mask of `score` hides, shows in part, or shows in full (FlexAttention's BlockMask,
+    arXiv:2412.05496).
 
     Pass the map to `score.with_blocks(...)`. Without it every launch computes its own map, so the tensors of the score
-    may change between calls; with it, tiles that were empty or full when the map was made are treated as such. One map
-    serves the forward and the backward of all problems with the same B, H, Sq and Sk and any option except `mask=`;
-    not key_lengths if the mask names Sk. B, H and Sq may differ if the mask does not name them. Other sizes raise
-    UnsupportedProblem. The sizes of a copy of a map are unknown: only its shape is compared.
+    may change between calls; with it, tiles that were hidden or fully visible when the map was made stay so. One map
+    serves the forward and the backward of all problems with the same B, H, Sq and Sk and any option except `mask=`,
+    and except key_lengths if the mask names Sk. B, H and Sq may differ if the mask does not name them (as b, h, i
+    or Sq). Other sizes raise UnsupportedProblem. The sizes of a copy of a map are unknown: only its shape is compared.
 
-    Returns (B, H, rows of 64 queries, twice the words of 512 keys, in fours) int32, each of B, H and rows 1 where the
-    mask does not vary along it; of the library and on the device of the tensors that `score` reads, or of `like`: q
-    where it reads none, else the map is NumPy's. A bit stands for 16 keys; the words for "some key is
-    visible" are followed by those for "all keys are visible".
+    Returns an int32 array (B, H, rows, words); B, H and rows are 1 where the mask does not vary along them. A row
+    stands for 64 queries, a bit for 16 keys. Each row has ceil(Sk / 512) words, rounded up to a multiple of 4, for
+    "some key is visible", and as many for "all keys are visible". The array has the library and device of the tensors
+    that `score` reads; if it reads none, those of `like` (pass q); without `like` it is a NumPy array.
 
     Raises SpecError for a score without a mask, UnsupportedProblem for tensors of several libraries or devices, and
     what `attention_forward` does.
@@ -31,7 +32,7 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     from ..engine import choose, pipeline
 
     if not isinstance(score, Score) or not score.hides:
-        raise SpecError(f"score={score!s} hides no keys: a block map is of a sandbox.Score with a mask")
+        raise SpecError(f"score={score!s} hides no keys: a block map needs a sandbox.Score with a mask")
     bare = Problem(problem.B, problem.H, problem.Sq, problem.Sk, 64, dtype="float16", score=score.described)
     arrays = tuple(score.tensors.values()) or (_host() if like is None else like,)
     library = library_of(arrays[0])

@@ -1,4 +1,4 @@
-"""From arrays and options to a plan, and the plans of earlier calls.
+"""From arrays and options to a plan, and the cache of plans.
 
 The first call with arrays of some shapes, strides, alignment, dtype and device validates everything, selects a kernel,
 compiles it and stores a plan. Later calls of the same kind find the plan and launch. The key of a plan contains what
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 _MAX_PLANS, _MAX_ROUTES = 4096, 8
 ALIGNED = 16  # bytes: the alignment of every address that a route accepts, as allocators provide it
-_NO_KEY = (TypeError, AttributeError, RuntimeError)  # a tile given as a dict, several libraries, no address, negated
+_NO_KEY = (TypeError, AttributeError, RuntimeError)  # for a dict as tile, several libraries, no memory, lazy negation
 
 
 class Route(NamedTuple):
-    """A way to a plan without a key: the array library compares the arrays of a call with those of an earlier one."""
+    """A shortcut to a plan, without a key: the array library compares the arrays of a call with those of an earlier
+    one."""
 
-    same_signature: Callable[..., bool]  # whether arrays, and the modes that intercept them, are as for this route
+    same_signature: Callable[..., bool]  # whether arrays and dispatch modes are as when this route was stored
     pointer: Callable[[Any], int]
     plan: Plan
-    requires_grad: bool  # of an array: where gradients are recorded, autograd calls the plan
+    requires_grad: bool  # whether an array does: then autograd calls the plan, if gradients are recorded
 
 
 Found = tuple["Plan", Sequence[int], bool]  # the result of a route: its plan, the addresses, its `requires_grad`
@@ -67,7 +68,7 @@ class PlanCache(dict[tuple, "Plan"]):
         if same_signature := library.same_signature(*arrays):
             requires_grad = any(getattr(array, "requires_grad", False) for array in arrays)
             if requires_grad and which == "forward" and any(x.requires_grad for _, x in constants(options, arrays)):
-                return  # `attention` has to reject it where gradients are recorded
+                return  # `attention` must reject this call while gradients are recorded
             routes = self.routes[which]
             if len(routes) >= _MAX_PLANS:
                 routes.clear()
@@ -79,8 +80,8 @@ _plans = PlanCache()
 
 
 def known(library: Library, which: str, options: Options, arrays: tuple[Any, ...]) -> Found | None:
-    """The plan of a route for `arrays`, which are of `library`; None without one. If it is found, neither a subclass
-    nor a mode of the library has to intercept the call."""
+    """The plan of the first route that matches `arrays` of `library`; None if there is none. If there is one, neither a
+    tensor subclass nor a dispatch mode has to intercept the call."""
     scale = options.scale
     if not library.no_dispatch_modes() or (scale is not None and type(scale) is not float):
         return None
@@ -101,8 +102,8 @@ def known(library: Library, which: str, options: Options, arrays: tuple[Any, ...
 
 
 def run_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
-    """(out, lse) of q, k, v and the arrays that `options.arrays` names. The arrays have memory of their own; modes and
-    subclasses do not see the call."""
+    """(out, lse) of q, k, v and the arrays that `options.arrays` names. The arrays must have memory (no fake
+    tensors); dispatch modes and tensor subclasses do not see the call."""
     if found := known(library_of(arrays[0]), "forward", options, arrays):
         plan, addresses, _ = found
     else:
@@ -117,19 +118,19 @@ def plan_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Plan, tuple
 
 
 def run_backward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """dq, dk, dv and `options.gradients` of dout, q, k, v, out, lse and the arrays that `options.arrays` names; as
-    `run_forward`."""
+    """dq, dk, dv and `options.gradients` of dout, q, k, v, out, lse and the arrays that `options.arrays` names.
+    See `run_forward`."""
     if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
-    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # kernels read lse and so on by elements
+    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # kernels read lse and what follows by elements
     return plan(arrays, addresses)
 
 
 def _planned(
     which: str, copied: int, arrays: tuple[Any, ...], options: Options
 ) -> tuple[Plan, tuple[Any, ...], Sequence[int]]:
-    """The plan for arrays of this kind, found by its key or made, and its arguments. Kernels copy the first `copied`
-    arrays by rows: their alignment is part of the key, and that of a bias and of a block map."""
+    """The plan for arrays of this kind, found by its key or made, and its arguments. Kernels copy rows of the first
+    `copied` arrays in vectors: their alignment is part of the key, as is that of a bias and of a block map."""
     if options.scale is not None and type(options.scale) is not float:
         options = replace(options, scale=scale_number(options.scale))
     library, cache = library_of(arrays[0]), _plans
@@ -138,7 +139,8 @@ def _planned(
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
         names = options.arrays
-        # Kernels copy these whole, by a tensor map and 16 bytes at a time; some copy q, k and v in smaller units.
+        # A bias is copied with a tensor map, a block map 16 bytes at a time: aligned or not. Some kernels copy q, k
+        # and v in smaller vectors: the alignment itself is in the key.
         bias = "bias" in names and addresses[names.index("bias") - len(names)] % ALIGNED > 0
         blocks = BLOCK_MAP in names and addresses[names.index(BLOCK_MAP) - len(names)] % ALIGNED > 0
         key = (which, *library.signatures(arrays), bits & -bits, bias, blocks, 0 in addresses, options)
@@ -177,7 +179,7 @@ def _make_plan(which: str, key: tuple | None, arrays: tuple[Any, ...], options: 
 
 
 class Rejection:
-    """The plan for arrays that no kernel supports. It keeps none of them alive, unlike an exception."""
+    """The plan for arrays that no kernel supports. Unlike a stored exception, it does not keep the arrays alive."""
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -191,7 +193,7 @@ def reload() -> None:
     from ..core import registry
     from ..engine import pipeline
 
-    global _plans  # noqa: PLW0603  # a plan that another thread is making goes to the old ones
+    global _plans  # noqa: PLW0603  # a plan that another thread is making goes to the old cache
     registry.forget()
     pipeline.forget()
     _plans = PlanCache()  # last: plans made from here on use the files as they are now

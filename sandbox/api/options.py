@@ -60,7 +60,7 @@ FORWARD, BACKWARD, PAGED = (
 )
 _LAUNCH = frozenset(("causal", "scale", "kernel", "tile", "backend"))  # stored in `Options` as they are passed
 ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # keyword arguments that are arrays
-VALUES = ("window", "score", *(option.name for option in OPTIONS if option.check))  # that are fields of `Problem`
+VALUES = ("window", "score", *(option.name for option in OPTIONS if option.check))  # that are `Problem` fields
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
@@ -241,7 +241,7 @@ def _within_64_bits(seed: Any) -> int:
 
 
 def _descale(descale: Any) -> tuple[tuple[float | None, ...], dict[str, Any]]:
-    """(a number, or None for an array, of each of q, k, v; the arrays by name). Raises SpecError."""
+    """(for each of q, k, v its number, or None if it is an array; the arrays by name). Raises SpecError."""
     if not isinstance(descale, Sequence) or len(descale) != 3:
         raise SpecError(f"descale={descale!r} must have three elements: the factors of q, k and v")
     tensors = {name: x for name, x in zip(DESCALE, descale, strict=True) if hasattr(x, "__dlpack__")}
@@ -258,12 +258,12 @@ def no_derivative(name: str) -> str:
     what = name if name == tensor else f"score's tensor {tensor}"
     other = _ALTERNATIVES.get(name if name == tensor else "score")
     return (
-        f"{what} is a tensor to differentiate by, and attention has no derivative by its {what}: "
+        f"{what} is a tensor that requires a gradient, and attention has no gradient for its {what}: "
         f"pass {tensor}.detach(){f', or {other}' if other else ''}"
     )
 
 
-_ALTERNATIVES = {  # the same scores with a gradient
+_ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
     "scale": "multiply q by it and pass scale=1.0",
     "alibi": "what it adds as bias=-slopes[:, None, None] * distance",
     "score": "what it adds as bias=, such as bias=table[:, bucket]",
@@ -282,7 +282,8 @@ def constants(options: Options, arrays: Sequence[Any]) -> list[tuple[str, Any]]:
 def ragged(
     options: Options, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], max_seqlen: tuple[int | None, int | None]
 ) -> tuple[Options, tuple[Any, ...]]:
-    """The same of a ragged batch. `max_seqlen` is kept only where a bias or a mask has that size: a plan depends on it.
+    """`options` and `arrays`, with the cu_seqlens of a ragged batch. `max_seqlen` is dropped unless there is a bias or
+    a mask, whose size it is: otherwise each value would need its own plan.
     Raises SpecError for a number that is not an integer >= 0."""
     kept: tuple[int | None, int | None] = None, None
     if {"bias", "mask"} & {*options.arrays}:
@@ -294,14 +295,15 @@ def ragged(
 
 
 def paged(options: Options, arrays: tuple[Any, ...], block_table: Any) -> tuple[Options, tuple[Any, ...]]:
-    """The same of keys in pages."""
+    """`options` and `arrays`, with the block table of a paged batch."""
     return replace(options, arrays=(*options.arrays, BLOCK_TABLE)), (*arrays, block_table)
 
 
 def for_backward(
     options: Options, arrays: tuple[Any, ...], dlse: Any, gradients: tuple[str, ...]
 ) -> tuple[Options, tuple[Any, ...]]:
-    """The same of a backward with the gradient of LSE, unless it is None, and with more results."""
+    """`options` and `arrays`, with the gradient of LSE if it is not None, and with `gradients` as additional
+    results."""
     if dlse is not None:
         options, arrays = replace(options, arrays=("dlse", *options.arrays)), (dlse, *arrays)
     return (replace(options, gradients=gradients) if gradients else options), arrays

@@ -21,7 +21,7 @@ from .validate import DTYPES, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
-_TENSORS = {  # names of public functions: names of kernels, where they differ
+_TENSORS = {  # {name in the public functions: name in the specs}, where they differ
     "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE", "alibi": "slopes"
 }  # fmt: skip
 
@@ -34,8 +34,8 @@ class Plan(Protocol):
 
 def forward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., tuple[Any, ...]]) -> Plan:
     """The plan of q, k, v and the arrays that the options name: validate them, select kernel and tile, compile, and fix
-    everything that does not change between calls. `run` computes the same of copies, where no kernel can read an array
-    in its layout.
+    everything that does not change between calls. If no kernel can read the layout of an array, each call copies
+    it and passes the copy to `run`.
 
     Raises what `attention_forward` raises. The plan keeps none of the arrays alive.
     """
@@ -96,13 +96,13 @@ def _view(library: Library, name: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
     except UnsupportedProblem as refusal:
-        what, converted, _ = str(refusal).partition(": convert to")  # DTYPES replaces that list
+        what, converted, _ = str(refusal).partition(": convert to")  # DTYPES has the dtypes of `name`
         if name not in DTYPES or not converted:
             raise UnsupportedProblem(f"{name}: {refusal}") from None
         raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {what}") from None
 
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to make
+_Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to allocate
 
 
 def _rows(problem: Problem) -> _Layout:
@@ -130,8 +130,8 @@ def _plan(
     if BLOCK_MAP in views:
         del scratch["block_map"]
     made = {**results, **{name: layout for name, layout in scratch.items() if name not in results}}  # results first
-    makers = {name: library.allocator(like, *lying) for name, lying in made.items()}
-    if device != HOST:  # the CPU backend reports sequences that are longer than max_seqlen
+    makers = {name: library.allocator(like, *layout) for name, layout in made.items()}
+    if device != HOST:  # for sequences longer than max_seqlen; the CPU backend raises an error instead
         makers |= {name: _nan_filled(library, makers[name]) for name in may_stay_unwritten(problem) if name in results}
     given = [_TENSORS.get(name, name) for name in views]
     if device != home:
@@ -143,12 +143,12 @@ def _plan(
     if missing := results.keys() - {*prepared.tensor_names}:
         raise UnsupportedProblem(f"{kernel.name} does not give {', '.join(sorted(missing))}")
     launch, stream = prepared.launch, library.stream(device[1]) if device != HOST else int
-    news = [makers[name] for name in results]
-    pointer, room, offsets = library.pointer, *_together([scratch[name] for name in makers if name not in results])
-    new_scratch = library.allocator(like, (room,), (1,), "float32")
+    allocators = [makers[name] for name in results]
+    pointer, size, offsets = library.pointer, *_together([scratch[name] for name in makers if name not in results])
+    new_scratch = library.allocator(like, (size,), (1,), "float32")
 
     def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
-        made = tuple([new() for new in news])
+        made = tuple([allocate() for allocate in allocators])
         addresses = *addresses, *[pointer(result) for result in made]
         if offsets:
             memory = new_scratch()  # its memory is freed in stream order
@@ -161,12 +161,13 @@ def _plan(
 
 
 def _together(scratch: Sequence[_Layout]) -> tuple[int, list[int]]:
-    """The size of one array for all scratch, in numbers, and the offset of each in bytes: multiples of 512."""
-    offsets, room = [], 0
+    """The size of one array for all scratch, in elements, and the offset of each scratch in bytes, a multiple of
+    512."""
+    offsets, size = [], 0
     for shape, _, _ in scratch:
-        offsets.append(4 * room)
-        room += -(-math.prod(shape) // 128) * 128
-    return room, offsets
+        offsets.append(4 * size)
+        size += -(-math.prod(shape) // 128) * 128
+    return size, offsets
 
 
 def may_stay_unwritten(problem: Problem) -> tuple[str, ...]:
@@ -186,7 +187,7 @@ def _nan_filled(library: Library, make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _converting_plan(plan: Plan, to_caller: Callable[[Any], Any]) -> Plan:
-    """`plan`, with its results converted to the caller's kind of array once they are written."""
+    """`plan`, with its results converted to the caller's kind of array after the launch."""
     return lambda arrays, addresses: tuple(map(to_caller, plan(arrays, addresses)))
 
 
@@ -206,7 +207,7 @@ def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options
     if options.deterministic and not kernel.deterministic:
         other = choose.choose_kernel(problem, computes, arch, deterministic=True)
         raise UnsupportedProblem(
-            f"{kernel.name} is not deterministic: it sums by atomics, in any order; {other.name} does not"
+            f"{kernel.name} is not deterministic: it accumulates with atomics, in any order; {other.name} is"
         )
     return kernel
 

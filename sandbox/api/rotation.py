@@ -1,4 +1,4 @@
-"""A rotation of queries and keys that preserves their products and spreads outliers."""
+"""A rotation of queries and keys that preserves q kᵀ and spreads outliers over D."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..core.errors import UnsupportedProblem
 
 
 def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
-    """q and k, (…, D) each, times the same random orthogonal matrix: q kᵀ is what it was, and a number that sticks out
-    of its row is spread over all of it, so that less of the row is lost when it is rounded to float8. Columns that are
-    wide in all rows are better left alone (experiments/015_fp8).
+    """Multiplies q and k, both (…, D), by the same random orthogonal matrix: q kᵀ does not change, and an outlier is
+    spread over its row, so that the row loses less when it is rounded to float8. Do not rotate if some columns are
+    large in all rows: then the error grows (experiments/015_fp8).
 
-    The matrix is a diagonal of random signs, drawn with `seed`, times a Hadamard matrix over sqrt(D): of a D that is
-    no power of two, blocks of one as large as divides it. Any arrays of a floating dtype that know reshape and
-    assignment to slices; the results are new ones of the same kind. To be called before scales are taken and q and k
-    become float8. Raises UnsupportedProblem for widths that differ.
+    The matrix is a diagonal of random signs, drawn with `seed`, times a Hadamard matrix / sqrt(D). If D is not a power
+    of two, it is block diagonal; the block size is the largest power of two that divides D. Arrays of any library and
+    floating dtype with reshape and slice assignment; returns new arrays. Call it before computing the scales of q and
+    k and converting them to float8. Raises UnsupportedProblem if D differs.
 
     Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3, "incoherent processing".
     """
@@ -35,7 +35,7 @@ def _rotated(x: Any, seed: int) -> Any:
     y[..., minus] = -y[..., minus]
     while half < size:
         pairs = y.reshape((*x.shape[:-1], D // (2 * half), 2, half))
-        both, apart = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
-        pairs[..., 0, :], pairs[..., 1, :] = both, apart
+        sums, differences = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
+        pairs[..., 0, :], pairs[..., 1, :] = sums, differences
         y, half = pairs.reshape(x.shape), 2 * half
     return y * size**-0.5

@@ -18,8 +18,9 @@ _kernels: dict[str, Kernel] = {}
 
 
 def text_of_kernel_at(address: int) -> str:
-    """The name of the kernel with this id; of a kernel that is not in the registry, a text that stands for the object
-    in this process. By its id, which PyTorch's compiler guards: before PyTorch 2.13 an object is not a constant."""
+    """The name of the kernel with this id(); for a kernel that is not in the registry, a text that identifies the
+    object in this process. It takes the id, an int, because before PyTorch 2.13 the compiler does not accept an object
+    as a constant."""
     kernel = ctypes.cast(address, ctypes.py_object).value
     if registry.kernels().get(kernel.name) == kernel:
         return kernel.name
@@ -34,15 +35,16 @@ def kernel_of(text: str | None) -> str | Kernel | None:
 
 
 def text_of_tile(tile: Tile | str | Mapping[str, int] | None) -> str:
-    """ "" for none. Makes no Tile: PyTorch's compiler would have to trace that."""
+    """ "" for none. Constructs no Tile: PyTorch's compiler would have to trace it."""
     if tile is None or isinstance(tile, str):
         return tile or ""
     return ",".join(f"{n}={int(tile[n])}" for n in tile)
 
 
 def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, read: Sequence[str], paged: bool) -> str:
-    """`fields`: those of `Options` that are numbers. `score`: its texts, not the object, which is not a constant to the
-    compiler of PyTorch 2.11; `read`: the names of the score's tensors."""
+    """The fields of `Options` that are not tensors, as JSON. `fields`: the numbers. `score`: the expressions and
+    `made_for`, not the object, which the compiler of PyTorch 2.11 does not accept as a constant. `read`: names of the
+    score's tensors."""
     values = {**fields, "paged": paged}
     if score is not None:
         values["score"] = [*score, [*read]]
@@ -50,7 +52,7 @@ def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, re
 
 
 def options_of(tensors: Sequence[Any], others: Sequence[Any], text: str) -> tuple[Options, tuple[Any, ...]]:
-    """The options, and their arrays: `tensors` those of `ARRAYS`, each possibly None, `others` the rest."""
+    """The options, and their arrays. `tensors`: one for each of `ARRAYS`, or None; `others`: all others."""
     named = {name: tensor for name, tensor in zip(ARRAYS, tensors, strict=True) if tensor is not None}
     options = _parsed(text, tuple(named), tuple(like_of(tensor) for tensor in others))
     return options, (*named.values(), *others)

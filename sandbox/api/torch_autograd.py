@@ -102,7 +102,7 @@ class _Attention(torch.autograd.Function):
         elif twice or _PYTORCH.intercepts(*arrays) or batched(dout) or batched(dlse):
             found = backward((*arrays[:6], *saved[5:]), plain, dlse, wanted)
         else:
-            # Gradients may be lazily negated, such as those of z.conj() where out is a part of z; saved ones are not.
+            # Gradients may be lazily negated, such as those of z.conj() if out is a part of z; saved tensors are not.
             resolved = arrays[0].resolve_neg(), *arrays[1:6], *(x.resolve_neg() for x in arrays[6:])
             found = run_backward(resolved, options)
         if not names:
@@ -111,6 +111,6 @@ class _Attention(torch.autograd.Function):
         return None, *found[:3], *(named.get(f"d{name}") for name in names)
 
 
-# Without the checks of torch.autograd.Function for torch.func, which a route implies: a quarter of the time of
-# recording a call.
+# Skips the checks of torch.autograd.Function for torch.func, which take a quarter of the time of recording a call. It
+# is used only with a route, and no route is found under torch.func.
 _apply: Any = super(torch.autograd.Function, _Attention).apply

@@ -1,4 +1,4 @@
-"""Functions that torch.compile does not trace: those whose results are constants in a graph, and those outside of it.
+"""Functions that torch.compile does not trace: their results are constants in the graph, or they run outside of it.
 
 Imported only while the compiler traces: the decorators import all of it, which takes a second.
 """
@@ -20,5 +20,5 @@ run_outside = torch.compiler.disable(run_forward)
 
 @torch.compiler.disable
 def apply(function: Any, *inputs: Any) -> tuple[Tensor, ...]:
-    """Where there may be tangents, which a compiled graph would drop without an error."""
+    """`function.apply` outside of the graph, for inputs that may have tangents: a graph would drop them silently."""
     return function.apply(*inputs)

@@ -14,8 +14,8 @@ from .options import Options, ragged
 def packed(
     qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], options: Options
 ) -> tuple[tuple[Any, ...], Options]:
-    """(arrays, options) of a ragged batch, of nested tensors (B, heads, j, D): transposes of (B, j, heads, D), whose
-    sequences are contiguous. Raises UnsupportedProblem for others."""
+    """(arrays, options) of the ragged batch in nested tensors (B, heads, j, D), j being the ragged dimension. They must
+    be transposes of (B, j, heads, D) without gaps between sequences. Raises UnsupportedProblem for others."""
     q, k, v = (_packed(name, x) for name, x in zip("qkv", qkv, strict=True))
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise UnsupportedProblem("k and v are nested tensors of different lengths: a key has one value")
@@ -36,6 +36,6 @@ def _packed(name: str, x: Tensor) -> Tensor:
     packed = x.transpose(1, 2)
     if packed._ragged_idx != 1 or packed.lengths() is not None:
         raise UnsupportedProblem(
-            f"{name} has gaps, or is ragged elsewhere: pass the transpose(1, 2) of a nested (B, j, heads, D)"
+            f"{name} has gaps, or another ragged dimension: pass the transpose(1, 2) of a nested (B, j, heads, D)"
         )
     return packed

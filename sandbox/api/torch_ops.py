@@ -2,11 +2,11 @@
 
 "sandbox::attention_forward" and "sandbox::attention_backward" have no options but causal and scale.
 "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option that is a
-tensor, a list for the tensors of a `Score` and the cu_seqlens of a ragged batch, and a text for the rest.
+tensor, a list of all other tensors (of a `Score`, and cu_seqlens), and a JSON string with all other score options.
 
-All have fake implementations, which give shapes and strides without computing, and gradients: that of a backward
-raises. The first two have rules for torch.func.vmap, which merge the mapped dimension into B; the others reject it.
-`call_operator` decides how a call reaches them:
+All have fake implementations, which return shapes and strides without computing, and gradients: the gradient of a
+backward raises UnsupportedProblem. The first two have rules for torch.func.vmap, which merge the mapped dimension into
+B; the others reject it. `call_operator` decides how a call reaches them:
 
 - subclasses, dispatch modes, torch.func and forward mode: by an autograd.Function around the operator;
 - torch.compile, torch.jit.trace and torch.func.functionalize: the operator itself.
@@ -76,7 +76,7 @@ def float8_forward(arrays: Results, options: Options) -> Results:
     return run_forward(arrays, options)
 
 
-# ---- options as arguments of an operator: causal is "" without a mask
+# ---- options as arguments of an operator: causal is "" if it is False
 
 
 def _how(options: Options, scale: Any) -> How:
@@ -228,7 +228,7 @@ def _(
 
 def _no_vmap(info: Any, dims: Any, *inputs: Any) -> None:
     raise UnsupportedProblem(
-        "torch.func.vmap of attention knows no options but causal and scale: make the mapped dimension part of B"
+        "torch.func.vmap of attention supports only the options causal and scale: make the mapped dimension part of B"
     )
 
 
@@ -242,7 +242,7 @@ _scored_backward.register_vmap(_no_vmap)
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # that of lse is None if lse is not used
+    ctx.set_materialize_grads(False)  # the gradient of lse is None if lse is not used
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -254,12 +254,12 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 
 
 def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
-    """The gradient of an output, which may be unused."""
+    """The gradient of `out`: zeros if `out` was not used."""
     return torch.zeros_like(out) if dout is None else dout
 
 
 def batched(gradient: Tensor | None) -> bool:
-    """Whether it is a batch of gradients, of torch.autograd.grad(is_grads_batched=True)."""
+    """Whether it is a batch of gradients, from torch.autograd.grad(is_grads_batched=True)."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
@@ -298,7 +298,7 @@ _Forward = function_of(_forward, _remember, _gradients)
 _Backward = function_of(_backward, lambda ctx, inputs, output: None, refuse)
 
 
-# Subclasses that need a rule for each operator, and have none for these.
+# Tensor subclasses that need a rule for each operator and have none for ours, and what to do instead.
 _REMEDIES = {
     "DTensor": "pass each device's own part, .to_local()",
     "MaskedTensor": "pass its numbers, .get_data(), and what it hides as mask=",
@@ -356,7 +356,7 @@ def _gradients_scored(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
 
 
 def _gradients_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    """The same in the order of the operator's arguments: a list for its list of tensors."""
+    """`_gradients_scored` for the operator, whose argument `tensors` is a list: its gradient must be a list, too."""
     found = list(_gradients_scored(ctx, *gradients))
     found[9] = [None] * (len(ctx.saved_tensors) - 11)
     return tuple(found)

@@ -1,8 +1,9 @@
-"""PyTorch's flash attention operators on our kernels. Imported on demand.
+"""PyTorch's flash attention operators, replaced by our kernels. Imported on demand.
 
 `scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention) end
-in a few operators of PyTorch's, whose gradients it knows. In the slot these operators are ours: those of its flash
-attention, and on the CPU the one that stands for them there too. What we do not take goes to PyTorch's own kernel.
+in a few operators of PyTorch, which has their gradients. A `Slot` overrides these operators in PyTorch's dispatcher:
+those of its flash attention, and on the CPU also the operator that PyTorch uses there instead. Calls that we do not
+support go to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .options import Options, collect, launch_options, ragged, replace
 from .plan import named
 
 NAME = "sandbox"  # in PyTorch's registry
-_active: list[Slot] = []  # the last of them is in force
+_active: list[Slot] = []  # the last one is in effect
 
 
 def use_in_torch(
@@ -37,17 +38,17 @@ def use_in_torch(
     tile: Tile | str | Mapping[str, int] | None = None,
 ) -> Slot:
     """A context in which PyTorch's own `scaled_dot_product_attention` runs on our kernels, forward and backward,
-    dropout and all, on CUDA and on the CPU; and whatever else ends in PyTorch's flash operators, dense and ragged.
+    with dropout, on CUDA and on the CPU; and everything else that calls PyTorch's flash operators, dense and ragged.
 
-    kernel, tile: the forward's, by default those that `attention` selects; backward: the kernel of the backward.
-    Unsupported problems go to PyTorch's own kernel, and the log ("sandbox") says why. Leaving restores what was there
-    before. Without `with`, `activate()` and `restore()` do the same; so do, of the latest object, PyTorch 2.11's own
-    torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl().
+    kernel, tile: of the forward, by default those that `attention` selects; backward: the kernel of the backward.
+    Unsupported problems go to PyTorch's own kernel, and the log ("sandbox") says why. Leaving the context restores what
+    was active before. Without `with`, `activate()` and `restore()` do the same; so do, of the latest object, PyTorch
+    2.11's own torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl().
 
     Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
 
-    It holds for all threads. PyTorch itself decides which calls end in those operators: on a GPU float16 and bfloat16
-    without attn_mask, while torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU what has no dropout.
+    It applies to all threads. PyTorch itself decides which calls reach those operators: on a GPU float16 and bfloat16
+    without attn_mask, if torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU calls without dropout.
     """
     for name, computes in ((kernel, "forward"), (backward, "backward")):
         named(name, computes)  # raises: an unknown name is not an unsupported problem
@@ -80,7 +81,7 @@ class Slot:
         self.restore()
 
     def activate(self) -> None:
-        """Our kernels from here on."""
+        """Replaces PyTorch's kernels by ours."""
         if self in _active:
             raise UnsupportedProblem("this use_in_torch is active already: restore it first, or make another")
         registry = _registry()
@@ -116,7 +117,7 @@ class Slot:
         registry.activate_flash_attention_impl(NAME)
 
     def register(self) -> Slot:
-        """Puts our kernels in PyTorch's dispatcher; what PyTorch's registry calls."""
+        """Puts our kernels in PyTorch's dispatcher. PyTorch's registry of implementations calls this."""
         self.remove()
         self._library = Library("aten", "IMPL")
         for device, operators in OPERATORS.items():
@@ -128,7 +129,7 @@ class Slot:
         return self
 
     def remove(self) -> None:
-        """Takes them out of it."""
+        """Takes our kernels out of PyTorch's dispatcher."""
         self._library = None  # unregisters
 
     def _take(self, name: str, device: str, ours: Callable[..., Any]) -> None:
@@ -147,7 +148,7 @@ class Slot:
                 return theirs.call_boxed(keys, *args, **options)
 
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators")  # that it is overridden
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # about the override
             self._library.impl(name, call, device, with_keyset=True)  # type: ignore[union-attr]
 
     def attend(self, arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
@@ -157,8 +158,9 @@ class Slot:
     def differentiate(self, arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any, Any]:
         """dq, dk, dv of dout, q, k, v, out, lse and the arrays that `options.arrays` names.
 
-        The backward of a dropout has to come from the project that computed the forward: the two drop other elements.
-        Raises UnsupportedProblem where PyTorch computed it, SandboxError where only our forward supports the problem.
+        With dropout, forward and backward must both be ours or both PyTorch's: the two drop different elements. Raises
+        UnsupportedProblem if PyTorch computed the forward, SandboxError if our forward supports the problem, but no
+        backward of ours.
         """
         kernel, tile = self._backward
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -171,7 +173,9 @@ class Slot:
         try:
             return run_backward(arrays, backward)
         except UnsupportedProblem as error:
-            raise SandboxError(f"what our forward has dropped, no backward of ours differentiates: {error}") from None
+            raise SandboxError(
+                f"the forward was ours, with dropout, and no backward kernel of ours supports it: {error}"
+            ) from None
 
     def _as_forward(self, options: Options) -> Options:
         kernel, tile = self._forward
@@ -179,8 +183,8 @@ class Slot:
 
 
 def _theirs(name: str, device: str) -> Any:
-    """PyTorch's kernel for the operator, or what has its place; None where it has none, as of flash attention on the
-    CPU, and before 2.9, which does not give its kernels away."""
+    """PyTorch's kernel for the operator, or its present override. None if PyTorch has none (flash attention on the
+    CPU), and before PyTorch 2.9, which has no `get_kernel`."""
     with suppress(AttributeError, RuntimeError):
         return torch.library.get_kernel(f"aten::{name}", device)
     return None
@@ -212,8 +216,8 @@ _unused: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}  # by device 
 
 
 def _auxiliary(q: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused, debug_attn_mask. Without dropout they are not read, and cached: making three took a quarter
-    of a call's host time (4 of 16 µs, without a launch)."""
+    """rng_state, unused, debug_attn_mask. Without dropout nothing reads them, and they are cached: allocating them
+    took a quarter of a call's host time (4 of 16 µs, without a launch)."""
     found = _unused.get(key := (q.get_device(), q.dtype))
     if found is None:
         with torch.inference_mode(False):  # a tensor of that mode could not be saved for a backward
@@ -223,11 +227,12 @@ def _auxiliary(q: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], options: Options) -> Tensor:
-    """PyTorch's debug_attn_mask, (B, H, Sq, Sk), both lengths rounded up to 128, of q's dtype: 1 where dropout keeps an
-    element, -1 where it drops it or where it is not seen, 0 beyond the lengths.
+    """PyTorch's debug_attn_mask, (B, H, Sq, Sk), Sq and Sk rounded up to multiples of 128, of q's dtype: 1 where
+    dropout keeps an element, -1 where it drops it or the mask hides it, 0 beyond Sq and Sk.
 
-    By the forward itself: which elements are dropped depends on the seed and their places alone. With q = k = 0 a row
-    of P is 1 / n, and with columns of the identity as V out is P after dropout, as many keys at a time as V is wide.
+    Computed with the forward: which elements are dropped depends only on the seed and on their indices. With q = k = 0
+    all visible elements of a row of P are equal, and with columns of the identity as V, out is P after dropout, for Dv
+    keys at a time.
     """
     q, k, v, *more = arrays
     (B, H, Sq, _), Sk, Dv = q.shape, k.size(2), v.size(3)
@@ -250,7 +255,7 @@ def _dense_forward(
     slot: Slot, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of (B, heads, S, D); causal is bottom-right."""
+    """Tensors are (B, heads, S, D); causal is bottom-right."""
     state = _state(q) if dropout_p else None
     options, more = _options(q, is_causal, scale, dropout_p, state)
     out, lse = slot.attend((q, k, v, *more), options)
@@ -278,7 +283,7 @@ def _flash_forward(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of (B, S, heads, D), or of a ragged batch, (rows, heads, D); causal is bottom-right."""
+    """Tensors are (B, S, heads, D), of a ragged batch (rows, heads, D); causal is bottom-right."""
     _reject("block_table", block_table is not None)
     window, state = _window(window_size_left, window_size_right), _state(q) if dropout_p else None
     options, more = _options(
@@ -291,7 +296,7 @@ def _flash_forward(
         if return_debug_mask and dropout_p:
             numbers = *numbers[:2], _debug_mask(slot, arrays, options)
         return _dense_like(q, out.transpose(1, 2)), lse, *numbers
-    if return_debug_mask and dropout_p:  # not UnsupportedProblem: PyTorch's forward, our backward would drop others
+    if return_debug_mask and dropout_p:  # not UnsupportedProblem: PyTorch's forward and our backward would differ
         raise SandboxError(
             "return_debug_mask of a ragged batch with dropout is not supported in use_in_torch: no kernel writes the "
             "mask; call the operator outside of it, or leave out return_debug_mask"
@@ -320,8 +325,8 @@ def _flash_backward(
 
 
 def _dense_like(given: Tensor, result: Tensor) -> Tensor:
-    """`result` in the strides that PyTorch's operator gives it: those of torch.empty_like(given), but for the width.
-    Ours are the same unless `given` is broadcast. PyTorch views results of nested tensors as one row of numbers, and
+    """`result` in the strides that PyTorch's operator gives it: those of torch.empty_like(given), with the last size of
+    `result`. Ours are the same unless `given` is broadcast. PyTorch flattens results of nested tensors with `view`, and
     its compiler asserts the strides."""
     if 0 not in given.stride():
         return result
@@ -346,7 +351,7 @@ def _cpu_forward(
     slot: Slot, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of (B, heads, S, D); causal is top-left, and lse lies as (B, S, heads)."""
+    """Tensors are (B, heads, S, D); causal is top-left, and the memory order of lse is (B, S, heads)."""
     _reject("dropout", dropout_p)  # this operator has no argument for the seed
     options, more = _options(q, is_causal and "top-left", scale, bias=attn_mask)
     out, lse = slot.attend((q, k, v, *more), options)
@@ -378,7 +383,7 @@ _FLASH: dict[str, Callable[..., Any]] = {
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "CUDA": _FLASH,
     "CPU": {
-        **_FLASH,  # which ring attention calls, for one; PyTorch has none of them there
+        **_FLASH,  # PyTorch has no CPU kernels for these; ring attention, for example, calls them
         "_scaled_dot_product_flash_attention_for_cpu": _cpu_forward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_backward,
     },

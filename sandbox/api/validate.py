@@ -19,8 +19,8 @@ from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, VALUES, Options
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
-    """The problem of arrays, by the names of the public functions. Raises UnsupportedProblem naming the unsupported
-    value, SpecError for an invalid option."""
+    """The problem that arrays define; `views` by their names in the public functions. Raises UnsupportedProblem naming
+    the unsupported value, SpecError for an invalid option."""
     q, k, v = views["q"], views["k"], views["v"]
     for name in ("q", "k", "v"):
         _check_tensor(name, views[name])
@@ -35,12 +35,14 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     if k.shape[3] != q.shape[3]:
         raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: D must be the same")
     if v.shape[:3] != k.shape[:3]:
-        raise UnsupportedProblem(f"k has shape {k.shape} and v {v.shape}: they must be the same, but for v's width")
+        raise UnsupportedProblem(
+            f"k has shape {k.shape} and v {v.shape}: they must be the same, except for the last dimension"
+        )
     B, H, Sq, D = q.shape
     Hk, Sk = k.shape[1:3]
     for name, width in (("q", D), ("v", v.shape[3])):
         if width == 0:
-            raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its width must be at least 1")
+            raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its last dimension must be at least 1")
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
     fields: dict[str, Any] = {name: getattr(options, name) for name in VALUES}
@@ -65,7 +67,9 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
 
 def _check_map(view: ArrayView, p: Problem) -> None:
     if p.mask:
-        raise UnsupportedProblem("score has a block map, of its own mask alone: leave out mask=, or with_blocks")
+        raise UnsupportedProblem(
+            "score has a block map, which knows its own mask only: leave out mask=, or with_blocks"
+        )
     if (
         view.shape != p.block_map
         or view.dtype != "int32"
@@ -73,15 +77,15 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         or view.alignment < 16
     ):
         raise UnsupportedProblem(
-            f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map makes of "
-            f"the score and {p}, contiguous, {p.block_map}, int32"
+            f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map returns "
+            f"for the score and {p}, contiguous, {p.block_map}, int32"
         )
     assert p.score is not None
     named = p.score.named_by_mask
     if p.key_lengths and "Sk" in named:
         raise UnsupportedProblem(
-            "score has a block map, and its mask names Sk, which key_lengths makes another number for each batch "
-            "entry: leave out with_blocks"
+            "score has a block map, and its mask names Sk, which with key_lengths differs between batch entries: "
+            "leave out with_blocks"
         )
     if p.score.made_for is None:
         return
@@ -110,24 +114,24 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
 
 
 def _most_keys(views: Mapping[str, ArrayView]) -> int:
-    """The maximum number of keys of a batch entry, of pages and their table."""
+    """The maximum number of keys per batch entry that the block table can hold. Validates pages and table."""
     table, (pages, _, page_size, _), B = views[BLOCK_TABLE], views["k"].shape, views["q"].shape[0]
     if table.dtype != "int32":
         raise UnsupportedProblem(f"{BLOCK_TABLE} is {table.dtype}: it must be int32")
     if len(table.shape) != 2 or table.shape[0] != B:
-        raise UnsupportedProblem(f"{BLOCK_TABLE} has shape {table.shape}: it must be (B, most pages), B={B}")
+        raise UnsupportedProblem(f"{BLOCK_TABLE} has shape {table.shape}: it must be (B, max_pages), B={B}")
     if not page_size or page_size % PAGE_ROWS:
         raise UnsupportedProblem(f"k_pages has pages of {page_size} rows: they must be a multiple of {PAGE_ROWS}")
     return table.shape[1] * page_size if pages else 0
 
 
 def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
-    """The fields of a Problem for float8, and out's dtype. Raises UnsupportedProblem for float8 without descale,
-    and for its gradient."""
+    """The fields of a Problem for float8: v's and out's dtype, descale. Raises UnsupportedProblem for float8 without
+    descale, and for its gradient."""
     dtype = views["q"].dtype
     if dtype in FLOAT8 and not options.descale:
         raise UnsupportedProblem(
-            f"q is {dtype}: it needs descale=(q, k, v), what each is to be multiplied by, a number or (B, heads) "
+            f"q is {dtype}: it needs descale=(q, k, v), the factor of each, a number or (B, heads) "
             "float32 (1.0 where it was not scaled)"
         )
     if dtype in FLOAT8 and "dout" in views:
@@ -160,7 +164,8 @@ def _shapes(
 ) -> dict[str, Any]:
     """The fields of a Problem for the arrays of score options.
 
-    A dimension of stride 0 counts as 1, except for a bias whose gradient is required as a `whole`.
+    A dimension of stride 0 has size 1 in the Problem. `whole`: not for the bias, because its gradient is required in
+    its full shape.
     """
     found: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
@@ -194,7 +199,8 @@ def _shapes(
 
 
 def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
-    """The arrays with a layout that no kernel can read. Validates dout, out, lse and dlse against q and v first."""
+    """Names of the arrays with a layout that no kernel can read. Validates dout, out, lse and dlse against q and v
+    first."""
     rows = p.batches, p.H, p.rows[0]
     wide = *rows, p.Dv
     keys = {"bias": p.bias[3:], "mask": p.mask[3:]}

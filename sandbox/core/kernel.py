@@ -21,14 +21,14 @@ Dim3 = tuple[int, int, int]
 
 
 class Computation(NamedTuple):
-    """What every kernel of a kind reads and writes, by the names in its `args`."""
+    """The tensors that every kernel of one kind reads and writes, by their names in `args`."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
 
 COMPUTATIONS = {  # in the order in which kernels are listed
-    "block_map": Computation((), ("block_map",)),  # launched first, where a mask or a condition hides keys
+    "block_map": Computation((), ("block_map",)),  # launched first if there is a mask or a Score's mask
     "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
     "preprocess": Computation(("dO", "O"), ("delta",)),
     "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after preprocess
@@ -48,14 +48,14 @@ class Entry:
     smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
     args: tuple[str, ...]
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
-    """Arguments of its own, by their names in `args`: int32; also numbers for profile's model of its bytes."""
+    """int32 arguments of this entry only, by their names in `args`. The IO model of `profile` reads some of them."""
     programmatic_launch: bool = False
-    """True: programmatic dependent launch. It may start before the previous entry has ended, and calls
-    `griddepcontrol_wait`."""
+    """True: programmatic dependent launch. The entry may start before the previous one has ended, and must call
+    `griddepcontrol_wait` before it reads the previous one's results."""
     launch_first: bool = False
-    """True, of an entry in `then`: it is launched before the kernel, and before the other kernels that it needs."""
+    """True (only in `then`): launched before the main entry, and before other kernels, such as preprocess."""
     cluster: Callable[[Tile], int] = lambda tile: 1
-    """Blocks of a cluster, adjacent in x (include/cluster.cuh)."""
+    """Blocks per cluster, along x (include/cluster.cuh)."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -75,12 +75,12 @@ class Kernel(Entry):
     summary: str  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]
     min_arch: Arch
-    tiles: tuple[Tile, ...]  # best first, until `tune` has found a better one for a GPU and a class of problems
-    space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # what `tune` tries for each number
+    tiles: tuple[Tile, ...]  # best first; a tile that `tune` stored for the GPU and problem class precedes them
+    space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # values that `tune` tries
     then: tuple[Entry, ...] = ()
-    macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # of one of several kernels that share a `.cu`
+    macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # additional, if kernels share a `.cu`
     scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
-    """Scratch of other sizes than all kernels': numbers, and of these the first that have to be zeros."""
+    """{name: (elements, how many of the first must be zero)} of scratch whose size is not that in `SCRATCH`."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
     paged: bool = False  # True: it takes keys in pages, which it finds by `key_address`
@@ -88,11 +88,11 @@ class Kernel(Entry):
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
-    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # of the tiles the smallest is tried first
+    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # the tile with the smallest is tried first
     preference: int = 0  # among kernels of one rung: `attention` tries the largest first
     first_for: Callable[[Problem], bool] = lambda problem: False
     """Problems for which it is faster than higher rungs, as measured: `attention` tries it before them."""
-    arch_suffix: str = ""  # "a": the kernel uses instructions of that very architecture, as sm_90a
+    arch_suffix: str = ""  # "a": compiled for sm_90a, with architecture-specific instructions
     source: Path = Path()
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Kernel(Entry):
             raise SpecError(f"{self.name}: a kernel needs at least one dtype")
         given, named = COMPUTATIONS[self.computes], {name for entry in self.entries for name in entry.args}
         if missing := [name for name in (*given.reads, *given.writes) if name not in named]:
-            raise SpecError(f"{self.name}: args must name {', '.join(missing)}: the {self.computes} is given them all")
+            raise SpecError(f"{self.name}: args must name {', '.join(missing)}: every {self.computes} kernel has them")
         for entry in self.then:
             if not entry.name.startswith(f"{self.name}_"):
                 raise SpecError(f"{self.name}: then: {entry.name!r} must begin with {self.name}_")
@@ -151,7 +151,7 @@ class Kernel(Entry):
             )
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
             if self.max_D < width:
-                return f"{self.name}: {name}={width} is not supported: head widths are at most {self.max_D}"
+                return f"{self.name}: {name}={width} is not supported: head dimensions are at most {self.max_D}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"
         return None
@@ -166,7 +166,7 @@ class Kernel(Entry):
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
         """The macros for geometry, dtype and score options of the `.cu`, the same for all its entries.
 
-        SMEM_BYTES is the first entry's shared memory; that of a later one, NAME_dq, is SMEM_BYTES_DQ.
+        SMEM_BYTES is the shared memory of the main entry, NAME; that of a further entry, NAME_dq, is SMEM_BYTES_DQ.
         """
         smem = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
         return {

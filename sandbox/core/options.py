@@ -28,7 +28,8 @@ Sizes = tuple[int, int, int, int]  # B, H, Sq, Sk
 
 
 class Number(NamedTuple):
-    """A field of the argument `score`: present where the option's macro is set, or where `present` says so."""
+    """A number in the kernel argument `score`. It is present if `present` returns True, by default if the option's
+    macro is set."""
 
     name: str
     ctype: type
@@ -39,8 +40,8 @@ class Number(NamedTuple):
 class ScoreTensor(NamedTuple):
     """A tensor in the argument `score`: its name, its shape, and the fields of its address and of its strides.
 
-    It has as many dimensions as its shape, or fewer, the last ones. Where there are fewer strides than dimensions, the
-    stride of the last dimension must be 1.
+    The caller's tensor may lack leading dimensions of the shape: their strides are 0. If there are fewer stride fields
+    than dimensions, the stride of the last dimension must be 1.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Array(NamedTuple):
 
     dtype: str = ""  # "": that of out, or float32
     shapes: Callable[[Sizes], tuple[tuple[int, ...], ...]] | None = None  # None: broadcastable to (B, H, Sq, Sk)
-    shape_is_field: bool = True  # the field of Problem is its shape, not whether there is one
+    shape_is_field: bool = True  # the Problem field is the array's shape; False: whether there is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +70,9 @@ class Option:
     array: Array | None = None
     check: Callable[[str, Any], Any] | None = None  # (name, value) -> the normalised value; raises SpecError
     gradient: bool = False
-    flag: Mapping[str, Any] = field(default_factory=dict)  # of click.option; {}: none
+    flag: Mapping[str, Any] = field(default_factory=dict)  # arguments of click.option; {}: no flag
     flag_name: str = ""  # if it is not `name`
-    cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # that `check` tries
+    cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # test cases of `check`
     text: Callable[[Problem], str] = lambda p: ""  # in `Problem.variant`; "" if it is not used
 
 
@@ -111,7 +112,7 @@ def _bias_level(p: Problem) -> int:
 
 
 def _descale_level(p: Problem) -> int:
-    """8: float8 has a number for v; 1, 2, 4: a tensor of numbers for q, k, v."""
+    """The sum of 8 for float8, and 1, 2, 4 if the descale of q, k, v is a tensor, not a number."""
     return sum(bit for bit, x in zip((1, 2, 4), p.descale, strict=False) if isinstance(x, tuple)) + 8 * p.float8
 
 
@@ -292,8 +293,8 @@ SHOWN = tuple(
 
 
 def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
-    """Raises SpecError where a factor that kernels compute from finite numbers overflows or underflows in float32:
-    scale * descale of q * descale of k, and that divided by softcap."""
+    """Raises SpecError if a factor that kernels compute overflows or underflows in float32: scale * descale of q *
+    descale of k, or this divided by softcap."""
     factor = scale * math.prod(descale)
     if not abs(factor) < FLOAT32_OVERFLOW:
         raise SpecError(
@@ -315,7 +316,7 @@ def check_products(scale: float, softcap: float, descale: Sequence[float]) -> No
 
 
 def macros(problem: Problem) -> dict[str, int]:
-    """The macros that the options of a problem's score set."""
+    """The macros that the score options of a problem define."""
     found = {option.macro: int(option.level(problem)) for option in OPTIONS if option.macro}
     used = {name: value for name, value in found.items() if value}
     if used:
@@ -351,5 +352,5 @@ def score_structure(problem: Problem) -> type[ctypes.Structure]:
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]
     if problem.score and not problem.score.structure[2]:
-        fields += [("snippet", _INT)]  # C++ has no empty member
+        fields += [("snippet", _INT)]  # without tensors: an empty struct in C++ takes space, too
     return type("Score", (ctypes.Structure,), {"_fields_": fields})

@@ -24,25 +24,26 @@ class Problem:
     """Shapes, dtype and semantics of one attention call.
 
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv); o: (B, H, Sq, Dv); query head h reads key/value head
-    h // (H / Hk). `scale` None means 1/sqrt(D). `alignment`: bytes, at most 16, that the address of every row of q, k
-    and v, and in a backward of do and o, is a multiple of. `mappable`: their strides are such as a tensor map takes,
-    positive, or 0 in B or H. `v_dtype`: of v, where it is another float8 than q and k; `out_dtype`: of o, which is q's,
-    or of float8 bfloat16, unless said. `descale`: what float8 q, k and v are to be multiplied by, each a number or the
-    shape of a tensor that broadcasts to (B, heads); () where they are all 1.
+    h // (H / Hk). `scale`: None means 1/sqrt(D). `alignment`: in bytes, at most 16, of the address of every row of q, k
+    and v, and in a backward of do and o. `mappable`: a tensor map can describe their strides: positive, or 0 in B or H.
+    `v_dtype`: v's dtype if it is not the float8 of q and k. `out_dtype`: o's dtype; by default q's, for float8
+    bfloat16. `descale`: the factors by which float8 q, k and v are multiplied, each a number or the shape of a tensor
+    that broadcasts to (B, heads); () if all are 1.
 
-    What a score is beyond scale and causal, absent by default: `window`, `softcap`; the shapes of `alibi`'s slopes,
-    (H,) or (B, H), and of `bias` and `mask`, four numbers each 1 or that of (B, H, Sq, Sk); whether there is a `sink`
-    for each head and a number of keys that count for each batch entry, of which Sk is then the most; the user's own
-    `score`; and the probability `dropout` that an element of P is dropped. A bias has o's dtype, or `bias_dtype`.
-    A window bound above Sq + Sk is replaced by Sq + Sk, which hides nothing.
-    Raises SpecError naming the value that makes no sense, UnsupportedProblem for sizes beyond those of `limits`.
+    Score options, off by default: `window`, `softcap`; the shapes of `alibi`'s slopes, (H,) or (B, H), and of `bias`
+    and `mask`, (B, H, Sq, Sk) or 1 in any dimension; `sink`: whether there is one per head; `key_lengths`: whether each
+    batch entry has its own number of valid keys, at most Sk; the user's own `score`; `dropout`: the probability that an
+    element of P is dropped. A bias has o's dtype, or `bias_dtype`. A window bound above Sq + Sk is replaced by Sq + Sk,
+    which hides nothing. Raises SpecError naming the invalid value, UnsupportedProblem for sizes above those in
+    `limits`.
 
-    A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry, q
-    (1, H, rows, D) and so on; `ragged` says how many rows of q and of k there are. Where they begin only the device
-    knows, unless `lengths` says it, a pair (queries, keys) for each, from which B, Sq, Sk and `ragged` follow.
+    A ragged batch: B sequences of at most Sq queries and Sk keys, packed into tensors of one batch entry, q
+    (1, H, rows, D) and so on; `ragged` is (rows of q, rows of k). The offsets of the sequences are known only on the
+    device, unless `lengths` has a pair (queries, keys) for each; B, Sq, Sk and `ragged` are then computed from it.
 
-    A paged batch: keys are stored in pages of `page_size` rows, k (pages, Hk, page_size, D) and v the same; a table of
-    (B, Sk / page_size) page numbers selects them; `key_lengths` is set. `pages`: by default the size of the table.
+    A paged batch: keys are stored in pages of `page_size` rows, k (pages, Hk, page_size, D) and v the same; a block
+    table of (B, Sk / page_size) page numbers selects them; `key_lengths` is set. `pages`: by default the size of the
+    table.
     """
 
     B: int
@@ -50,24 +51,24 @@ class Problem:
     Sq: int
     Sk: int
     D: int
-    Hk: int = 0  # 0: as many as H
+    Hk: int = 0  # 0: H
     dtype: str = "float32"
     causal: Causal = False
     scale: float = field(default=None)  # type: ignore[assignment]  # None: 1/sqrt(D)
     alignment: int = 16
     mappable: bool = True
-    Dv: int = 0  # 0: as D
+    Dv: int = 0  # 0: D
     window: Window = (None, None)
     softcap: float = 0.0  # 0: none
     alibi: tuple[int, ...] = ()
     bias: tuple[int, ...] = ()
-    bias_dtype: str = ""  # "": o's, or "float32"
-    bias_boxes: bool = True  # a tensor map describes it: as `alignment` 16 and `mappable`
+    bias_dtype: str = ""  # "": o's dtype; or "float32"
+    bias_boxes: bool = True  # a tensor map can describe the bias: 16-byte alignment, strides as for `mappable`
     mask: tuple[int, ...] = ()
     sink: bool = False
     key_lengths: bool = False
     score: Score | None = None
-    dropout: float = 0.0  # the probability that an element of P is dropped; a number, not compiled in
+    dropout: float = 0.0  # an argument of the kernel, not compiled in
     ragged: tuple[int, ...] = ()
     lengths: tuple[tuple[int, int], ...] = ()
     v_dtype: str = ""  # "": q's
@@ -96,7 +97,8 @@ class Problem:
             if option.check:
                 set_(self, option.name, option.check(option.name, getattr(self, option.name)))
         set_(self, "scale", 1.0 / math.sqrt(self.D) if self.scale is None else number("scale", self.scale))
-        # Sq + Sk keys to either side hide nothing, and kernels add the bounds to positions in 32 bits.
+        # A bound of Sq + Sk hides nothing; a larger one could overflow, because kernels add bounds and indices as
+        # int32.
         set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
         check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
@@ -111,7 +113,7 @@ class Problem:
             set_(self, name, tuple(getattr(self, name) or ()))
         if self.alibi not in ((), (self.H,), (self.B, self.H)):
             raise SpecError(
-                f"alibi={self.alibi} must be the shape of one slope a head, {(self.H,)} or {(self.B, self.H)}"
+                f"alibi={self.alibi} must be the shape of one slope per head, {(self.H,)} or {(self.B, self.H)}"
             )
         full = (self.B, self.H, self.Sq, self.Sk)
         for name in ("bias", "mask"):
@@ -130,15 +132,16 @@ class Problem:
 
     @classmethod
     def from_shape(cls, shape: str, **semantics: Any) -> Problem:
-        """`"B,H,S,D"` or `"B,H,Sq,Sk,D"`, H also as H/Hk, D also as D/Dv, and the other fields by name.
+        """The problem of the text `"B,H,S,D"` or `"B,H,Sq,Sk,D"`, where H may be H/Hk and D may be D/Dv, with the other
+        fields by name.
 
-        `lengths` makes it a ragged batch, B and S then being those of its sequences: pairs, or text as "64,128x256".
-        `alibi` may also be True, one slope a head; `bias` and `mask` text of numbers, or their names, as "1,H,Sq,Sk".
+        `lengths` makes it a ragged batch and replaces B and S: pairs, or text such as "64,128x256". `alibi` may also be
+        True: one slope per head. `bias` and `mask` may also be text with numbers or names, such as "1,H,Sq,Sk".
         """
         return cls(**fields_of(shape, semantics))
 
     def as_json(self) -> dict[str, Any]:
-        """Every field, those that are absent left out: what `from_json` takes."""
+        """The fields, for `from_json`; options that are off are left out."""
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {
             name: value.as_json() if isinstance(value, Score) else list(value) if isinstance(value, tuple) else value
@@ -148,28 +151,28 @@ class Problem:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Problem:
-        """The problem of what `as_json` gave; its `score` without the tensors' numbers."""
+        """The problem that `as_json` wrote. The tensors of its `score` are TensorLike, without elements."""
         return cls(**{**row, **({"score": Score.from_json(row["score"])} if row.get("score") else {})})
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element of q, k and v."""
+        """Bytes per element of q, k and v."""
         return dtypes.ITEMSIZE[self.dtype]
 
     @property
     def float8(self) -> bool:
-        """Whether q, k and v are of 8 bits."""
+        """Whether q, k and v have a float8 dtype."""
         return self.dtype in FLOAT8
 
     def dtype_of(self, tensor: str) -> str:
-        """The dtype of "Q", "K", "V" or "O", or of a gradient, which is as what it belongs to."""
+        """The dtype of "Q", "K", "V" or "O", or of a gradient, which has the dtype of its tensor."""
         if tensor in ("O", "dO", "bias"):
             return self.out_dtype or dtypes.default_out_dtype(self.dtype)
         return (self.v_dtype if tensor == "V" else "") or self.dtype
 
     @property
     def batches(self) -> int:
-        """Batch entries of the tensors."""
+        """Batch entries of the tensors: 1 for a ragged batch."""
         return 1 if self.ragged else self.B
 
     @property
@@ -204,7 +207,8 @@ class Problem:
 
     @property
     def sequences(self) -> tuple[Problem, ...]:
-        """Those whose lengths are known, each as a problem of its own: bias, mask and slopes are cut to it."""
+        """The sequences of a ragged batch with known lengths, each as a dense problem of its own; () without
+        `lengths`."""
 
         def part(Sq: int, Sk: int) -> Problem:
             cut = {
@@ -221,35 +225,36 @@ class Problem:
 
     @property
     def plain(self) -> bool:
-        """Whether a score is scale and causal alone, and v as wide as k."""
+        """Whether there are no score options other than scale and causal, and Dv is D."""
         return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in _ABSENT if name != "Dv")
 
     @property
     def diagonal(self) -> int:
-        """What is added to a query's row to find its own place among the keys. Causal: it sees j <= i + diagonal."""
+        """The offset between query and key indices. Causal: query i sees keys j <= i + diagonal."""
         return 0 if self.causal == "top-left" else self.Sk - self.Sq
 
     @property
     def block_map(self) -> tuple[int, int, int, int]:
-        """The shape of its block map, as core/block_map.py says."""
+        """The shape of its block map (core/block_map.py)."""
         return block_map.shape_for(self)
 
     @property
     def bias_tiles(self) -> bool:
-        """Whether tensor maps can copy tiles of the bias: of q's 16 bits, one that varies along rows and keys."""
+        """Whether TMA can copy tiles of the bias: it has q's 16-bit dtype and varies along queries and keys."""
         varies = self.bias[2:] == (self.Sq, self.Sk) and self.Sq > 1 and self.Sk % 8 == 0 and not self.ragged
         return varies and self.bias_boxes and not self.bias_dtype and self.itemsize == 2
 
     @property
     def bounds(self) -> Window:
-        """(left, right), causal and window in one: query i sees keys i + diagonal - left to i + diagonal + right."""
+        """(left, right) of causal and window together: query i sees keys i + diagonal - left to i + diagonal +
+        right."""
         left, right = self.window
         return left, (0 if right is None else min(right, 0)) if self.causal else right
 
     @property
     def visible_pairs(self) -> int:
-        """How many (query, key) pairs one head has to score, as far as causal and window say; of a ragged batch, a head
-        of each sequence."""
+        """The number of (query, key) pairs of one head that causal and window leave visible; of a ragged batch, the sum
+        over its sequences."""
         if self.ragged:
             return sum(part.visible_pairs for part in self.sequences)
         left, right = self.bounds
@@ -262,17 +267,18 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Forward operations by the field's rule: 2·B·H·Sq·Sk·(D + Dv), half of it for causal; in a window of the
-        pairs that are seen; of a ragged batch of its sequences, or 0 where their lengths are not known."""
+        """Forward operations, counted as in FlashAttention's benchmarks: 2·B·H·Sq·Sk·(D + Dv), half of it for causal.
+        With a window only visible pairs count; a ragged batch is the sum over its sequences, 0 without `lengths`."""
         return self._flops(self.D + self.Dv)
 
     def flops_of(self, computes: str, pairs: int | None = None) -> int:
-        """`flops`; of a "backward" for five matrix products, not two. `pairs`: that all heads see, where counted."""
+        """`flops` of a "forward", two matrix products, or a "backward", five. `pairs`: the visible pairs of all heads,
+        if they were counted."""
         widths = {"forward": self.D + self.Dv, "backward": 3 * self.D + 2 * self.Dv}.get(computes, 0)
         return self._flops(widths) if pairs is None else 2 * pairs * widths
 
     def _flops(self, widths: int) -> int:
-        """Of matrix products whose head widths are that many together."""
+        """Operations of matrix products; `widths`: the sum of their head dimensions."""
         if self.ragged:
             return sum(part._flops(widths) for part in self.sequences)
         if self.window != (None, None):
@@ -287,14 +293,14 @@ class Problem:
 
     @property
     def variant(self) -> str:
-        """The part that selects a compiled variant: head widths, dtype, mask, options."""
+        """The part that selects a compiled variant, as text: head dimensions, dtype, mask, options."""
         widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
         mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
         of = dtypes.described(self.dtype, self.v_dtype, self.out_dtype)
         return " ".join((widths, of, *mask, *self._options()))
 
     def _options(self) -> Iterator[str]:
-        """Those that are set, by the names of the command line."""
+        """The score options that are set, by their names on the command line."""
         yield from filter(None, (option.text(self) for option in SHOWN))
 
 

@@ -20,17 +20,17 @@ from .files import mistakes_of
 from .kernel import COMPUTATIONS, Kernel
 from .project import FOLDER as FOLDER  # re-exported
 
-_reading = threading.RLock()  # no module is discarded while another thread imports it
+_reading = threading.RLock()  # `forget` must not discard a module that another thread imports
 
 
 class _Found(NamedTuple):
     kernels: dict[str, Kernel]
-    broken: dict[str, str]  # messages, by the spec's file name without its suffix: an exception would keep its frames
+    broken: dict[str, str]  # {spec file without suffix: message}; a stored exception would keep its frames alive
 
 
 @lru_cache(maxsize=1)
 def _read() -> _Found:
-    """Every spec; one that is wrong is said in a line, and the others go on."""
+    """Reads every spec. Logs one line for each spec with an error, and leaves it out."""
     specs: dict[str, tuple[Kernel, ...]] = {}
     found: dict[str, Kernel] = {}
     broken: dict[str, str] = {}
@@ -39,7 +39,7 @@ def _read() -> _Found:
             specs[module_info.name] = _kernels_of(module_info.name)
         except SpecError as error:
             broken[module_info.name] = str(error)
-    # A file of a kernel's own name has the better right to it than one that was copied and not renamed.
+    # If two files define one name, the file of that name wins: the other is a copy in which the name was not changed.
     for name, own in sorted(specs.items(), key=lambda item: item[0] not in {kernel.name for kernel in item[1]}):
         sourced = {kernel.name: dataclasses.replace(kernel, source=FOLDER / f"{name}.cu") for kernel in own}
         if twice := [kernel for kernel in sourced.values() if kernel.name in found]:
@@ -79,12 +79,12 @@ def _load(name: str) -> ModuleType:
 
 
 def kernels() -> dict[str, Kernel]:
-    """{name: Kernel}, forward before backward, lowest rung first, without those whose specs are wrong (see `get`)."""
+    """{name: Kernel}, forward before backward, lowest rung first, without specs that have errors (see `get`)."""
     return dict(_all().kernels)
 
 
 def get(name: str) -> Kernel:
-    """The kernel of that name. Raises UnknownKernel with the names there are, SpecError when its own spec is wrong."""
+    """The kernel of that name. Raises UnknownKernel with the known names, SpecError if its spec has an error."""
     kernel = entry_owner(name)
     if kernel.name != name:
         raise UnknownKernel(f"{name} is a part of {kernel.name}, launched after it: name {kernel.name}")
@@ -92,7 +92,7 @@ def get(name: str) -> Kernel:
 
 
 def entry_owner(name: str) -> Kernel:
-    """The kernel that has an entry point of that name. Raises UnknownKernel with the names of kernels, SpecError."""
+    """The kernel that has an entry point of that name. Raises UnknownKernel with the known kernels, SpecError."""
     known, broken = _all()
     owners = {entry.name: kernel for kernel in known.values() for entry in kernel.entries}
     if name not in owners:
@@ -106,7 +106,7 @@ def entry_owner(name: str) -> Kernel:
 
 
 def forget() -> None:
-    """Read the specs anew at the next call."""
+    """Makes the next call read the specs again."""
     with _reading:
         for name in [name for name in sys.modules if name.startswith("kernels_cu.")]:
             del sys.modules[name]

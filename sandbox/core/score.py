@@ -17,24 +17,24 @@ from .errors import SpecError
 from .files import mistakes_of, names_of
 from .project import from_project, within_project
 
-SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes an element
+SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes per element
 DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
-VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # what every expression knows
+VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # of every expression
 _CPP = """
 alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do double
 else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept not nullptr
 operator or private protected public register return short signed sizeof static struct switch template this throw true
 try typedef typename union unsigned using virtual void volatile while xor
 """
-CPP_KEYWORDS = frozenset(_CPP.split())  # what nothing in a `.cu` can be called
-FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # and may call
+CPP_KEYWORDS = frozenset(_CPP.split())  # not allowed as names
+FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # that an expression may call
 MOST_DIMENSIONS = 4
 _TAKEN = {*VARIABLES, *FUNCTIONS, *CPP_KEYWORDS}
-BLOCK_MAP = "score.block-map"  # what kernels know a given block map by; no tensor of an expression can be called so
+BLOCK_MAP = "score.block-map"  # name of a given block map; the hyphen excludes a tensor of that name
 
 
 class TensorLike(NamedTuple):
-    """What a tensor is like, without its numbers: all of it that a compiled kernel and a stored row know."""
+    """Shape and dtype of a tensor, without its elements: all that a compiled kernel and a JSON row depend on."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,15 +44,14 @@ class TensorLike(NamedTuple):
 class Score:
     """Two expressions in CUDA C++ over `VARIABLES` and tensors, compiled into every kernel.
 
-    score: what the score x of query i and key j, in batch entry b and head h, becomes. mask: whether key j is seen, as
-    one more condition. i and j count rows of q and k; Sq and Sk are how many there are. tensors: {name: array}, read as
-    `name(i, j)` with as many indices as it has dimensions, at most four; float32, float16, bfloat16, int32 or bool; any
-    strides. Indices must lie inside, for every b, h, i < Sq and j < Sk. Constants to autograd.
+    score: the new value of the score x of query i and key j, in batch entry b and head h. mask: whether query i sees
+    key j, in addition to causal, window and mask=. i and j are row indices of q and k; Sq and Sk the numbers of rows.
+    tensors: {name: array}, read as `name(i, j)` with one index per dimension, at most four; float32, float16, bfloat16,
+    int32 or bool; any strides. Indices must be in range for every b, h, i < Sq and j < Sk. Constants to autograd.
 
-    Two are equal when their texts and the names, shapes and dtypes of their tensors are equal. `file` is where it was
-    read from, `blocks` the block map of its mask, `made_for` the (B, H, Sq, Sk) that `sandbox.block_map` made it for
-    (None: not known), which is compared too. Raises SpecError naming what makes no sense; whether an expression
-    compiles shows when it is first used.
+    Two scores are equal if their expressions, `made_for`, and the names, shapes and dtypes of their tensors are equal.
+    `file`: the file it was read from. `blocks`: the block map of its mask. `made_for`: the (B, H, Sq, Sk) of that map
+    (None: unknown). Raises SpecError naming the invalid value; an expression is compiled when it is first used.
     """
 
     score: str = "x"
@@ -61,12 +60,13 @@ class Score:
     file: str = ""
     blocks: Any = None
     made_for: Sizes | None = None
-    # All that two equal ones share; and the same without the tensors' numbers, which keeps no array alive.
+    # `structure`: what equality compares, with `made_for`. `described`: this score with TensorLike in place of tensors,
+    # so that it keeps no array alive.
     structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
     described: Score = field(init=False, repr=False)
-    arrays: Mapping[str, Any] = field(init=False, repr=False)  # its tensors and blocks, by the names that plans have
-    _hash: int = field(init=False, repr=False)  # of its structure: every attention call needs it
-    on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # filled in by the package, which knows of compilers
+    arrays: Mapping[str, Any] = field(init=False, repr=False)  # tensors and blocks, by their names in plans
+    _hash: int = field(init=False, repr=False)  # of `structure`; every attention call needs it
+    on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # set in sandbox/__init__.py: it needs a compiler
 
     def __post_init__(self) -> None:
         for name in ("score", "mask"):
@@ -101,7 +101,7 @@ class Score:
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything to x."""
+        """Whether it modifies x."""
         return self.score != "x"
 
     @property
@@ -111,7 +111,7 @@ class Score:
 
     @property
     def named_by_mask(self) -> set[str]:
-        """The names in its condition: variables, functions, tensors; "true" alone where it hides nothing."""
+        """The names in its mask: variables, functions, tensors, and always "true"."""
         return set(re.findall(r"[A-Za-z_]\w*", self.mask)) | {"true"}
 
     def __eq__(self, other: object) -> bool:
@@ -130,16 +130,16 @@ class Score:
         return "; ".join([*shown, f"sees {self.mask}"] if self.hides else shown)
 
     def evaluate(self, x: Any, b: int, h: int, i: Any, j: Any, Sq: int, Sk: int) -> tuple[Any, Any, Any]:
-        """(what x becomes, its derivative, which are seen) of NumPy scores x (M, N), for query rows i (M, 1) and keys
-        j (1, N), in double precision by the host compiler: called by `sandbox.reference`."""
+        """(new x, its derivative by x, which pairs are visible) of NumPy scores x (M, N), for queries i (M, 1) and keys
+        j (1, N), in double precision, compiled by the host compiler. `sandbox.reference` calls it."""
         return self.on_host(x, b, h, i, j, Sq, Sk)
 
     def with_blocks(self, blocks: Any) -> Score:
-        """The same with the block map of its mask, of `sandbox.block_map`, so that no call makes one of its own."""
+        """A copy with the block map that `sandbox.block_map` returned, so that calls do not compute one."""
         return dataclasses.replace(self, blocks=blocks, made_for=None)
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes; the tensors without their numbers."""
+        """A row for `from_json`, with shapes and dtypes of the tensors instead of their elements."""
         tensors = {name: {"shape": list(like.shape), "dtype": like.dtype} for name, like in self.structure[2]}
         file = within_project(self.file)
         text = {"score": self.score, "mask": self.mask}
@@ -147,7 +147,7 @@ class Score:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Score:
-        """As `described`, of what `as_json` gave."""
+        """The score that `as_json` wrote, with TensorLike in place of tensors."""
         tensors = {
             name: TensorLike(tuple(like["shape"]), like["dtype"]) for name, like in row.get("tensors", {}).items()
         }
@@ -164,13 +164,15 @@ class Score:
             with mistakes_of(path, f"score {path}"):
                 found = found(problem)  # type: ignore[misc]
         if not isinstance(found, cls):
-            raise SpecError(f"score {path}: it must define score, a sandbox.Score or a function of the problem to one")
+            raise SpecError(
+                f"score {path}: it must define score, a sandbox.Score or a function that returns one for a problem"
+            )
         return dataclasses.replace(found, file=str(path.resolve()))
 
 
 @lru_cache(maxsize=256)
 def _described(score: str, mask: str, file: str, made_for: Sizes | None, /, **likes: TensorLike) -> Score:
-    """One object for all scores of a structure: those that are made anew at each call make no other."""
+    """Cached, so that a Score that is constructed in every call does not construct its `described` every time."""
     return Score(score, mask, likes, file, None, made_for)
 
 
@@ -182,5 +184,5 @@ def like_of(tensor: Any) -> TensorLike:
     try:
         shape, dtype = tuple(int(n) for n in tensor.shape), tensor.dtype
     except (AttributeError, TypeError):
-        raise SpecError(f"Score: a {type(tensor).__name__} is no tensor: it has no shape or dtype") from None
+        raise SpecError(f"Score: a {type(tensor).__name__} is not a tensor: it has no shape or dtype") from None
     return TensorLike(shape, str(dtype).rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""How a problem is cut: the named numbers of a tile."""
+"""The tile configuration of a kernel: named numbers such as BLOCK_M."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .integers import integer
 
 
 class Tile(Mapping[str, int]):
-    """The named numbers that fix a kernel's tiles, e.g. `Tile(BLOCK_M=64, BLOCK_N=32)`; read as `tile.BLOCK_M`.
+    """The named numbers that define a kernel's tiles, e.g. `Tile(BLOCK_M=64, BLOCK_N=32)`; read as `tile.BLOCK_M`.
 
     Immutable and hashable. Each number reaches the `.cu` as a macro of its name.
     """

@@ -1,4 +1,4 @@
-"""Selection of kernel and tile for a problem, with the reason why each other one is not supported."""
+"""Selection of kernel and tile for a problem, with the reasons why the others were rejected."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Candidate:
 
 
 def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Candidate]:
-    """Every kernel that `computes`: first those with `first_for(problem)`, then by rung, highest first. The first
-    candidate with a tile and no reason is selected."""
+    """Every kernel of the kind `computes`: first those with `first_for(problem)`, then by rung, highest first. The
+    first candidate with a tile and no reason is selected."""
     found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
     for kernel in sorted(found, key=lambda k: (not k.first_for(problem), -k.rung, -k.preference)):
         if deterministic and not kernel.deterministic:
@@ -107,7 +107,7 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
     """The first candidate that supports `problem` on `arch`: the highest default rung, unless another kernel is
-    `first_for` the problem. `deterministic`: only kernels with bit-equal results.
+    `first_for` the problem. `deterministic`: only kernels whose results are bitwise equal in every launch.
 
     Raises UnsupportedProblem with every kernel's reason.
     """

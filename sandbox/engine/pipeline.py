@@ -224,7 +224,7 @@ def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> 
 
 
 def forget() -> None:
-    """Drop every loaded kernel, so that the next launch reads the sources again."""
+    """Discards all loaded kernels, so that the next launch reads the sources again."""
     _load.cache_clear()
     _compile_errors.clear()
 

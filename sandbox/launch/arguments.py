@@ -50,7 +50,7 @@ class Row(NamedTuple):
     tensor: str = ""  # name of the tensor that the argument points to
     rows: Callable[[Tile], int] | None = None  # rows of a tensor map's box
     used: Callable[[Problem], bool] = lambda p: True  # False: the argument is all zeros
-    optional: bool = False  # a null pointer if the tensor is absent
+    optional: bool = False  # True: if the tensor is absent, a null pointer is passed
 
 
 def _view(name: str) -> Row:

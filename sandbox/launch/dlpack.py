@@ -32,7 +32,7 @@ def _dtype(name: str, library: str) -> str:
     return name
 
 
-# {the library's name: ours}
+# {a library's dtype name: ours}; ml_dtypes' float8_e4m3 is another format, which is rejected
 _WORDS = {"float8_e4m3fn": "float8_e4m3", "float8_e4m3": "float8_e4m3 with infinities"}
 
 
@@ -55,9 +55,9 @@ class _NumPy(Library):
         return ArrayView(array.ctypes.data, array.shape, strides, dtype, HOST, array)
 
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
-        lying, axes = permuted(shape, strides)
+        dense_shape, axes = permuted(shape, strides)
         kind = numpy_dtype(dtype)
-        return lambda: np.empty(lying, kind).transpose(axes)
+        return lambda: np.empty(dense_shape, kind).transpose(axes)
 
     def contiguous(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
@@ -83,12 +83,12 @@ class _CuPy(Library):
     def allocator(self, like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         import cupy
 
-        lying, axes = permuted(shape, strides)
+        dense_shape, axes = permuted(shape, strides)
         device, kind = like.device, numpy_dtype(dtype)
 
         def allocate() -> Any:
             with device:
-                return cupy.empty(lying, kind).transpose(axes)
+                return cupy.empty(dense_shape, kind).transpose(axes)
 
         return allocate
 
@@ -169,7 +169,8 @@ class _PyTorch(Library):
         return self.grad_enabled() and any(getattr(array, "requires_grad", False) for array in arrays)
 
     def differentiates(self, array: Any) -> bool:
-        forward_ad = sys.modules["torch"].autograd.forward_ad  # the compiler enters no cached_property
+        # Not `_modes`: the compiler cannot trace a cached_property.
+        forward_ad = sys.modules["torch"].autograd.forward_ad
         dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None
         return dual or self.requires_grad(array)
 

@@ -83,7 +83,7 @@ def available() -> bool:
 
 @lru_cache(maxsize=1)
 def device_count() -> int:
-    """GPUs that this process sees. Raises GpuUnavailable when there is no driver."""
+    """The number of GPUs that this process can use. Raises GpuUnavailable without a driver."""
     return _call("cuDeviceGetCount")
 
 
@@ -140,8 +140,8 @@ class Device:
 def _called(device: Device, call: Callable[..., int], *arguments: Any) -> int:
     """Calls a driver function through ctypes, in the device's context, and returns its status.
 
-    If the thread has no context yet, such as autograd's, that of GPU 0 stays bound, as with the CUDA runtime.
-    Otherwise the previous context is restored.
+    If the thread has no context yet (such as a thread of autograd), that of GPU 0 stays bound, as with the CUDA
+    runtime. Otherwise the previous context is restored.
     """
     if device_count() == 1 or _current_context() == int(device.context):
         status = call(*arguments)

@@ -421,11 +421,14 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("q has shape (2, 4, 9, 16) and k (1, 4, 9, 16): B must be the same", q, k[:1], v[:1])
     refused("q has shape (2, 4, 9, 16) and k (2, 4, 9, 8): D must be the same", q, k[..., :8], v)
     refused(
-        "k has shape (2, 4, 9, 16) and v (2, 4, 8, 16): they must be the same, but for v's width", q, k, v[:, :, :8]
+        "k has shape (2, 4, 9, 16) and v (2, 4, 8, 16): they must be the same, except for the last dimension",
+        q,
+        k,
+        v[:, :, :8],
     )
     refused("q has H=4 heads and k has 3: H must be a multiple", q, k[:, :3], v[:, :3])
     refused("q has stride 2 in D: it must be 1", q[..., ::2], k[..., ::2], v[..., ::2])
-    refused("q has shape (2, 4, 9, 0): its width must be at least 1", q[..., :0], k[..., :0], v[..., :0])
+    refused("q has shape (2, 4, 9, 0): its last dimension must be at least 1", q[..., :0], k[..., :0], v[..., :0])
     refused("q is a NumPy array and k a PyTorch array", q, torch.from_numpy(k), torch.from_numpy(v))
     refused("str is not an array", "q", k, v)
     refused('backend="tpu" is not known'.replace('"', "'"), q, k, v, backend="tpu")
@@ -439,7 +442,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("bytes of shared memory at D=16, and the CPU backend has", q, k, v, kernel="fwd_minimal",
             tile="BLOCK_M=1024,BLOCK_N=1024")  # fmt: skip
     wide = arrays(1, 1, 4, 257)
-    refused("fwd_minimal: D=257 is not supported: head widths are at most 256", *wide, kernel="fwd_minimal")
+    refused("fwd_minimal: D=257 is not supported: head dimensions are at most 256", *wide, kernel="fwd_minimal")
     refused("no forward kernel supports B1 H1 S4 D257 float32", *wide)
     many = (np.zeros((65536, 1, 1, 1), np.float32),) * 3
     refused("its grid has 65536 blocks along z, and the limit is 65535", *many)

@@ -75,7 +75,7 @@ def test_tensors_and_the_compiler() -> None:
     [
         (3, lambda x: np.where(x == x[0, 1], PAGES, x).astype(np.int32), LaunchError, "a page that there is not"),
         (3, lambda x: x.astype(np.int64), UnsupportedProblem, "block_table is int64: it must be int32"),
-        (3, lambda x: x[:2], UnsupportedProblem, r"it must be \(B, most pages\)"),
+        (3, lambda x: x[:2], UnsupportedProblem, r"it must be \(B, max_pages\)"),
         (4, lambda x: x[:2], UnsupportedProblem, "key_lengths has shape"),
         (1, lambda x: x[0], UnsupportedProblem, r"\(pages, page_size, Hk, D\)"),
         (0, lambda x: x.astype(np.float32), UnsupportedProblem, "q is float32"),

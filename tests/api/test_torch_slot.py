@@ -490,7 +490,10 @@ def test_dense_on_a_gpu(dropout: float, causal: bool) -> None:
     for x, y in zip(got, sandbox.attention_backward(dout, q, k, v, out, lse, **options), strict=True):
         assert (x - y).abs().max() < 2e-2
     if dropout:
-        with sandbox.use_in_torch(backward="bwd_wgmma"), pytest.raises(SandboxError, match="no backward of ours"):
+        with (
+            sandbox.use_in_torch(backward="bwd_wgmma"),
+            pytest.raises(SandboxError, match="no backward kernel of ours"),
+        ):
             torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 dout, q, k, v, out, lse, None, None, 130, 130, dropout, causal, state, state, scale=1e9
             )

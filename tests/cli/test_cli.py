@@ -189,7 +189,7 @@ def test_compile_reports_unsupported_problems() -> None:
     )
     shown = call(*options)
     assert shown.exit_code == 0
-    assert shown.stderr == "not compiled: fwd_minimal: D=512 is not supported: head widths are at most 256\n"
+    assert shown.stderr == "not compiled: fwd_minimal: D=512 is not supported: head dimensions are at most 256\n"
     assert [row["ok"] for row in parsed(*options)] == [True, None]
     assert "D=512 is not supported" in parsed(*options)[1]["message"]
 
@@ -368,7 +368,7 @@ def test_help(command: tuple[str, ...]) -> None:
         ),
         (
             ("compile", "fwd_minimal", "--shape", "1,1,1,512"),
-            "not compiled: fwd_minimal: D=512 is not supported: head widths are at most 256",
+            "not compiled: fwd_minimal: D=512 is not supported: head dimensions are at most 256",
         ),
         (
             ("compile", "--arch", "sm_80", "sm_89"),
@@ -429,7 +429,7 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
     [
         (
             ("--shape", "1,1,64,512"),
-            "note fwd_minimal on --shape [cpu]: D=512 is not supported: head widths are at most 256",
+            "note fwd_minimal on --shape [cpu]: D=512 is not supported: head dimensions are at most 256",
         ),
         (
             ("--shape", "1,1,64,64", "--tile", "BLOCK_M=64"),

@@ -291,13 +291,13 @@ LATER = {
     [
         ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
         ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of block_map, forward, preprocess, backward"),
-        ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: the forward is given them all"),
+        ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: every forward kernel has them"),
         ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),
         ({"tiles": ()}, "fwd_x: a kernel needs at least one tile"),
         (
             {"computes": "backward", "then": (Entry(**{**LATER, "args": ("dQ", "dK")}),)},
-            "fwd_x: args must name dO, delta, dV: the backward is given them all",
+            "fwd_x: args must name dO, delta, dV: every backward kernel has them",
         ),
         ({"then": (Entry(**{**LATER, "name": "fwd_y"}),)}, "fwd_x: then: 'fwd_y' must begin with fwd_x_"),
         (
@@ -434,7 +434,7 @@ def test_all_of_them_together() -> None:
         ({"dtype": "float8_e5m2", "descale": (1.0, 1e39, 1.0)}, "descale of k=1e+39 is not supported"),
         ({"dtype": "float8_e5m2", "descale": (1.0, 1.0, float("nan"))}, "descale of v=nan must be finite"),
         ({"dtype": "float8_e5m2", "descale": (1e20, 1e20, 1.0)}, "times the descale of q and k, 1.25e+39, is not"),
-        ({"alibi": (2,)}, "alibi=(2,) must be the shape of one slope a head, (4,) or (2, 4)"),
+        ({"alibi": (2,)}, "alibi=(2,) must be the shape of one slope per head, (4,) or (2, 4)"),
         ({"bias": (7, 9)}, "bias=(7, 9) must be four numbers, each 1 or that of (B, H, Sq, Sk) = (2, 4, 7, 9)"),
         ({"mask": (1, 1, 1, 7)}, "mask=(1, 1, 1, 7) must be four numbers"),
         ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' must be that of a bias: out's dtype"),
@@ -469,7 +469,7 @@ def test_the_largest_numbers_of_float32() -> None:
         ({"tensors": {"x": np.zeros(1)}}, "Score: a tensor cannot be called 'x'"),
         ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
         ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
-        ({"tensors": {"a": 1.0}}, "Score: a float is no tensor"),
+        ({"tensors": {"a": 1.0}}, "Score: a float is not a tensor"),
         ({"tensors": {"a": np.zeros((), np.float32)}}, "Score: tensor a has no dimension: reshape it to (1,)"),
         ({"score": "x + '\udc80'"}, "has characters that no source file holds: NUL or surrogates"),
         ({"mask": "j <= i\0 + 1"}, "Score: mask='j <= i\\x00 + 1' has characters that no source file holds"),

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused() -> None:
     score = DOCUMENTS.with_blocks(tile_map)
     with pytest.raises(UnsupportedProblem, match="leave out mask="):
         sandbox.attention_forward(q, q, q, score=score, mask=np.ones((S, S), bool))
-    with pytest.raises(UnsupportedProblem, match="block_map makes of"):
+    with pytest.raises(UnsupportedProblem, match="block_map returns for"):
         sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(tile_map[:, :, :-1]))
     with pytest.raises(SpecError, match="hides no keys"):
         sandbox.block_map(Score("x + 1"), Problem(1, 2, S, S, 32))
@@ -275,7 +275,7 @@ def test_key_lengths_with_a_mask_that_names_Sk() -> None:
     tile_map = sandbox.block_map(score, Problem(1, 1, S, S, 32))
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
     lengths = np.array([100], np.int32)
-    with pytest.raises(UnsupportedProblem, match="its mask names Sk, which key_lengths makes another number"):
+    with pytest.raises(UnsupportedProblem, match="its mask names Sk, which with key_lengths differs"):
         sandbox.attention_forward(q, k, v, score=score.with_blocks(tile_map), key_lengths=lengths)
     given = Score(mask="j >= 30").with_blocks(sandbox.block_map(Score(mask="j >= 30"), Problem(1, 1, S, S, 32)))
     found = sandbox.attention_forward(q, k, v, score=given, key_lengths=lengths)[0]
@@ -299,7 +299,7 @@ def test_a_map_that_lies_otherwise_is_refused(kind: str) -> None:
     }[kind]
     lying[...] = tile_map
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
-    with pytest.raises(UnsupportedProblem, match=r"it must be what sandbox\.block_map makes of .* contiguous"):
+    with pytest.raises(UnsupportedProblem, match=r"it must be what sandbox\.block_map returns for .* contiguous"):
         sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(lying))
 
 
