@@ -1,14 +1,15 @@
 // Rung 3: attention backward on tensor cores with mma.sync (sm_80 and later). FlashAttention-2's Algorithm 2 (arXiv:2307.08691).
 //
-// A block owns BLOCK_N keys and loops over the query tiles in which they are visible; a group of WARPS_PER_GROUP warps owns 32 keys. dK and
+// A block owns BLOCK_N keys and loops over the query tiles to which they are visible; a group of WARPS_PER_GROUP warps owns 32 keys. dK and
 // dV stay in registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are A
 // operands of dV += P^T dO and dK += dS^T Q without a shuffle, as P in fwd_mma.
 //
 // clang-format off
-//   warps of a group   warp a: queries 0 .. QUERIES        warp b: the next QUERIES           (of the BLOCK_M of a tile)
-//     own queries      S^T, dP^T -> P^T, dS^T (registers)   the same                           dS^T, P^T -> shared memory
-//     all queries      dK, dV, columns 0 .. COLS            dK, dV, the next COLS              other warps' P^T, dS^T from there
-//   all warps          dQ tile = dS K, 32 rows x DQ_COLS columns each, added to dQ_accum
+//   per query tile, each warp of a group
+//     own QUERIES of the tile    S^T, dP^T -> P^T, dS^T in registers, also stored to shared memory
+//     other warps' queries       P^T, dS^T from shared memory
+//     for both                   adds to its own COLS columns of dK and dV
+//   then all warps of the block  dQ tile = dS K, 32 rows x DQ_COLS columns per warp, added to dQ_accum
 //
 //   shared memory: K, V [BLOCK_N] | 2 stages: Q, dO, LSE, delta [BLOCK_M] | dS^T, P^T [BLOCK_N][BLOCK_M]
 //                  rows of Q and K have D_PAD columns, those of V and dO DV_PAD
@@ -18,7 +19,8 @@
 // run to run (dK and dV are deterministic). dQ_accum is in the order of the accumulators, not of a matrix: an atomic instruction of a
 // warp then covers 512 consecutive bytes. `bwd_mma_postprocess` restores the order, scales and converts.
 //
-// 32 keys per warp use each fragment of Q and dO twice. With 16 keys, shared memory would be the bottleneck instead of the tensor cores.
+// With 32 keys a warp uses each fragment of Q and dO that it loads twice. With 16 keys, shared memory would be the bottleneck instead of
+// the tensor cores.
 #include "bwd_postprocess.cuh"
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
@@ -27,7 +29,8 @@
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int WARPS_PER_GROUP = WARPS * 32 / BLOCK_N;  // warps that own the same 32 keys
 constexpr int DQ_COL_WARPS = WARPS * 32 / BLOCK_M;     // warps that divide the columns of the same 32 rows of dQ
-constexpr int MIN_COLUMNS = 16 * (WARPS_PER_GROUP > DQ_COL_WARPS ? WARPS_PER_GROUP : DQ_COL_WARPS);  // one MMA step per warp
+constexpr int MIN_COLUMNS = 16 * (WARPS_PER_GROUP > DQ_COL_WARPS ? WARPS_PER_GROUP : DQ_COL_WARPS);  // 16 columns, one MMA step, per warp
+// The smallest columns * 2^n that is at least width.
 __device__ constexpr int padded(int columns, int width) { return columns >= width ? columns : padded(2 * columns, width); }
 constexpr int D_PAD = padded(MIN_COLUMNS, HEAD_DIM);  // a power of two; columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = padded(MIN_COLUMNS, HEAD_DIM_V);
@@ -55,16 +58,16 @@ using Accumulators = float[2][COLUMNS / 8][4];  // 32 keys x COLUMNS columns of 
 // C = A B^T with COLUMNS columns: 32 rows of one tile, 8 * N_TILES rows of another.
 template <int COLUMNS, int N_TILES>
 __device__ __forceinline__ void mma_ABt(float (&C)[2][N_TILES][4], SmemAddr A_tile, SmemAddr B_tile,
-                                             const FragmentOffsets<COLUMNS>& offsets, const FragmentOffsets<COLUMNS>& row_offsets) {
+                                             const FragmentOffsets<COLUMNS>& A_offsets, const FragmentOffsets<COLUMNS>& B_offsets) {
 #pragma unroll
     for (int step = 0; step < COLUMNS / 16; ++step) {
         unsigned A[2][4];
-        ldmatrix_x4(A[0], A_tile + offsets(0, step));
-        ldmatrix_x4(A[1], A_tile + offsets(16, step));
+        ldmatrix_x4(A[0], A_tile + A_offsets(0, step));
+        ldmatrix_x4(A[1], A_tile + A_offsets(16, step));
 #pragma unroll
         for (int nt = 0; nt < N_TILES / 2; ++nt) {
             unsigned B[4];
-            ldmatrix_x4(B, B_tile + row_offsets(16 * nt, step));
+            ldmatrix_x4(B, B_tile + B_offsets(16 * nt, step));
 #pragma unroll
             for (int mt = 0; mt < 2; ++mt) {
                 mma_m16n8k16(C[mt][2 * nt], A[mt], B[0], B[1]);
@@ -74,7 +77,7 @@ __device__ __forceinline__ void mma_ABt(float (&C)[2][N_TILES][4], SmemAddr A_ti
     }
 }
 
-// C += A B with 16 rows of tile B from `row`; `offsets` begin at the first column.
+// C += A B: B is 16 rows of B_tile from `row` on, 8 * N_TILES columns from the first column of `offsets` on.
 template <int COLUMNS, int N_TILES>
 __device__ __forceinline__ void mma_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddr B_tile, int row,
                                          const FragmentOffsets<COLUMNS>& offsets) {
@@ -93,7 +96,8 @@ __device__ __forceinline__ void mma_step(float (&C)[2][N_TILES][4], const unsign
 // Indices of a thread's warp. Each function computes them, and its addresses, again from thread_index_x(), because the accumulators
 // leave no registers for them.
 struct Warp {
-    unsigned index, lane, keys, part;  // keys: its first key in the tile; part: its index in the group, which selects queries and columns
+    // keys: its first key in the tile; part: its index in the group, which selects its queries and columns.
+    unsigned index, lane, keys, part;
     __device__ __forceinline__ explicit Warp(unsigned thread)
         : index(thread / 32), lane(thread % 32), keys(index / WARPS_PER_GROUP * 32), part(index % WARPS_PER_GROUP) {}
 
@@ -115,8 +119,8 @@ __device__ __forceinline__ bool in_mask(const Head& head, ScoreIndex at) {
     return head.visible_in_bounds(at.query_row(), at.key_col());
 }
 
-// The warp's own queries: computes P^T and dS^T, adds their products to its columns of dV and dK, and stores both in shared memory for
-// the other warps. masked: the tile may have hidden scores.
+// The warp's own queries: computes P^T and dS^T, adds P^T dO and dS^T Q to its columns of dV and dK, and stores P^T and dS^T in shared
+// memory for the other warps. masked: the tile may have hidden scores.
 __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, const Head& head,
                                             int m0, int n0, bool masked, SmemAddr K_tile, const char* stage, char* dS_tile) {
     const SmemAddr Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
@@ -124,17 +128,17 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
     const Warp warp(thread_index_x());
     const QKOffsets rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(), columns = warp.columns<D_PAD>();
     const VOffsets V_rows = warp.rows<DV_PAD>(), dO_rows = warp.transposed_rows<DV_PAD>(), V_columns = warp.columns<DV_PAD>();
-    const int g = warp.lane / 4, q = warp.lane % 4;
+    const int g = warp.lane / 4, q = warp.lane % 4;  // of an accumulator fragment: rows g and g + 8, columns 2 * q and 2 * q + 1
     const float exponent = head.unit * Head::LOG2E;
 #pragma unroll 1
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
         const int first = warp.part * QUERIES + sub;  // first query of this step in the tile
         float S[2][SUB_M / 8][4] = {};
         mma_ABt(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
-        const auto at = [&](int mt, int half, int nt, int odd) {
+        const auto at = [&](int mt, int half, int nt, int odd) {  // element 2 * half + odd of S[mt][nt]
             return ScoreIndex(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
-        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // dx / d(raw), in 16 bits as dS
+        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // of the score modification; packed 16-bit values, as dS
 #pragma unroll
         for (int i = 0; i < (Head::LINEAR ? 0 : SUB_M / 2); ++i) {
             const int mt = i % 2, half = i / 2 % 2, nt = i / 4;
@@ -167,7 +171,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                 P[nt / 2][i / 2][nt % 2 * 2 + i % 2] = pack(ex2(fmaf(s0, exponent, shift0)), ex2(fmaf(s1, exponent, shift1)));
             }
         }
-        unsigned kept = 0;  // one bit per element; the two elements of a register are 16 bits apart
+        unsigned kept = 0;  // dropout: one bit per element of P; those of the two elements of a register are 16 bits apart
 #pragma unroll
         for (int step = 0; step < SUB_M / 16; ++step) {
             unsigned dropped_P[2][4];
@@ -212,13 +216,13 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
     }
 }
 
-// The queries of the other warps of the group: P^T and dS^T from shared memory.
+// The queries of the other warps of the group: adds P^T dO and dS^T Q, with P^T and dS^T from shared memory.
 __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddr Q_tile,
                                               SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
     const QKOffsets columns = warp.columns<D_PAD>();
     const VOffsets V_columns = warp.columns<DV_PAD>();
-#pragma unroll 1  // unrolled, D = 256 spills
+#pragma unroll 1  // if unrolled, D = 256 spills
     for (int other = 1; other < WARPS_PER_GROUP; ++other) {
         const int first = (warp.part + other) % WARPS_PER_GROUP * QUERIES;
 #pragma unroll
@@ -261,7 +265,7 @@ __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr
     }
 }
 
-// Stores accumulators in shared memory as 16-bit rows of a K/V tile.
+// Stores accumulators, multiplied by `factor`, as 16-bit rows of a tile with the layout of K or V in shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMNS>& sums, float factor) {
     const Warp warp(thread_index_x());
@@ -274,6 +278,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
     }
 }
 
+// Copies a staged tile to rows n0 .. n0 + BLOCK_N of dK or dV, which has WIDTH columns.
 template <int COLUMNS, int WIDTH>
 __device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenInfo& seqlen_info, int h, int n0, const char* tile) {
     using Tile = Swizzled<COLUMNS>;
@@ -285,6 +290,7 @@ __device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenI
     }
 }
 
+// Whether all elements are finite: 0 * inf and 0 * NaN are NaN.
 template <int COLUMNS>
 __device__ __forceinline__ bool finite(const Accumulators<COLUMNS>& sums) {
     float zero = 0.0f;
@@ -336,14 +342,15 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const auto row_end = [&] { return queries().end; };
     int h = kv_head * group, m0 = first_row();  // the current head and query tile
     const int heads_end = h + group;
-    const auto next_tile = [&](int& h, int& m0) {  // block map: advances to the next visible tile; false if there is none
+    const auto next_tile = [&](int& h, int& m0) {  // block map: moves to the first visible tile from m0 of h on; false if there is none
         for (; h < heads_end; ++h, m0 = first_row()) {
             m0 = Head(score, b, h).next_query_tile<BLOCK_M, BLOCK_N>(m0, row_end(), n0());
             if (m0 < row_end()) return true;
         }
         return false;
     };
-    int tiles_left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;  // remaining tiles; with a block map only whether there are any
+    // Remaining tiles; with a block map only whether there is a next one.
+    int tiles_left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;
     if (Head::MAPPED) tiles_left = next_tile(h, m0);
     unsigned stage = STAGES_AT;  // offset of the current stage in shared memory
     if (tiles_left > 0) {
@@ -356,7 +363,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     for (; tiles_left > 0; --tiles_left) {
         TIMELINE(wait_load);
         cp_async_wait<0>();
-        if (threadIdx.x < BLOCK_M) {  // this thread has copied this LSE
+        if (threadIdx.x < BLOCK_M) {  // the LSE that this thread has copied itself: no barrier needed
             float& lse = reinterpret_cast<float*>(smem + stage + Q_BYTES + dO_BYTES)[threadIdx.x];
             if (Head::is_large(lse)) lse = NOT_A_NUMBER;
         }
@@ -373,7 +380,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         const Head head(seqlen(), h);
         const Range fully_visible = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
         const bool beyond_last_key = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
-        const bool masked = m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||  // rows >= Sq are zeros: 0 * inf is NaN
+        // Rows >= Sq are masked, too: their q is 0, and 0 * inf is NaN.
+        const bool masked = m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||
                             (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
         TIMELINE(compute_own_queries);
         compute_own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
@@ -389,7 +397,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         else if (m0 >= row_end()) ++h, m0 = first_row();
     }
     TIMELINE(store);
-    // P of a hidden score is 0, but 0 * NaN = NaN; P is NaN for a large LSE. The fallback computes non-finite tiles again.
+    // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
     if (__syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
         return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
                                                         n0(), threadIdx.x / 32);
@@ -403,8 +411,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     TIMELINE(done);
 }
 
-// Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what warps of its index have added.
-// The block limit gives ptxas enough registers: without it these variants spill.
+// Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what the warps with the same index have
+// added, in all blocks. LIMIT_BLOCKS: variants that spill unless __launch_bounds__ has a minimum of blocks per SM (0: none).
 constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
 constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;
 extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postprocess(

@@ -1,19 +1,20 @@
-// Backward preprocess: delta = rowsum(dO * O). Further entries: the gradients of the bias and of the sinks.
+// Backward preprocess: delta = rowsum(dO * O). Two further entry points compute the gradients of the bias and of the sinks.
 //
-// dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(P * (dO V^T)) = dO (P V)^T = rowsum(dO * O): D products per row, computed
-// once, instead of Sk in each entry of the backward. FlashAttention-2's Algorithm 2, line 4 (arXiv:2307.08691).
+// dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(P * (dO V^T)) = rowsum(dO * (P V)) = rowsum(dO * O). This takes Dv products
+// per row, once, instead of Sk products per row in each kernel that computes dS. FlashAttention-2's Algorithm 2, line 4
+// (arXiv:2307.08691).
 //
-// A gradient of LSE, dLSE, adds P * dLSE to dx = P * (dP - delta), so that it is subtracted from delta here.
+// If LSE has a gradient dLSE, dS = P * (dP - delta + dLSE): the kernel stores delta - dLSE.
 //
 // The kernel is memory-bound. LANES adjacent lanes share a row and load 16 bytes each if the tensors are aligned (8% faster than 8 bytes
-// at D = 64 and 128). A thread loads all its rows before it stores any result, so that the loads overlap. Sums over lanes are shuffles in
-// a fixed order.
+// at D = 64 and 128). A thread loads all its rows before it stores any result, so that the loads overlap. Lanes are summed by
+// shuffles in a fixed order.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
-constexpr int ELEMENTS_PER_LOAD = 16 / sizeof(dtype);                                             // elements per load
+constexpr int ELEMENTS_PER_LOAD = 16 / sizeof(dtype);
 constexpr int LANES = HEAD_DIM_V > 16 * ELEMENTS_PER_LOAD ? 32 : HEAD_DIM_V > 8 * ELEMENTS_PER_LOAD ? 16 : 8;  // per row
-constexpr int ROWS = 32 * WARPS / LANES;                                             // per block and step
+constexpr int ROWS = 32 * WARPS / LANES;  // rows of a block that are loaded at a time
 static_assert(SMEM_BYTES == 0 && SMEM_BYTES_SINK == 0, "spec and kernel disagree on shared memory");
 static_assert(BLOCK_M % ROWS == 0, "all threads have the same number of rows");
 
@@ -26,7 +27,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
     const RowTile tile = query_tile_by_warp<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile.invalid()) return griddepcontrol_wait();
     const int lane = threadIdx.x % LANES, h = blockIdx.y, b = tile.b;
-    const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread; the others are ROWS apart
+    const int first_row = tile.row0 + threadIdx.x / LANES;  // of this thread; its next rows are ROWS apart
     const SeqlenInfo seqlen(score, b);
     seqlen.offset_queries(dO, O);
     const auto aligned = [&](const View<const dtype>& tensor) {  // every row of the head
@@ -56,19 +57,20 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
         if (lane == 0 && first_row + i * ROWS < seqlen.Sq)
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
-    if (RAGGED || BLOCK_MAP) griddepcontrol_wait();  // the next entry then also waits for the previous one
+    if (RAGGED || BLOCK_MAP) griddepcontrol_wait();  // so that the entry point after this one also waits for the one before
 }
 
-// ---- Gradient of the bias: dbias = sum of dx = P * (dP - delta) over the broadcast dimensions of the bias.
+// ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of a user's score expression, over the broadcast
+// dimensions of the bias.
 //
-// A block owns a BIAS_M x BIAS_N tile of dbias and loops over the batch entries and heads that read it, and over all query tiles, or
-// key tiles, if the bias is broadcast along Sq, or Sk. S and dP are recomputed. Each sum belongs to one thread: results are
-// deterministic.
+// A block owns a BIAS_M x BIAS_N tile of dbias. It loops over the batch entries and heads that read this tile, over all query tiles if
+// the bias is broadcast along Sq, and over all key tiles if it is broadcast along Sk. S and dP are recomputed. Each sum belongs to
+// one thread: results are deterministic.
 //
-//   16 x 16 threads, each with every 16th row and column of the tile. Q, K (then dO, V) are loaded STEP columns at a time, in fp32:
+//   16 x 16 threads, each with every 16th row and column of the tile. Q and K, then dO and V, are loaded STEP columns at a time, as fp32:
 //   A_smem [BIAS_M][STEP + 1]   rows of Q or dO          X_smem [BIAS_N][STEP + 1]   rows of K or V
 
-constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 32, PITCH = STEP + 1;  // odd: 16 rows fall into different banks
+constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 32, PITCH = STEP + 1;  // odd: 16 rows are in different banks
 constexpr int ROWS_PER_THREAD = BIAS_M / SIDE, COLS_PER_THREAD = BIAS_N / SIDE;
 static_assert(SMEM_BYTES_BIAS == 4 * (BIAS_M + BIAS_N) * PITCH, "spec and kernel disagree on shared memory");
 static_assert(BIAS_M % SIDE == 0 && BIAS_N % SIDE == 0, "all threads have the same number of rows and columns");
@@ -156,7 +158,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
             }
         }
 
-    // Sum over rows, or columns, in broadcast dimensions: through shared memory, in a fixed order.
+    // Sums the rows and columns of the tile over the broadcast dimensions: through shared memory, in a fixed order.
     float* const tile = smem;  // [BIAS_M][BIAS_N]
     static_assert(SMEM_BYTES_BIAS >= 4 * BIAS_M * BIAS_N, "the tile fits into the memory of the steps");
     __syncthreads();  // all threads have used the last step

@@ -2,23 +2,23 @@
 //
 // A block owns BLOCK_N keys. K and V stay in shared memory, dK and dV in registers; the mainloop visits the m_blocks that
 // attend to these keys. One warpgroup holds the load and store warps, two warpgroups are consumers. The kernel computes
-// S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are in the layout of an A operand.
+// S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are in the layout of an A operand.
 //
 // clang-format off
 //   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
 //   warp 1        loads LSE and delta per m_block
 //   warps 2, 3    dQ-store warps: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
-//   consumers     S = K Q | dP = V dO | dV += P dO | dQ = dS K | dK += dS Q       (time ->, one m_block)
-//     tensor      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   wgmmas issued by one warpgroup
-//     other           | P1   dS1 |      store dQ0      | P2   dS2 |      store dQ1  the same warpgroup's other instructions;
-//                                                                                   | | between two warp scheduler barriers (ping-pong)
+//   consumers     S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K
+//     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   of one consumer, BLOCK_N = 128; S1: m_block 1
+//     others          | P1   dS1 |      store dQ0      | P2   dS2 |      store dQ1  its other instructions; | P dS | is executed by
+//                                                                                   one consumer at a time (ping-pong)
 //
-//   BLOCK_N = 128: a consumer owns 64 keys. P^T and dS^T stay in registers. dS is also written to shared memory for dQ: a
-//     consumer computes 64 rows of dQ, or half of the columns if BLOCK_M = 64, during the next iteration.
+//   BLOCK_N = 128: a consumer owns 64 keys. P^T and dS^T stay in registers. dS is also written to shared memory, for dQ of all
+//     128 keys in the next iteration: a consumer computes 64 rows of dQ, or, if BLOCK_M = 64, a part of its columns.
 //   BLOCK_N = 64 (HEAD_DIM > 128): a consumer computes P^T and dS^T of half of the queries and stores both in shared memory.
-//     It owns half of the columns of dK, dV and dQ. No ping-pong; order S1 dP1 dV1 dQ1 dK1.
+//     It owns half of the columns of dK, dV and dQ. No ping-pong, no delay of dQ: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
 //
-//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P, the same, if BLOCK_N = 64 |
+//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P, as dS, if BLOCK_N = 64 |
 //                  dQ, if BLOCK_N = 128 | bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 //
@@ -46,18 +46,19 @@ constexpr unsigned THREADS = 384;
 
 // Both consumers work on the same 64 keys; each owns half of the columns of dK, dV and dQ.
 constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;
-// dQ of an m_block is multiplied during the next iteration, and the consumers alternate (ping-pong).
+// dQ of an m_block is computed during the next iteration, and the consumers alternate (ping-pong).
 constexpr bool DELAYED_DQ = !SPLIT_HEAD_DIM;
-// A consumer skips the first m_block if the mask hides all of it. Slower with dropout.
+// A consumer skips the first m_block if the mask hides it from all of its keys. Not with dropout, where this is slower.
 constexpr bool SKIPS_FIRST_TILE = DELAYED_DQ && Head::LAST && !DROPOUT;
-// Reads the next tile's semaphore while a store of dQ is in flight; one fence serves both. D = 96: 8% faster than without;
-// 0.7% slower at BLOCK_M = 128, where iterations are longer.
+// A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as release of
+// this tile and as acquire of the next (counter_arrive_acquire). 8% faster at D = 96; 0.7% slower at BLOCK_M = 128, where
+// iterations are longer.
 constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && DELAYED_DQ && BLOCK_M == 64;
-constexpr bool BIAS_TILES = BIAS & 8;
-// The mask is applied to P rather than to S if there is a derivative: otherwise ptxas moves the packing of derivatives past the
-// mask's branch, and both derivatives of a pair, in registers beside S, spill.
+constexpr bool BIAS_TILES = BIAS & 8;  // the bias has a tensor map
+// With a score modification that has a derivative, the mask is applied to P, otherwise to S. If it were applied to S, ptxas would
+// pack the derivatives only after the mask's branch: until then they need twice as many registers, beside S, and spill.
 constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
-constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // mask loads in flight; more spill
+constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // mask loads in flight; with more, registers spill
 // Keeps the block's first key in a register: recomputing it spills with dropout. The other cases have registers to spare.
 constexpr bool N0_IN_REGISTER = RAGGED || DROPOUT || DETERMINISTIC || SPLIT_HEAD_DIM;
 constexpr int D_PAD = SPLIT_HEAD_DIM ? 256 : (HEAD_DIM + 15) / 16 * 16;  // columns from HEAD_DIM on are zeros
@@ -69,7 +70,8 @@ constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : DQ_SPLIT_COLS;  // columns of a
 // Columns of consumer 1 that contain data; its other columns are padding.
 constexpr int DQ_COLS_2 = BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
 constexpr unsigned DQ_PART = 64 * DQ_COLS, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
-// setmaxnreg: with 232 registers these consumers spill; with a block map and SPLIT_HEAD_DIM the load warps spill at 24.
+// setmaxnreg. FEW_LOAD_REGISTERS: cases in which consumers spill with 232 registers. With a block map and SPLIT_HEAD_DIM they do
+// not get more, because the load warps spill with 24.
 constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DKV_COLS > 96 && !(SPLIT_HEAD_DIM && Head::MAPPED));
 constexpr int LOAD_WARP_REGISTERS = FEW_LOAD_REGISTERS ? 24 : 40, CONSUMER_REGISTERS = FEW_LOAD_REGISTERS ? 240 : 232;
 static_assert(SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
@@ -80,14 +82,14 @@ static_assert(!BIAS || BIAS_TILES, "this bias has no tensor map: use bwd_mma");
 static_assert(!BIAS || BLOCK_M == 64, "TMA boxes of the bias have 64 rows");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO use the tiles of K and Q: HEAD_DIM_V must not exceed HEAD_DIM");
 static_assert(!DETERMINISTIC || !(RAGGED || Head::MAPPED),
-              "semaphore targets follow from ranges only, not from a block map or ragged lengths");
+              "DETERMINISTIC supports neither a block map nor a ragged batch: semaphore targets are computed from ranges");
 static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
 
 using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
 using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;
 using SmemLayoutPdS = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
-// Without a mask each block starts its m_block loop at its own diagonal and wraps around, so that the blocks of a head, which
-// start together, do not add to the same dQ tile.
+// Without a mask each block starts its m_block loop at row n0 (its first key's index) and wraps around, so that the blocks of a
+// head, which start together, do not add to the same dQ tile.
 constexpr bool ROTATED = HAS_SEMAPHORES && !DETERMINISTIC && !Head::FIRST && !Head::LAST && !Head::MAPPED;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, L2_HEAD_GROUPS, ALTERNATING>;
 
@@ -104,7 +106,7 @@ static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(GroupBlockMap) : 0),
 constexpr unsigned FULL_K = BARRIERS_AT, FULL_V = FULL_K + 8, FULL_Q = FULL_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
                    FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_dQ = EMPTY_dO + 8 * STAGES,
                    EMPTY_dQ = FULL_dQ + 16, FULL_dS = EMPTY_dQ + 16;
-constexpr unsigned WORK_TILE_AT = FULL_dS + 16;  // the block's tile counter ticket, or its WorkTile if RAGGED
+constexpr unsigned WORK_TILE_AT = FULL_dS + 16;  // the block's ticket from the tile counter if DETERMINISTIC, its WorkTile if RAGGED
 static_assert(WORK_TILE_AT + 32 <= MAP_AT, "mbarriers and the work tile have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
@@ -188,12 +190,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #endif
     };
 #if RAGGED
-    if (threadIdx.x / 32 == 3) {  // prefetch the work tile of the next block on this SM: usually one of these 128
+    // Prefetches the work tile of the next block on this SM, which is usually one of these 128: four per lane, a line of L1.
+    if (threadIdx.x / 32 == 3) {
         const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
         prefetch_L1(work_tiles + 8 * min(next, gridDim.x * gridDim.y - 1));
     }
 #endif
-    const BwdWorkTile work_tile= load_work_tile();
+    const BwdWorkTile work_tile = load_work_tile();
     if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;  // invalid work tile
     const int kv_head = work_tile.kv_head, b = work_tile.b, H = Hk * group;
     const Head head0(work_tile.sequence(score), kv_head * group);
@@ -212,7 +215,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (warp < 4) {
         setmaxnreg_dec<LOAD_WARP_REGISTERS>();
         if (warp == 0 && elect()) {
-            // A tensor map describes a stride of 0 as a dimension of size 1.
+            // A dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0.
             const auto load_KV = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile, unsigned full) {
                 SmemLayoutK::load(base + tile, map, head0.key_box(m_blocks.n0()), tensor.stride_h ? kv_head : 0,
                               head0.key_batch(tensor.stride_b ? b : 0), base + full);
@@ -229,7 +232,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                                      base + full + 8 * stage, full == FULL_Q ? BIAS_BYTES : 0);
                 };
                 if (i == 0) load_KV(K_map, K, K_AT, FULL_K);
-                if (i == 0 && Head::MAPPED) load_KV(V_map, V, V_AT, FULL_V);  // with a block map a later load spills
+                if (i == 0 && Head::MAPPED) load_KV(V_map, V, V_AT, FULL_V);  // with a block map, loading V later spills
                 load_tile(Q_tile_map, Q, Q_AT, EMPTY_Q, FULL_Q);
 #if BIAS
                 SmemLayoutPdS::load_part(base + BIAS_AT + stage * BIAS_BYTES, bias_map, m_blocks.n0(), m0,
@@ -256,11 +259,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16)
-                    to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // a row without visible keys: P is 0
+                    to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
                 bool large = false;
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
-                if (large && is_LSE) {  // or -INF
+                if (large && is_LSE) {  // some LSE of the lane is large, or -INF
 #pragma unroll
                     for (int t = 0; t < BLOCK_M; t += 16)
                         if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
@@ -270,9 +273,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             });
             TIMELINE(done);
         } else if ((!SPLIT_HEAD_DIM || DETERMINISTIC) && warp >= 2 && elect()) {
-            bool semaphore_reached = false;  // for the next tile
+            bool semaphore_reached = false;  // of the next tile
             m_blocks.for_each([&](unsigned i, int head, int m0) {
-                const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;  // with a block map keeping it spills
+                // Recomputed with a block map, where keeping it spills.
+                const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;
                 TIMELINE(wait_dQ);  // wait for the semaphore while the consumer computes dQ
                 if (DETERMINISTIC && !(SEMAPHORE_PREFETCH && semaphore_reached))
                     counter_wait(dQ_semaphore(head, m0, consumer), work_tile.semaphore_target(head0, m0));
@@ -333,16 +337,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     unsigned P[CONSUMER_M / 16][4], dS[CONSUMER_M / 16][4];
 
     const auto wait_full = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
-    // Lane 0 arrives for its warp. bar.warp.sync orders the lanes' reads before the arrival, which releases, and the wait, which
-    // acquires; PTX's order is transitive. racecheck (CUDA 13.0) follows the arriving thread only and reports false hazards;
-    // the CPU backend's race detector models __syncwarp (tests/verify/test_sanitize.py).
+    // Lane 0 arrives for its warp. All lanes' reads precede the producer's next write: __syncwarp orders them before the arrival (a
+    // release), which the producer's wait acquires, and PTX's causality order is transitive. racecheck (CUDA 13.0) considers only
+    // the arriving thread and reports false hazards; the race detector of the CPU backend models __syncwarp
+    // (tests/verify/test_sanitize.py).
     const auto release = [&](unsigned empty, unsigned i) {
         __syncwarp();  // all lanes have read LSE and delta
         if (lane == 0) mbarrier_arrive(base + empty + 8 * stage_of(i));
     };
     // S^T or dP^T: the consumer's keys times its queries. Columns of V and dO from HEAD_DIM_V on are zeros, so those of dV are, too.
     const auto mma_SdP = [&](float (&C)[CONSUMER_M / 2], unsigned keys_at, unsigned queries_at) {
-        const SmemAddr tile_base = DKV_COLS > 96 ? uniform(base) : base;  // otherwise descriptors stay in registers and spill
+        const SmemAddr tile_base = DKV_COLS > 96 ? uniform(base) : base;  // not uniform, the descriptors would stay in registers and spill
         const Descriptor A = SmemLayoutK::k_major(tile_base + keys_at + key_offset * 128);
         const Descriptor B = SmemLayoutQ::k_major(tile_base + queries_at + query_offset * 128);
         wgmma_fence();
@@ -369,7 +374,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     // 64 rows of dQ = dS K.
     const auto mma_dQ = [&](float (&dQ)[DQ_COLS / 2], unsigned dS_at) {
         const Descriptor A = SmemLayoutPdS::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * 8192 : 0));
-        const unsigned columns_at = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;  // of consumer 1
+        const unsigned columns_at = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;  // bytes to consumer 1's
         const Descriptor B = SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * columns_at));
         wgmma_fence();
 #pragma unroll
@@ -381,7 +386,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         return tile + (SPLIT_HEAD_DIM ? query_offset * 128 : consumer * SmemLayoutPdS::SLAB_BYTES);
     };
 
-    // Epilogue: stores the consumer's dK or dV (64 keys, all columns or half of them) by TMA, staged in `tile`, which is free.
+    // Epilogue: stores the consumer's dK or dV (64 keys, all columns or half of them) by TMA. `tile` is free shared memory for staging.
     bool non_finite = false;
     const auto store_dKV = [&](auto layout, SmemAddr tile, const TensorMap& map, const float (&accum)[DKV_COLS / 2], float factor) {
         non_finite |= !finite(accum);
@@ -403,11 +408,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             tma_store_commit();
         }
     };
-    const auto store_dV = [&] {  // staged in V: a consumer reads only its own rows of V
+    // Staged in V: the other consumer reads other rows of V, or, if SPLIT_HEAD_DIM, has read V before the last barrier.
+    const auto store_dV = [&] {
         const unsigned tile = SPLIT_HEAD_DIM ? consumer * 2 * SmemLayoutK::SLAB_BYTES : key_offset * 128;
         store_dKV(SmemLayoutK{}, base + V_AT + tile, dV_map, dV_rmem, Head::dropout_factor(score));
     };
-    const auto store_dK = [&](unsigned i) {  // staged in Q or dO of the stage that tile i would use
+    // i: number of tiles. Staged in the stage that tile i would use: in Q, or, unless SPLIT_HEAD_DIM, consumer 1 in dO.
+    const auto store_dK = [&](unsigned i) {
         const unsigned tile = SPLIT_HEAD_DIM ? Q_AT + consumer * 2 * SmemLayoutQ::SLAB_BYTES : consumer ? dO_AT : Q_AT;
         store_dKV(SmemLayoutQ{}, base + tile + stage_of(i) * SmemLayoutQ::BYTES, dK_map, dK_rmem, score.scale);
     };
@@ -421,14 +428,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         store_dK(0);
     } else {
         mbarrier_wait(base + FULL_K, 0);
-        if (!DELAYED_DQ) mbarrier_wait(base + FULL_V, 0);  // otherwise waited for in the first iteration
+        if (!DELAYED_DQ) mbarrier_wait(base + FULL_V, 0);  // with DELAYED_DQ the first iteration waits
         unsigned i = 0;
         if (DELAYED_DQ && consumer == 1) named_barrier_arrive(next_scheduler_barrier, 256);  // consumer 0 starts
-        // Writes dQ of tile i to shared memory, or to dQ_accum if SPLIT_HEAD_DIM. `commit_dQ_dS` then arrives on the full barriers.
+        // Writes dQ of tile i to shared memory, or to dQ_accum if SPLIT_HEAD_DIM. `commit_dQ_dS` then arrives on the
+        // full barriers of dQ and dS. `to`: address in dQ_accum; `store`: store rather than add.
         const auto store_dQ = [&](const float (&dQ)[DQ_COLS / 2], unsigned i, float* to, bool store) {
             if (SPLIT_HEAD_DIM) {
                 TIMELINE(store_dQ);
-                const auto write_dQ = [&](auto stores) {  // without a branch inside the loop
+                const auto write_dQ = [&](auto stores) {  // a compile-time flag: no branch in the loop
 #pragma unroll
                     for (int k = 0; k < DQ_COLS / 2; k += 4) {
                         const float accum[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
@@ -457,11 +465,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (lane == 0) mbarrier_arrive(base + dS_barrier);
         };
         const auto wait_dS = [&](unsigned i) { mbarrier_wait(base + FULL_dS + 8 * (i % 2), i / 2 % 2); };
-        unsigned skipped_tiles = 0;  // tiles that are not accumulated in dK and dV
+        unsigned skipped_tiles = 0;  // 1 if the consumer skips the first tile: dK and dV do not contain it
         const auto bwd_step = [&](auto first_iteration) {
             constexpr bool FIRST = first_iteration.value;
             const bool has_previous = DELAYED_DQ ? !FIRST : i > 0;
-            const bool accumulates = SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : has_previous;  // dK and dV are not empty
+            const bool accumulates = SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : has_previous;  // dK and dV contain an earlier tile
             const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES, dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
             const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES, P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
             const unsigned previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
@@ -484,7 +492,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
             const Head bound(score, b, kv_head * group + head);
             const int first_query = m0 + query_offset, first_key = m_blocks.n0() + key_offset;
-            unsigned keep_bits[(CONSUMER_M + 63) / 64] = {};  // one bit per element of P; the two of a register are 16 bits apart
+            // Dropout: one bit per element of P; the bits of the two elements of a register are 16 bits apart.
+            unsigned keep_bits[(CONSUMER_M + 63) / 64] = {};
             const auto keep_pair = [&](int step, int k) { return keep_bits[step / 4] >> (step % 4 * 4 + k) & 0x10001u; };
 #pragma unroll
             for (int begin = 0; begin < (DROPOUT ? CONSUMER_M : 0); begin += 64) {
@@ -498,17 +507,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                     keep_bits[begin / 64] |= bits << 4 * step;
                 }
             }
-            unsigned visible_bits = 0;  // one bit per element of S^T, if the mask is in memory
+            unsigned visible_bits = 0;  // one bit per element of S^T: the elementwise mask (Head::ELEMENT_MASK)
             const bool elementwise_mask = !m_blocks.fully_visible(head, m0);
             if (elementwise_mask) {
-                if constexpr (Head::BY_PAIR) {  // a lane loads the bits of one or two query rows and the warp's 16 keys
+                if constexpr (Head::BY_PAIR) {  // a lane loads one or two query rows: the bits of the warp's 16 keys
                     const unsigned lane = thread_index_x() % 32;
                     unsigned rows[2][1] = {};
 #pragma unroll
                     for (int i = 0; i < CONSUMER_M / 32; ++i)
                         bound.pair_bits<16>(rows[i], first_query + 32 * i + lane, first_key + warp % 4 * 16);
 #pragma unroll
-                    for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {  // rows k / 4 * 8 + k % 2, and the same + 32
+                    for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {  // k = 0, 1, 4, 5, 8 ...: rows k / 4 * 8 + k % 2 and 32 more
                         const unsigned from = k / 4 * 8 + k % 2 + lane % 4 * 2;
                         const unsigned bits = __shfl_sync(0xffffffffu, rows[0][0] | rows[1][0] << 16, from) >> lane / 4;
                         visible_bits |= (bits & 1) << k | (bits >> 8 & 1) << (k + 2) | (bits >> 16 & 1) << (k + 16) |
@@ -517,15 +526,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 } else {
                     const FragmentCoords coords(first_query, first_key);
 #pragma unroll MASK_UNROLL
-                    for (int k = 0; k < CONSUMER_M / 2; ++k) {  // without a branch, so that the loads overlap
+                    for (int k = 0; k < CONSUMER_M / 2; ++k) {  // clamped indices instead of a branch, so that the loads overlap
                         const int i = min(coords.at(k).query_row(), head0.Sq - 1), j = min(coords.at(k).key_col(), head0.Sk - 1);
                         visible_bits |= static_cast<unsigned>(bound.mask_allows(i, j)) << k;
                     }
                 }
             }
 
-            unsigned shift[CONSUMER_M / 16][4];  // bias in the layout of S^T
-            if (BIAS_TILES) load_bias_fragment(shift, consumer_PdS(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
+            unsigned packed_bias[CONSUMER_M / 16][4];  // in the layout of S^T
+            if (BIAS_TILES) load_bias_fragment(packed_bias, consumer_PdS(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
 
             wgmma_wait<1>();  // S^T
             warpgroup_fence_operand(S);
@@ -533,11 +542,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             if (DELAYED_DQ) named_barrier_sync(scheduler_barrier, 256);
             TIMELINE(softmax);
             const FragmentCoords coords(first_query, m_blocks.n0() + key_offset);
-            unsigned derivative[CONSUMER_M / 16][4];  // of the score modification; 16 bits, the precision of dS
+            unsigned derivative[CONSUMER_M / 16][4];  // of the score modification; two packed 16-bit values, as dS
 #pragma unroll
             for (int k = 0; k < (Head::LINEAR ? 0 : CONSUMER_M / 2); k += 2) {
                 const ScoreIndex at0 = coords.at(k), at1 = coords.at(k + 1);
-                const float2 bias = BIAS_TILES ? unpack(shift[k / 8][k / 2 % 4]) : float2{};
+                const float2 bias = BIAS_TILES ? unpack(packed_bias[k / 8][k / 2 % 4]) : float2{};
                 if (Head::HAS_DERIVATIVE) {
                     const Dual x0 = bound.raw_dual(S[k], at0, bias.x), x1 = bound.raw_dual(S[k + 1], at1, bias.y);
                     S[k] = x0.value, S[k + 1] = x1.value;
@@ -553,14 +562,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                         if (!(visible_bits >> k & 1)) mask_element(k);
                 }
                 const Range unmasked = head0.fully_visible_queries<true>(m_blocks.n0() + key_offset, m_blocks.n0() + key_offset + 64);
-                if ((first_query < unmasked.begin) | (first_query + CONSUMER_M > unmasked.end)) {  // also rows from Sq on: 0 * inf is NaN
+                // Rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
+                if ((first_query < unmasked.begin) | (first_query + CONSUMER_M > unmasked.end)) {
                     mask_fragment<CONSUMER_M / 2>(head0, coords, mask_element);
                 }
             };
             if constexpr (!MASKS_P) apply_mask([&](int k) { S[k] = -INF; });
 #pragma unroll
             for (int k = 0; k < CONSUMER_M / 2; k += 2) {
-                const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+                const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);  // -LSE * log2(e)
                 P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
             }
             if constexpr (MASKS_P) apply_mask([&](int k) { P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u; });
@@ -595,7 +605,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 dS[k / 8][k / 2 % 4] = pack(dS0, dS1);
             }
             if (DELAYED_DQ) {
-                if (BLOCK_M == 128) named_barrier_arrive(next_scheduler_barrier, 256);  // faster here at 128, below at 64
+                if (BLOCK_M == 128) named_barrier_arrive(next_scheduler_barrier, 256);  // at BLOCK_M = 128 faster here, at 64 below
                 if (!FIRST) wait_dS(i - 1);  // both consumers have read the dS that this one overwrites
                 store_transposed<SmemLayoutPdS>(consumer_PdS(base + dS_at), warp % 4 * 2, dS);
                 if (BLOCK_M == 64) named_barrier_arrive(next_scheduler_barrier, 256);
@@ -618,7 +628,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const auto dQ_lane_address = [&] {  // address of the lane's first accumulator
                 return SPLIT_HEAD_DIM ? dQ_tile(head, m0) + consumer * DQ_PART + warp % 4 * 128 + threadIdx.x % 32 * 4 : nullptr;
             };
-            float* const to = SPLIT_HEAD_DIM && DETERMINISTIC ? pin_address(dQ_lane_address()) : nullptr;  // computed while the wgmmas run
+            float* const to = SPLIT_HEAD_DIM && DETERMINISTIC ? pin_address(dQ_lane_address()) : nullptr;  // while the wgmmas run
             const bool store = SPLIT_HEAD_DIM && DETERMINISTIC && work_tile.semaphore_target(head0, m0) == 0;
             if (SPLIT_HEAD_DIM && DETERMINISTIC) {
                 TIMELINE(wait_dQ);
@@ -635,8 +645,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             m_blocks.seek(head, m0);
             ++i;
         };
-        // With a causal mask the queries of the first tile may end before the diagonal of consumer 1's keys: it skips the tile, and
-        // with it the ping-pong barrier.
+        // With a causal mask the first tile may end above the diagonal of consumer 1's keys, hidden from all of them: consumer 1 skips
+        // the tile, and the ping-pong barriers of this iteration.
         const auto skip_tile = [&] {
             mbarrier_wait(base + FULL_V, 0);
             wait_full(FULL_Q, 0);
@@ -652,7 +662,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
             const int first_key = m_blocks.n0() + key_offset;
             if (SKIPS_FIRST_TILE && head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M) skip_tile();
             else bwd_step(BoolConstant<true>{});
-            wgmma_wait<0>();  // no wgmma is in flight when the loop starts: otherwise ptxas does not pipeline it
+            wgmma_wait<0>();  // no wgmma is in flight when the loop starts: otherwise ptxas serialises the loop's wgmmas
             warpgroup_fence_operand(dK_rmem);
             warpgroup_fence_operand(dV_rmem);
         }
@@ -688,24 +698,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         store_dK(i);
     }
 
-    // Non-finite fallback. A masked P is 0, but 0 * NaN reaches keys that the query does not attend to; P of a large LSE is NaN.
+    // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
     if (named_barrier_or(consumers_barrier, 256, non_finite)) {
         if (threadIdx.x % 128 == 0) tma_store_wait();  // the TMA stores are complete before the fallback overwrites dK and dV
         named_barrier_sync(consumers_barrier, 256);
         const BwdWorkTile reloaded = load_work_tile();
+        // The warp index is recomputed to save a register.
         return key_gradients_non_finite<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, reloaded.b, reloaded.kv_head, H,
-                                                    m_blocks.n0(), thread_index_x() / 32 - 4);  // recomputed to save a register
+                                                    m_blocks.n0(), thread_index_x() / 32 - 4);
     }
     if (threadIdx.x % 128 == 0) tma_store_wait_read();  // TMA has read shared memory before the block exits
     TIMELINE(done);
 }
 
-// Work tiles of a ragged batch, longest first (tile_scheduler.cuh), one per warp; also clears the semaphores. A kernel of its own
-// saves each block of bwd_wgmma 1 us of lookup. It runs before the preprocess kernel and overlaps with it.
+// Writes the work tiles of a ragged batch, longest first (tile_scheduler.cuh), one per warp, and clears the tile counter and the
+// semaphores. Without this entry point each block of bwd_wgmma would search for its own work tile, 1 us. It is launched before
+// bwd_preprocess and overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,
-    int counters,  // semaphores at the start of dQ_accum
+    int counters,  // elements before the accumulators in dQ_accum: tile counter, semaphores
     int Hk,
     int group,    // H / Hk
     const __grid_constant__ Score score) {
@@ -721,7 +733,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
 #endif
 }
 
-// dQ = scale * dQ_accum. A warp converts the part that the consumer warps of the same index have written.
+// dQ = scale * dQ_accum. Each warp converts what the consumer warps with the same index have added, in all blocks of bwd_wgmma.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
@@ -745,7 +757,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const float* from = dQ_accum + accumulators_at(tiles) + tile * DQ_TILE + consumer * DQ_PART + warp * 128;
     const Range keys = Head(score, tile_rows.b, h).keys(tile_rows.row0, tile_rows.row0 + BLOCK_M);
     const unsigned* const dQ_semaphore = reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_AT + 2 * tile + consumer;
-    // No block has written this tile: dQ is 0.
+    // No block has written this tile of dQ_accum: dQ is 0.
     const bool no_keys = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *dQ_semaphore == 0;
     const bool non_finite = DQ_COLS_2 < DQ_COLS && consumer == 1
                             ? write_dQ_fragments<16, DQ_COLS_2, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, no_keys)

@@ -6,8 +6,8 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_b
 
 SMEM = 232448  # bytes of shared memory per block
 WAVE = 132  # blocks that run at the same time: one per SM
-MIN_WINDOW_HEADS = 16  # minimum heads of an L2 head group with a window, whose work tiles are short
-MAP_WORDS = 128  # words of the block map, each of 32 query tiles, over all query heads of a key/value head
+MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such work tiles are short
+MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per query tile and head of a group
 
 
 def d_pad(p: Problem, t: Tile) -> int:
@@ -16,9 +16,9 @@ def d_pad(p: Problem, t: Tile) -> int:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """K, V; stages of Q, dO, LSE, delta and bias; dS; P if consumers split the head dimension, otherwise dQ; mbarriers;
-    a column of the block map."""
-    row, split_head_dim = 128 * cdiv(d_pad(p, t), 64), t.BLOCK_N == 64
+    """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; P if BLOCK_N = 64 (the consumers split the head
+    dimension), otherwise dQ; mbarriers; a column of the block map."""
+    row, split_head_dim = 128 * cdiv(d_pad(p, t), 64), t.BLOCK_N == 64  # row: bytes of a row of Q or K
     dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
     loaded = 2 * t.BLOCK_N * row + t.STAGES * (t.BLOCK_M * (2 * row + 8) + (dS // 2 if p.bias else 0))
@@ -31,7 +31,7 @@ def mapped(p: Problem) -> bool:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """wgmma requires Hopper; tensor maps require alignment and positive strides."""
+    """Requirements of wgmma (Hopper), of tensor maps (alignment, positive strides), and of shared memory."""
     if reason := unsupported_by_wgmma(p, arch, "bwd_block2d"):
         return reason
     if p.bias and not p.bias_tiles:
@@ -49,7 +49,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Limits of the registers of two consumer warpgroups and of shared memory."""
+    """Limits of registers (of the two consumer warpgroups) and of shared memory."""
     smem = smem_bytes(p, t)
     fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else t.BLOCK_M, 128)
     rules = (
@@ -67,15 +67,15 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def dQ_accum_with_semaphores(p: Problem, t: Tile) -> tuple[int, int]:
-    """Elements of dQ_accum and, of these, to zero: the semaphores and the tile counter are zeroed; the accumulators are
-    not, because the first block stores."""
+    """(elements of dQ_accum, how many of them are zeroed before the launch). The tile counter and the semaphores are
+    zeroed, the accumulators are not: the first block stores. See include/dq_semaphore.cuh."""
     rows = p.batches * p.H * p.query_tiles(128) * 128
-    counters = 128 + rows // 32
+    counters = 128 + rows // 32  # tile counter and alignment; two semaphores per query tile of at least 64 rows
     return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
 
 
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
-    """Without semaphores all elements are zeroed; in a ragged batch `bwd_wgmma_scheduler` zeroes the semaphores."""
+    """As above; without semaphores all elements are zeroed. Ragged: `bwd_wgmma_scheduler` zeroes the counters."""
     elements, counters = dQ_accum_with_semaphores(p, t)
     if p.D > 128 or (p.ragged and p.D <= 64):  # HAS_SEMAPHORES of dq_semaphore.cuh is false
         return elements, elements
@@ -83,13 +83,13 @@ def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def work_tiles(p: Problem, t: Tile) -> tuple[int, int]:
-    """Ragged batches: 8 ints per work tile."""
+    """(ints, of which zeroed): 8 ints per work tile of a ragged batch."""
     return 8 * p.key_tiles(t.BLOCK_N) * p.Hk if p.ragged else 0, 0
 
 
 def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave for short rows, or
-    more with a window. See L2_HEAD_GROUPS in include/dq_semaphore.cuh."""
+    """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave if a head has
+    at most four n_blocks, or more with a window. See L2_HEAD_GROUPS in include/dq_semaphore.cuh."""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if not heads:
         return 1, tiles, 0
@@ -101,7 +101,7 @@ def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 
 def nondeterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """L2 head groups if a last key (causal) makes work tiles of different length."""
+    """L2 head groups if the mask limits the last key (causal): work tiles then have different lengths."""
     return (p.key_tiles(t.BLOCK_N), p.Hk, p.batches) if p.ragged or p.bounds[1] is None else head_group_grid(p, t)
 
 
@@ -158,8 +158,8 @@ nondeterministic = Kernel(
 
 def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """L2 head groups. With a window, whose work tiles are equally long, a group has at most one wave. Without a mask it
-    has twice as many heads, or four times for D > 128 and 8192 rows or more (measured): fewer blocks of a head start
-    together and wait for each other's semaphores."""
+    has twice as many heads, or four times for D > 128 and at least 8192 rows (measured), so that fewer blocks of the
+    same head start together and wait for each other's semaphores."""
     width, tiles, _ = head_group_grid(p, t)
     heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
@@ -170,9 +170,9 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
-    """The order of additions to a query tile must follow from the mask's ranges."""
+    """Also requires a mask of ranges, from which the kernel computes the order of additions to a query tile."""
     if mapped(p):
-        return "masks and score snippets that mask are not supported: semaphores need ranges; use bwd_block2d"
+        return "a mask that needs a block map is not supported: additions to dQ are ordered by ranges; use bwd_block2d"
     return supports(p, arch)
 
 

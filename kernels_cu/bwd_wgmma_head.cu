@@ -1,21 +1,23 @@
-// Rung 4 of the backward, for short rows: bwd_wgmma with one block per key/value head.
+// Rung 4 of the backward, for short sequences: bwd_wgmma with one block per key/value head.
 //
-// The block visits the n_blocks of its head one after the other. For the first n_block it stores each tile of dQ, for the others
-// it adds to it (TMA reduce-add); after the last one it converts dQ itself. dQ_accum stays in L2. There is no memset, no
-// semaphore and no postprocess kernel, and the result is deterministic. The next K and V are loaded during the epilogue.
+// The block visits the n_blocks of its head one after the other. For the first n_block it stores each tile of dQ to dQ_accum, for
+// the others it adds to it (TMA reduce-add); after the last one it converts dQ_accum to dQ. dQ_accum stays in L2. There is no
+// memset, no semaphore and no postprocess kernel, and the result is deterministic. K and V of the next n_block are loaded during
+// the epilogue.
 //
 // clang-format off
 //   warp 0        loads Q and dO per m_block, and K and V of the next n_block as soon as their tiles are free
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    dQ-store warps: one consumer's dQ to L2; they complete the stores of an n_block before those of the next
-//   consumers     as bwd_wgmma with BLOCK_M = 128: dQ of an m_block is multiplied during the next iteration of the same n_block
+//   warps 2, 3    dQ-store warps: each stores one consumer's dQ; stores of an n_block are complete before those of the next start
+//   consumers     as bwd_wgmma with BLOCK_M = 128: dQ of an m_block is computed during the next iteration of the same n_block
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N], in the epilogue dK and dV | dQ |
 //                  LSE, delta | mbarriers
 // clang-format on
 //
-// It is faster if Q, dO and dQ of all resident heads fit in L2 (132 heads of 512 rows: 34 MB) and there are enough heads for all
-// SMs. H200, float16, B32 H32 S512 D64: 351 TFLOP/s, causal 216 (bwd_wgmma: 317 and 199). S1024: 344 (bwd_wgmma: 433).
+// It is faster than bwd_wgmma if Q, dO and dQ_accum of all resident heads (one per SM) fit in L2 (132 heads of 512 rows: 34 MB) and
+// there are enough heads for all SMs. H200, float16, B32 H32 S512 D64: 351 TFLOP/s, causal 216 (bwd_wgmma: 317 and 199). S1024:
+// 344 (bwd_wgmma: 433).
 // Other shapes: experiments/013_hopper_backward.
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
@@ -32,7 +34,7 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;  // columns from HEAD_DIM on ar
 constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64, "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
-static_assert(STAGES == 2, "`LoopState` counts tiles modulo 4");
+static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
 static_assert(Head::LINEAR && !Head::MAPPED && !DROPOUT && !RAGGED, "score options are not supported: use bwd_wgmma");
 
 using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
@@ -71,10 +73,10 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// Loop state of a consumer, packed into one register: the number of tiles modulo 4, which determines stage and parity; the
-// n_block; the number of tiles of this n_block.
+// Loop state of a consumer, packed into one register, from the top: 2 bits: the number of tiles modulo 4, which determines stage and
+// parity; 14 bits: index of the n_block; 16 bits: the number of tiles of this n_block.
 class LoopState {
-    unsigned count = 0;  // 2, 14 and 16 bits
+    unsigned count = 0;
 
   public:
     __device__ __forceinline__ unsigned i() const { return count >> 30; }
@@ -94,7 +96,7 @@ struct dQFragment {
     static __device__ __forceinline__ int chunk(int n) { return item(n) % (D_PAD / 8); }
     static __device__ __forceinline__ int row(int n) { return item(n) / (D_PAD / 8); }
 
-    // `from` is the start of the warp's accumulators.
+    // `from` is the start of the warp's part of the tile.
     __device__ __forceinline__ void load(const float* from) {
 #pragma unroll
         for (int n = 0; n < ITEMS; ++n)
@@ -164,13 +166,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
             }
         };
         if (warp == 0 && elect()) {
-            // A tensor map describes a stride of 0 as a dimension of size 1.
+            // A dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0.
             const auto load_KV = [&](const TensorMap& map, const View<const dtype>& tensor, int n0, unsigned tile, unsigned full) {
                 SmemLayoutK::load(base + tile, map, head0.key_box(n0), tensor.stride_h ? kv_head : 0,
                                      head0.key_batch(tensor.stride_b ? b : 0), base + full);
             };
             bool KV_loaded = false;
-            const auto load_next_KV = [&](int n0) {  // after Q and dO, whose stages are free earlier
+            const auto load_next_KV = [&](int n0) {  // called after the loads of Q and dO, whose stages are free earlier
                 if (KV_loaded) return;
                 mbarrier_wait(base + EMPTY_KV, n0 / BLOCK_N % 2 ^ 1);
                 load_KV(K_map, K, n0, K_AT, FULL_K);
@@ -192,7 +194,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
                 load_tile(dO_tile_map, dO, dO_AT, EMPTY_dO, FULL_dO);
                 load_next_KV(n0);
             }, [&](int n0) {
-                load_next_KV(n0);  // also of n_blocks without visible queries
+                load_next_KV(n0);  // also for n_blocks without visible queries
                 KV_loaded = false;
             });
         } else if (warp == 1) {
@@ -211,11 +213,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
                 for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16)
-                    to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // a row without visible keys: P is 0
+                    to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
                 bool large = false;
 #pragma unroll
                 for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
-                if (large && is_LSE) {  // or -INF
+                if (large && is_LSE) {  // some LSE of the lane is large, or -INF
 #pragma unroll
                     for (int t = 0; t < BLOCK_M; t += 16)
                         if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
@@ -231,7 +233,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
                 TIMELINE(store_dQ);
                 float* const to = dQ_tile(head, m0) + consumer * DQ_PART;
                 const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_PART;
-                if (n0 == 0) bulk_store(to, from, 4 * DQ_PART);  // a row with visible keys has some in n_block 0
+                if (n0 == 0) bulk_store(to, from, 4 * DQ_PART);  // no window: if a row has visible keys, one is in n_block 0
                 else tma_reduce_add(to, from, 4 * DQ_PART);
                 tma_store_commit();
                 tma_store_wait_read();
@@ -307,7 +309,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         const unsigned i = state.i(), stage = stage_of(i);
         const unsigned Q_at = Q_AT + stage * SmemLayoutQ::BYTES, dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
         const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES;
-        // K_AT: any initialised memory that is not written to, for a product that is discarded.
+        // Without a previous tile the product is discarded: any initialised memory that is not being written will do, here K.
         const unsigned previous_dS_at = has_previous ? dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES : K_AT;
         const float* const stats =  // of the lane's first two queries
             reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
@@ -331,13 +333,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         TIMELINE(softmax);
         const int first_key = state.n0() + key_offset;
         const Range unmasked = head0.fully_visible_queries<true>(first_key, first_key + 64);
-        if ((m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end)) {  // also rows from Sq on: 0 * inf is NaN
+        if ((m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end)) {  // also rows from Sq on: their q is 0, and 0 * inf is NaN
             const FragmentCoords coords(m0, first_key);
             mask_fragment<BLOCK_M / 2>(head0, coords, [&](int k) { S[k] = -INF; });
         }
 #pragma unroll
         for (int k = 0; k < BLOCK_M / 2; k += 2) {
-            const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+            const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);  // -LSE * log2(e)
             P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
         }
         named_barrier_arrive(next_scheduler_barrier, 256);
@@ -413,8 +415,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
             mainloop_tail();
         }
         TIMELINE(store);
-        // Non-finite fallback. A masked P is 0, but 0 * NaN reaches keys that the query does not attend to; P of a large LSE is NaN.
-        // After this barrier both consumers have read K and V.
+        // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
+        // After this barrier neither consumer reads K and V again.
         const bool non_finite = named_barrier_or(consumers_barrier, 256, !(finite(dK_rmem) && finite(dV_rmem)));
         if (threadIdx.x % 128 == 0) mbarrier_arrive(base + EMPTY_KV);
         if (non_finite) {
@@ -433,8 +435,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         }
     }
 
-    mbarrier_wait(base + DQ_COMPLETE, 0);  // the postprocess starts when all of dQ is in L2
-    constexpr int TILES_PER_PASS = 4;       // m_blocks, so that loads overlap
+    mbarrier_wait(base + DQ_COMPLETE, 0);  // the postprocess starts when dQ_accum is complete
+    constexpr int TILES_PER_PASS = 4;       // m_blocks whose loads overlap
     const int tiles = (head0.Sq + BLOCK_M - 1) / BLOCK_M, row0 = 64 * consumer + warp % 4 * 16;
 #pragma unroll 1
     for (int first = 0; first < group * tiles; first += TILES_PER_PASS) {
@@ -450,7 +452,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
             const int h = kv_head * group + (first + t) / tiles, m0 = (first + t) % tiles * BLOCK_M;
             const Range keys = head0.keys(m0, m0 + BLOCK_M);
             const bool rows_finite = rows[t].store(dQ, SeqlenInfo(score, b), h, m0 + row0, score.scale, keys.begin >= keys.end);
-            if (!__all_sync(0xffffffffu, rows_finite))  // NaN or inf of a masked key, or a large LSE
+            if (!__all_sync(0xffffffffu, rows_finite))  // NaN or inf: a masked key or a large LSE may be the cause
                 dQ_non_finite(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, H, m0 + row0);
         }
     }

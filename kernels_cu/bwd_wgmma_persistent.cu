@@ -1,23 +1,23 @@
-// Rung 4 of the backward, for narrow heads: bwd_wgmma with persistent blocks.
+// Rung 4 of the backward, for small head dimensions (HEAD_DIM <= 64): bwd_wgmma with persistent blocks.
 //
 // A work tile is an n_block of a key/value head: dK and dV of its keys stay in registers during the loop over m_blocks. In
 // bwd_wgmma 7000 ... 10000 cycles, the time of two m_blocks, pass between the last wgmma of a block and the first one of the
-// next. Here the m_blocks of consecutive work tiles form one mainloop: K is double-buffered, so that the last dQ of a work tile is
-// multiplied in the first iteration of the next, and dV and dK are staged and stored like dQ while the other consumer multiplies.
-// All iterations run the same code: ptxas would serialise the wgmmas of two loop bodies.
+// next block on the SM. Here the m_blocks of consecutive work tiles form one mainloop. K is double-buffered: the last dQ of a work
+// tile is computed in the first iteration of the next work tile. dV and dK are staged and stored like dQ, while the other consumer
+// computes. All iterations run the same code, because ptxas would serialise the wgmmas of two loop bodies.
 //
 // clang-format off
 //   warp 0        tile scheduler: fetches and publishes work tiles; loads Q and dO per m_block, K and V with the first m_block
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    store warps: one consumer's staging buffer, which contains dQ, dV or dK
+//   warps 2, 3    store warps: each stores one consumer's staging buffer, which contains dQ, dV or dK
 //   consumers     as bwd_wgmma with BLOCK_M = 128
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | staging [2] | LSE, delta |
-//                  second K [BLOCK_N] | mbarriers, work tiles, descriptions of staged stores
+//                  second K [BLOCK_N] | mbarriers, work tiles, `StagedStore` descriptions
 // clang-format on
 //
-// Load and store warps have 24 registers (setmaxnreg). A spill there adds copies to the consumers' loops, so these warps read
-// published values again rather than keep them.
+// Load and store warps have 24 registers (setmaxnreg). If they spill, ptxas adds register copies to the consumers' loops, too. So these
+// warps read a published value (one that warp 0 has written to shared memory) again instead of keeping it.
 #define DETERMINISTIC 0
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
@@ -31,7 +31,7 @@
 constexpr unsigned THREADS = 384;
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;                   // columns from HEAD_DIM on are zeros
 constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
-constexpr int ACCUM_AT = 32;                                       // offset of dQ_accum's tiles; element 0 is the tile counter
+constexpr int ACCUM_AT = 32;                                       // offset of the accumulators in dQ_accum; element 0 is the tile counter
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64, "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO use the tiles of K and Q: HEAD_DIM_V must not exceed HEAD_DIM");
 static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
@@ -54,16 +54,17 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 // A work tile as warp 0 publishes it: its keys, its m_block range, and the rows to which all 64 keys of a consumer are visible.
 struct BwdWorkTile {
     int key_tile, kv_head, b;  // b < 0: invalid
-    int begin, end;            // query rows: of the first m_block; end of the range
+    int begin, end;            // m_block range in query rows; begin is a multiple of BLOCK_M
     Range fully_visible[2];
 };
-// What a consumer stages, in order: for each tile, described here, dQ of the previous tile; after the last tile of a work tile
-// dV and dK.
+// Description of one use of the staging buffers. A consumer stages, in this order: in the iteration of each tile dQ of the previous
+// tile; after the last tile of a work tile, dV and then dK. The description of an iteration contains its own tile, not the previous
+// one, which the store warp remembers.
 struct StagedStore {
     int m0, n0, h, b;                                  // h: query head; for dV and dK the key/value head
     static constexpr int dV = -1, dK = -2, LAST = -3;  // values of m0; LAST: dQ of the block's last tile
 };
-constexpr unsigned STAGING_SLOTS = 16;  // ring of descriptions; warp 0 is at most eight ahead of the store warps
+constexpr unsigned STAGING_SLOTS = 16;  // ring buffer of descriptions: warp 0 is at most eight ahead of the store warps
 constexpr int NEEDS_MASK = 1, LAST_TILE = 2;  // flags of a tile: the mask hides some elements; last m_block of the work tile
 
 // The mbarriers, 8 bytes each, and the published values.
@@ -93,8 +94,8 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Heads are rasterised in L2 head
-// groups, first n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave for short rows.
+// Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head groups, first
+// n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head has at most four n_blocks.
 __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk, unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
     unsigned width = 1;  // heads of an L2 head group
@@ -152,7 +153,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const auto flags_of = [&](unsigned i, unsigned consumer) -> volatile int& {
         return reinterpret_cast<volatile int*>(smem + FLAGS_AT)[2 * stage_of(i) + consumer];
     };
-    // Whether a consumer writes dK and dV by the non-finite fallback, so that the store warp must not store them.
+    // Whether the consumer writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
     const auto non_finite_flags = [&](unsigned consumer) -> volatile int& {
         return reinterpret_cast<volatile int*>(smem + NON_FINITE_AT)[consumer];
     };
@@ -172,7 +173,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     if (warp < 4) {
         setmaxnreg_dec<24>();
         if (warp == 0 && elect()) {
-            unsigned i = 0, staged_count = 0, nonempty_tiles = 0;  // m_blocks; described stores; work tiles with visible queries
+            unsigned i = 0, staged_count = 0, nonempty_tiles = 0;  // counts: m_blocks; descriptions; work tiles with visible queries
 #pragma unroll 1
             for (unsigned tile_index = 0;; ++tile_index) {
                 const auto publish_store = [&](unsigned n, int m0, int h) {
@@ -182,13 +183,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                     entry.h = h;
                     entry.b = work_tile_slot(tile_index).b;
                 };
-                // Published before the last m_block of the work tile, or with a work tile that has none.
+                // Published before the last m_block of the work tile is loaded, or with the work tile if it has no m_blocks.
                 const auto publish_dKV_stores = [&](unsigned n) {
 #pragma unroll 1
                     for (int kind = StagedStore::dV; kind >= StagedStore::dK; --kind)
                         publish_store(n++, kind, work_tile_slot(tile_index).kv_head);
                 };
-                {  // The tile counter is read as late as possible, for load balance: consumers are at most STAGES tiles behind.
+                {  // The tile counter is read late, when consumers are at most STAGES tiles behind, for load balance.
                     const unsigned number =
                         tile_index ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u) : block_index_x();
                     const BwdWorkTile work_tile = work_tile_of(number, score, Hk, B);
@@ -214,7 +215,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                 first_m_block(tile_index, head, m0);
 #pragma unroll 1
                 while (head < group) {
-                    // Loads Q or dO, with K or V in the first m_block. A tensor map describes a stride of 0 as a dimension of size 1.
+                    // Loads Q or dO, with K or V in the first m_block. A dimension with stride 0 (broadcast) has size 1 in the tensor map:
+                    // its coordinate is 0.
                     const auto load_tile = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
                                                const TensorMap& keys_map, const View<const dtype>& keys, unsigned keys_tile,
                                                unsigned full) {
@@ -276,11 +278,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                     for (int t = 0; t < BLOCK_M; t += 32) {
                         float& x = reinterpret_cast<float*>(smem + to)[t];
                         const float lse = x;
-                        x = t < rows && lse != -INF ? -lse * Head::LOG2E : -INF;  // a row without visible keys: P is 0
+                        x = t < rows && lse != -INF ? -lse * Head::LOG2E : -INF;  // no visible key: P is 0
                         if (Head::is_large(lse)) x = NOT_A_NUMBER;
                     }
-                    const volatile Range& unmasked = work_tile.fully_visible[lane % 2];  // lanes 0 and 1: of consumer `lane`
-                    // Rows from Sq on are masked, too: 0 * inf is NaN.
+                    const volatile Range& unmasked = work_tile.fully_visible[lane % 2];  // used by lanes 0 and 1, for consumers 0 and 1
+                    // Rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
                     const int flags = (m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end) ? NEEDS_MASK : 0;
                     next_m_block(tile_index, head, m0);
                     if (lane < 2) flags_of(i, lane) = flags | (head < group ? 0 : LAST_TILE);
@@ -295,7 +297,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         } else if (warp >= 2 && elect()) {
             const unsigned consumer = warp - 2;
             const SmemAddr from = base + STAGING_AT + consumer * STAGING_BYTES;
-            int previous_dQ_tile = -1;  // dQ tile staged together with the next description; none at first
+            int previous_dQ_tile = -1;  // tile of the previous description, whose dQ is staged now; -1: none
             const auto wait_staging = [&](unsigned n) {
                 TIMELINE(wait_dQ);
                 mbarrier_wait(base + FULL_STAGING + 8 * consumer, n % 2);
@@ -306,7 +308,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                 tma_store_wait_read();
                 mbarrier_arrive(base + EMPTY_STAGING + 8 * consumer);
             };
-            wait_staging(0);  // the first one is empty
+            wait_staging(0);  // the consumer's first commit has no data
             release_staging();
 #pragma unroll 1
             for (unsigned n = 0;; ++n) {
@@ -338,8 +340,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const SmemAddr staging = base + STAGING_AT + consumer * STAGING_BYTES;
     float dK_rmem[D_PAD / 2], dV_rmem[D_PAD / 2];
     unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];
-    // Counters over all work tiles: m_blocks; staged stores, of which the first is empty; index of the K buffer of this tile and of
-    // the previous one, which counts work tiles with visible queries.
+    // Counters over all work tiles: i: m_blocks; staged_count: uses of the staging buffer, of which the first has no data; K_index: index
+    // of the work tile among those with visible queries, modulo 2 its K buffer; previous_K_index: the same for the previous m_block.
     unsigned i = 0, staged_count = 1, K_index = ~0u, previous_K_index = ~0u;
 
     const auto wait_full = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
@@ -376,7 +378,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         wgmma_commit();
     };
 
-    // dQ, dV and dK share one staging buffer: wait until it is empty, write, and commit in the next iteration.
+    // dQ, dV and dK use the same staging buffer: wait until it is empty, write, and commit before the next use.
     const auto wait_staging = [&] { mbarrier_wait(base + EMPTY_STAGING + 8 * consumer, staged_count++ % 2 ^ 1); };
     const auto commit_staging = [&] {
         fence_proxy_async();
@@ -399,7 +401,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
             stmatrix_x4(staging + SmemLayoutdKV::chunk(warp % 4 * 16 + lane % 16, k / 4 + lane / 16), pair[0], pair[1], pair[2], pair[3]);
         }
     };
-    // Commits dS of the previous tile and the staged store; called in the next iteration, and after the last one.
+    // Commits dS of the previous tile and the staging buffer. Called in the next iteration, and after the last one.
     const auto commit_dS = [&] {
         commit_staging();
         if (lane == 0) mbarrier_arrive(base + FULL_dS + 8 * (i % 2));
@@ -418,7 +420,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         TIMELINE(S);
         const unsigned lane_flags = flags_of(i, consumer);
         mma_SdP(S, HEAD_DIM, K_tile_at(K_index), Q_at);
-        const unsigned flags = uniform(lane_flags);  // here rather than between the scheduler barriers, where it costs more
+        const unsigned flags = uniform(lane_flags);  // here: it would cost more between the scheduler barriers
         wgmma_wait<1>();                             // dK of the previous tile
         release(EMPTY_Q, i - 1, i > 0);
         TIMELINE(wait_dO);
@@ -440,7 +442,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         }
 #pragma unroll
         for (int k = 0; k < BLOCK_M / 2; k += 2) {
-            const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+            const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);  // -LSE * log2(e)
             P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
         }
         TIMELINE(dP);
@@ -493,12 +495,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         wgmma_wait<0>();
         warpgroup_fence_operand(dK_rmem);
         warpgroup_fence_operand(dV_rmem);
-        // Non-finite fallback. A masked P is 0, but 0 * NaN reaches keys that the query does not attend to; P of a large LSE is NaN.
+        // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
         const bool non_finite = named_barrier_or(consumer_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
         commit_staging();
         stage_dKV(dV_rmem, 1.0f);
-        // Not earlier: the store warp reads the previous work tile's flag until it has stored its dK, which the wait in stage_dKV
-        // above ensures.
+        // Not before stage_dKV, which waits until the store warp has stored the previous dK: until then it reads the previous work tile's
+        // flag.
         if (threadIdx.x % 128 == 0) non_finite_flags(consumer) = non_finite;
         commit_staging();
         stage_dKV(dK_rmem, score.scale);  // committed in the next iteration, or after the last one
@@ -520,7 +522,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     TIMELINE(done);
 }
 
-// dQ = scale * dQ_accum. A warp converts the part that the consumer warps of the same index have written.
+// dQ = scale * dQ_accum. Each warp converts what the consumer warps with the same index have added, in all blocks.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)

@@ -1,11 +1,11 @@
-// The accumulator fragment of S^T = K Q^T (64 keys x queries per warpgroup), and of P^T and dS^T in the same layout.
+// The wgmma accumulator fragment of S^T = K Q^T (64 keys per warpgroup); P^T and dS^T have the same layout.
 #pragma once
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
 // Query and key of each element of the lane's fragment of S^T.
 struct FragmentCoords {
-    int row, key;  // of element 0
+    int row, key;  // query and key of element 0
     __device__ __forceinline__ FragmentCoords(int first_query, int first_key) {
         const unsigned thread = thread_index_x() % 128;
         row = first_query + thread % 4 * 2, key = first_key + thread / 32 * 16 + thread / 4 % 8;
@@ -13,10 +13,10 @@ struct FragmentCoords {
     __device__ __forceinline__ ScoreIndex at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
 };
 
-// Calls mask_element(k) for the lane's N elements of S^T that causality, window and lengths mask.
+// Calls mask_element(k) for those of the lane's N elements of S^T that causality, window or sequence lengths hide.
 template <int N, class MaskElement>
 __device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCoords& coords, const MaskElement& mask_element) {
-    int begin[2], end[2];  // visible queries of the lane's two keys, relative to its first query
+    int begin[2], end[2];  // visible queries of each of the lane's two keys, relative to its first query
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Range rows = head.visible_queries(coords.key + 8 * half);
@@ -29,7 +29,8 @@ __device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCo
     }
 }
 
-// Stores P^T or dS^T of a warp (16 keys from chunk `chunk` on, 16 * STEPS queries) to shared memory with a row per query.
+// Stores a warp's P^T or dS^T (16 keys, 16 * STEPS queries) to shared memory, transposed: a row per query. `chunk` is the index of
+// the first of its two 16-byte chunks (8 keys each) in a row.
 template <class SmemLayout, int STEPS>
 __device__ __forceinline__ void store_transposed(SmemAddr rows, unsigned chunk, const unsigned (&fragments)[STEPS][4]) {
     const unsigned lane = thread_index_x() % 32;  // recomputed to save a register
@@ -41,6 +42,7 @@ __device__ __forceinline__ void store_transposed(SmemAddr rows, unsigned chunk, 
     }
 }
 
+// Whether all elements are finite: 0 * inf and 0 * NaN are NaN.
 template <int N>
 __device__ __forceinline__ bool finite(const float (&accum)[N]) {
     float zero = 0.0f;

@@ -4,43 +4,47 @@
 #include "tile_scheduler.cuh"
 #include "score_mod.cuh"
 
-// Layout of dQ_accum: the tile counter; at SEMAPHORES_AT a semaphore for each half of each query tile, which counts the work tiles
-// that have added to it; the accumulators. These start at a multiple of 128 bytes, an L2 line, or of the 512 bytes that a warp
-// adds at a time if consumers add by themselves.
-// DETERMINISTIC: blocks add to a query tile in the order of their work tiles, and the first one stores. Only the counters have to
-// be zeroed.
+// Layout of dQ_accum: the tile counter; from SEMAPHORES_AT on two semaphores per query tile, one per consumer, each of which counts
+// the work tiles that have added to the consumer's half; the accumulators. These start at a multiple of ACCUM_ALIGNMENT floats: an L2
+// line (128 bytes), or, if consumers add to dQ_accum themselves (HEAD_DIM > 128), the 512 bytes that a warp adds at a time.
+// DETERMINISTIC: blocks add to a query tile in the order of their work tiles. The first one stores, so that only the tile counter and
+// the semaphores have to be zeroed.
 constexpr long long SEMAPHORES_AT = 4, ACCUM_ALIGNMENT = HEAD_DIM > 128 ? 128 : 32;
-constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));  // ragged, D <= 64: 1% slower
+// Ragged, D <= 64: 1% slower with semaphores.
+constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));
 __device__ __forceinline__ long long accumulators_at(long long query_tiles) {
     return HAS_SEMAPHORES ? (SEMAPHORES_AT + 2 * query_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT : 0;
 }
 
-// Not DETERMINISTIC: the first block to arrive stores, which saves zeroing and reading the accumulators. Blocks that arrive before
-// this store is complete wait for it; the first block adds FIRST_STORED to the counter when it is. The first block never waits,
-// so there is no deadlock.
+// Not DETERMINISTIC: the first block that increments a tile's semaphore stores, so that the accumulators need not be zeroed or read.
+// When its store is complete, it adds FIRST_STORED to the semaphore; blocks that arrive earlier wait for this. The first block never
+// waits, so there is no deadlock.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
-// Whether a block reads the counter before its dQ is ready. With a window or a block map, where few work tiles add to a query
-// tile, this is 0.5% slower or spills.
+// Whether a block reads the semaphore already before its dQ is ready. Not with a window or a block map, where few work tiles add to
+// a query tile: 0.5% slower, or spills.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::FIRST && !Head::MAPPED;
 
 // The work tile of a block.
-// RAGGED: by block index; the scheduler kernel has sorted the work tiles, longest first (tile_scheduler.cuh).
-// L2_HEAD_GROUPS (causal, or DETERMINISTIC): the grid is (heads of a group, n_blocks, groups). Causal: the first n_blocks of a head
-// have the longest m_block range. A group starts with the first n_block of all its heads, so that the short work tiles at the end
-// balance the load; head by head, the longest work tiles of the last head would start when other blocks exit.
-// DETERMINISTIC: blocks take work tiles by tile counter ticket, so that a block waits only for work tiles that have started.
-// ALTERNATING (causal): groups alternate between two directions. In one the last n_blocks come first, and each work tile visits
-// m_blocks upwards from its own diagonal: blocks that start together add to different query tiles, and the longest work tiles come
-// last. In the next group, and in the last one, the first n_blocks come first, with m_blocks `descending`. In both, consecutive
-// work tiles have similar length, also across groups, and a work tile reaches a query tile after those that precede it in the
-// semaphore's order.
+// RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (tile_scheduler.cuh).
+// L2_HEAD_GROUPS (causal, or DETERMINISTIC): the grid is (heads of a group, n_blocks, groups), so that the same n_block of all heads of
+// a group starts together. Causal: the first n_blocks of a head have the most m_blocks and start first; the short work tiles at the
+// end of a group balance the load. Without groups, one head after the other, the longest work tiles of the last head would start
+// when other blocks already exit.
+// DETERMINISTIC: blocks take work tiles in the order in which they draw tickets from the tile counter, not by blockIdx, so that a block
+// waits only for work tiles that have started.
+// ALTERNATING (DETERMINISTIC, causal): groups alternate between two orders. One starts with the last n_blocks, whose work tiles are the
+// shortest, and each visits its m_blocks in ascending order from its own diagonal on: blocks that start together add to different query
+// tiles. The other starts with the first n_blocks, and m_blocks are `descending`; the last group has this order. In both,
+// consecutive work tiles have similar lengths, also from one group to the next, and a work tile reaches a query tile after the work
+// tiles that precede it in the semaphore's order.
 constexpr bool L2_HEAD_GROUPS = (Head::LAST || DETERMINISTIC) && !RAGGED;
-constexpr bool ALTERNATING = DETERMINISTIC && Head::LAST && !Head::FIRST;  // with a window: always the last n_block first
+constexpr bool ALTERNATING = DETERMINISTIC && Head::LAST && !Head::FIRST;  // with a window: the last n_block first in every group
 struct BwdWorkTile {
-    int key_tile, kv_head, b;
+    int key_tile, kv_head, b;  // key_tile: index of the n_block
     bool descending = false;
 
+    // number: the block's ticket if DETERMINISTIC, otherwise unused.
     __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned Hk, unsigned B)
         : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
         if (DETERMINISTIC) {
@@ -63,7 +67,8 @@ struct BwdWorkTile {
 #else
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b); }
 #endif
-    // The value of the semaphore at which this work tile may add to query tile m0: the number of work tiles that precede it.
+    // The value of the semaphore at which this work tile may add to the query tile that begins at row m0: the number of work tiles that
+    // add to it earlier.
     __device__ __forceinline__ int semaphore_target(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
         return Head::LAST && !descending ? (keys.end - 1) / BLOCK_N - key_tile : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);

@@ -1,5 +1,5 @@
-// The m_blocks of a backward work tile: for each query head of the group those with queries to which some key of the n_block is
-// visible, from the mask's ranges or from a block map.
+// The m_blocks of a backward work tile: for each query head of the group, the m_blocks to which some key of the n_block is visible.
+// They follow from the mask's ranges or from a block map.
 #pragma once
 #include "score_mod.cuh"
 
@@ -11,7 +11,7 @@ struct GroupBlockMap {
 
     static __device__ __forceinline__ int words_per_head(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
 
-    // Called by all WARPS warps of the block; the group starts at head `first_head`.
+    // Called by all WARPS warps of the block. first_head: first query head of the group; n0: first key of the n_block.
     template <unsigned WARPS>
     __device__ __forceinline__ void fill(const SeqlenInfo& sequence, int first_head, int group, int n0) {
         const Score& score = sequence.score;
@@ -31,19 +31,19 @@ struct GroupBlockMap {
     }
 };
 
-// Iterates over the m_blocks of each of `group` heads: rows `begin`, `begin` + BLOCK_M ... before `end`, without those that the block
-// map excludes.
-// N0_IN_REGISTER: keep n0 in a register. ROTATED: start at row n0 and wrap around. KEY_TILE_IN_GRID_Y: the n_block is blockIdx.y, not
-// blockIdx.x. MAY_DESCEND: some work tiles are `descending`.
+// Iterates over the m_blocks of each of `group` heads. `m0` is the first row of an m_block: begin(), begin() + BLOCK_M ... before end(),
+// without those that the block map excludes.
+// N0_IN_REGISTER: n0, the first key of the n_block, is kept in a register. ROTATED: start at row n0 and wrap around.
+// KEY_TILE_IN_GRID_Y: the index of the n_block is blockIdx.y, not blockIdx.x. MAY_DESCEND: some work tiles are `descending`.
 template <bool N0_IN_REGISTER, bool ROTATED, bool KEY_TILE_IN_GRID_Y, bool MAY_DESCEND = false>
 struct MBlockRange {
-    const Head& head0;  // the group's first head: the ranges do not depend on the head
+    const Head& head0;  // the group's first head; the ranges are the same for all heads
     const GroupBlockMap& map;
     const int group, n0_register;
-    // From the last m_block of each head to the first. Requires MAY_DESCEND; excludes ROTATED and a block map.
+    // In each head from the last m_block to the first. Requires MAY_DESCEND; not with ROTATED or a block map.
     const bool descending = false;
 
-    // Recomputed on each call unless N0_IN_REGISTER: the register may be needed for accumulators.
+    // Without N0_IN_REGISTER recomputed on each call, which leaves a register to the accumulators.
     __device__ __forceinline__ int n0() const {
         return N0_IN_REGISTER ? n0_register : static_cast<int>(KEY_TILE_IN_GRID_Y ? block_index_y() : block_index_x()) * BLOCK_N;
     }
@@ -54,21 +54,21 @@ struct MBlockRange {
         if constexpr (MAY_DESCEND) return descending;
         return false;
     }
-    // Row of the first m_block of a head.
+    // m0 of the first m_block of a head, in iteration order.
     __device__ __forceinline__ int first() const {
         if (is_descending()) return (end() - 1) / BLOCK_M * BLOCK_M;
         return !ROTATED ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0;
     }
 
-    // Row after the last m_block, in iteration order, if the range is not empty.
+    // m0 after the last m_block of a head, in iteration order. Requires a range that is not empty.
     __device__ __forceinline__ int past_last() const {
         return is_descending() ? begin() - BLOCK_M : (end() + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
     }
 
-    // Row after m0 in iteration order; may be out of range.
+    // m0 of the next m_block in iteration order; may be out of range, see seek.
     __device__ __forceinline__ int next(int m0) const { return is_descending() ? m0 - BLOCK_M : m0 + BLOCK_M; }
 
-    // Moves to the next m_block at or after row m0 of `head`; head = group if there is none.
+    // Moves to the first m_block from m0 of `head` on, in iteration order; head = group if there is none.
     __device__ __forceinline__ void seek(int& head, int& m0) const {
         if (!Head::MAPPED) {
             if (MAY_DESCEND ? m0 == past_last() : m0 >= end()) head += !ROTATED, m0 = ROTATED ? begin() : first();
@@ -86,7 +86,7 @@ struct MBlockRange {
                 if (m0 < end()) return;
             }
     }
-    // The first m_block.
+    // The first m_block of the work tile; head = group if there is none.
     __device__ __forceinline__ void start(int& head, int& m0) const {
         m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : group;
         if (Head::MAPPED) seek(head, m0);
