@@ -8,9 +8,9 @@ SMEM = 232448  # most shared memory of a block, in bytes
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, stages of K and V, O or half of it if it fits, mbarriers; rows padded to multiples of 128 bytes."""
+    """Q, stages of K and V, mbarriers, and all or half of O if it fits; rows padded to multiples of 128 bytes."""
     slabs, inputs = cdiv(p.Dv, 64), input_bytes(p, t)
-    sizes = (inputs + 128 * own * t.BLOCK_M for own in (slabs, cdiv(slabs, 2)))
+    sizes = (inputs + 128 * o_slabs * t.BLOCK_M for o_slabs in (slabs, cdiv(slabs, 2)))
     return next((size for size in sizes if size <= SMEM), inputs)
 
 
@@ -22,7 +22,7 @@ def input_bytes(p: Problem, t: Tile) -> int:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """The requirements of wgmma, of tensor maps (alignment, strides), and of a scale that is part of the exponent."""
+    """Why a problem is not supported: requirements of wgmma, of tensor maps, and of the scale as a factor in exp2."""
     return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
@@ -45,6 +45,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Why a tile is not supported: registers of a warpgroup, or shared memory of an SM."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     registers = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
+    # Most registers of O, S and P without spills; score options leave 16 fewer.
     most = {3: 128, 4: 80}.get(consumers, 200) - (0 if pure(p) else 16)
     rules = (
         (
@@ -71,7 +72,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             not p.block_map[3] or 512 % t.BLOCK_N == 0,
-            f"BLOCK_N={t.BLOCK_N} must divide 512 with a mask: a word of the block map covers 512 keys",
+            f"BLOCK_N={t.BLOCK_N} must divide 512 with a block map: one of its words covers 512 keys",
         ),
         (
             cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > input_bytes(p, t),
@@ -82,16 +83,16 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM}",
         ),
     )
-    return next((sentence for kept, sentence in rules if not kept), None)
+    return next((message for valid, message in rules if not valid), None)
 
 
 def rank(p: Problem, t: Tile) -> bool:
-    """The fastest tile first (experiments/008_hopper, 014_scores)."""
+    """Sort key of tiles: False for the fastest one (experiments/008_hopper, 014_scores)."""
     return best(p) != (t.BLOCK_M, t.BLOCK_N)
 
 
 def best(p: Problem) -> tuple[int, int]:
-    """BLOCK_M, BLOCK_N."""
+    """BLOCK_M and BLOCK_N of the fastest tile."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
     short = p.Sq < (4096 if p.causal else 2048)
     if p.block_map[3]:  # masks usually have blocks of powers of two
@@ -108,7 +109,7 @@ def best(p: Problem) -> tuple[int, int]:
         return 192, 128
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
-    if width > 96 and simple:  # below 2048 rows: if every consumer of the last tile has rows
+    if width > 96 and simple:  # BLOCK_M=192 from 2048 rows on, or 1152 if every consumer of the last tile has rows
         short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64)
     if short and not narrow:
         return 128, 128

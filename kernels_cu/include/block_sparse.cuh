@@ -1,9 +1,11 @@
-// Block sparsity: the list of key tiles of a work tile that the block map leaves. A scheduler warp tests 32 tiles at a
-// time, while the block processes the previous work tile, and passes the list to the load warp through two buffers in
-// shared memory. (In the load warp, each tile waited for three dependent loads.)
+// Block sparsity: the list of a work tile's key tiles that are visible in the block map. The scheduler warp tests 32
+// tiles at a time, while the block processes the previous work tile, and passes the list to the load warp through two
+// buffers in shared memory, in parts of at most 32 entries. (When the load warp itself read the map, each tile waited
+// for three dependent loads.)
 //
-// A list entry holds the tile's index, the flag LAST_TILE, and one bit per consumer that sees the whole tile. To set
-// LAST_TILE, the newest entry is written only when the next one is found, or when the work tile ends.
+// A list entry is the tile's index * 2 * LAST_TILE, plus the flag LAST_TILE in the work tile's last entry, plus one bit
+// for each consumer that sees the whole tile. Only when no further tile is found is it known which entry is the last
+// one, so the newest entry is written when the next one is found, or at the end.
 #pragma once
 #include <hopper.cuh>
 #include "score_mod.cuh"
@@ -15,7 +17,7 @@ struct TileLists {
     static constexpr unsigned WORDS = 1 + 32, BYTES = 4 * 8 + 2 * 4 * WORDS;
 
     char* const smem;
-    unsigned list = 0, position = 0, count = 0;  // lists so far; for the reader: position in a list of `count` entries
+    unsigned list = 0, position = 0, count = 0;  // lists so far; the reader's position in a list of `count` entries
 
     __device__ __forceinline__ explicit TileLists(char* smem) : smem(smem) {}
 
@@ -59,7 +61,6 @@ struct TileLists {
     }
 
     // The next entry; called by one thread.
-
     __device__ __forceinline__ unsigned next() {
         if (position == count) {
             mbarrier_wait(full(), list / 2 % 2);

@@ -70,8 +70,8 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // A tensor map, encoded by cuTensorMapEncodeTiled: a (B, H, S, D) tensor, and the box that one copy moves. A kernel
 // parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py. Ragged batch:
 // coordinate b is the row at which the sequence ends, and s = -1, -2, ... counts backwards from it. Their sum is the
-// address; only s decides about bounds, so rows beyond the sequence are out of bounds. Coordinates must not be
-// negative: RAGGED_ROWS is added to s, and a fifth dimension subtracts it.
+// address, but only s is checked against a bound, so rows beyond the sequence are out of bounds. Coordinates must not
+// be negative: RAGGED_ROWS is added to s, and the coordinate of a fifth dimension subtracts it.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_floats(SmemAddr to, float x0, float x1, fl
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
-// Adds, or stores, a lane's four floats of add_fragment at its own address in global memory.
+// Adds, or stores, a lane's four floats of add_fragment (ptx.cuh) at its own address in global memory.
 __device__ __forceinline__ void add_floats(float* to, const float (&x)[4]) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
@@ -130,7 +130,7 @@ __device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigne
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 
-// The same, but overwrites.
+// The same, but stores instead of adding.
 __device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                  ::"l"(to), "r"(from), "r"(bytes) : "memory");
@@ -164,8 +164,8 @@ __device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned a
 __device__ __forceinline__ void counter_arrive(unsigned* counter, unsigned arrivals = 1) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(arrivals) : "memory");
 }
-// Reads the counter. What the arriving threads wrote is visible only after counter_arrive_acquire, whose fence covers
-// both.
+// Reads the counter, without acquire: what the arriving threads wrote is visible only after the fence of a later
+// counter_arrive_acquire. That fence also orders this thread's own writes before its arrival.
 __device__ __forceinline__ unsigned counter_load(const unsigned* counter) {
     unsigned arrived;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
@@ -194,7 +194,8 @@ struct Descriptor {
 };
 constexpr unsigned SWIZZLE_128B = 1u << 30;
 
-// The matrix begins at `at`. The strides, in bytes, have different meanings in the two orders (swizzle.cuh).
+// The matrix begins at `at`. leading, stride: PTX's leading and stride dimension byte offsets; their meaning depends on
+// the order (swizzle.cuh).
 __device__ __forceinline__ Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
     return {at / 16 | leading / 16 << 16, stride / 16 | SWIZZLE_128B};
 }
@@ -233,7 +234,8 @@ __device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
     for (int i = 0; i < R; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// Each row of the table below is one width N of wgmma: N / 2 accumulators, then the numbers of the other operands.
+// Each WGMMA(...) below is one width N of wgmma: the N / 2 accumulators in the asm text (L...) and as asm operands
+// (D...), then the numbers of the other operands.
 #define D8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -328,7 +330,8 @@ __device__ __forceinline__ bool elect() {
 }
 
 // Tells the compiler that all lanes have the same value. What depends on it, such as a descriptor, is then computed
-// once per warp in uniform registers, as wgmma requires. Not hoisted out of loops: there are few uniform registers.
+// once per warp in uniform registers, as wgmma requires. volatile: not hoisted out of loops, since there are few
+// uniform registers.
 __device__ __forceinline__ unsigned uniform(unsigned x) {
     unsigned y;
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
@@ -372,7 +375,6 @@ __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, 
 }
 
 // The inverse of ldmatrix_x4: lane i gives the address of row i % 8 of matrix i / 8.
-
 __device__ __forceinline__ void stmatrix_x4(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");

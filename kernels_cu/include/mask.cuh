@@ -11,7 +11,8 @@ struct Range {
 
 // The mask of head h of batch entry b.
 struct Mask : SeqlenInfo {
-    static constexpr bool FIRST = WINDOW & 1, LAST = CAUSAL || WINDOW & 2;  // the keys of a row have a lower, an upper bound
+    static constexpr bool FIRST = WINDOW & 1;                                    // the keys of a row have a lower bound
+    static constexpr bool LAST = CAUSAL || WINDOW & 2;                           // the keys of a row have an upper bound
     static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;                 // visibility is read or computed per element
     static constexpr bool HIDES = FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
 
@@ -37,7 +38,7 @@ struct Mask : SeqlenInfo {
 #endif
     }
 
-    // The first and the last key of a query row, as the window and causality bound them.
+    // The first and the last key of a query row according to window and causality; may be < 0 or >= Sk.
     __device__ __forceinline__ int first_key(int query_row) const {
 #if WINDOW & 1
         return query_row + diagonal - score.left;
@@ -83,8 +84,8 @@ struct Mask : SeqlenInfo {
         return query_row < Sq && visible(query_row, key_col);
     }
 
-    // Bit k: visible_in_bounds of the k-th of COUNT consecutive keys of a row, or with along_keys = false of the k-th of COUNT
-    // consecutive rows of a key. 0 unless visibility is an element mask, which is then evaluated once per pair.
+    // With ELEMENT_MASK, evaluates the mask of COUNT pairs once: bit k is visible_in_bounds of the k-th of COUNT consecutive keys, or
+    // with along_keys = false query rows, from (query_row, key_col) on. Otherwise 0.
     template <int COUNT>
     __device__ __forceinline__ unsigned long long visible_bits(int query_row, int key_col, bool along_keys) const {
         static_assert(!ELEMENT_MASK || COUNT <= 64, "one bit per pair");
@@ -94,16 +95,16 @@ struct Mask : SeqlenInfo {
         return bits;
     }
 
-    // `visible` of the pair that has bit k of `bits`.
+    // `visible` of a pair, from bit k of visible_bits if there is an element mask.
     __device__ __forceinline__ bool visible(unsigned long long bits, int k, int query_row, int key_col) const {
         return !HIDES || (ELEMENT_MASK ? bits >> k & 1 : visible(query_row, key_col));
     }
 
-    // ---- n_block and m_block ranges, in rows: `keys` and `queries` contain every visible score of a tile; in `fully_visible_…`
-    // every score is visible. A range is empty if end <= begin. BY_MAP: the caller also tests the block map, so that an
-    // element mask does not make the fully visible range empty.
+    // ---- ranges of keys for a tile of query rows, and of query rows for a tile of keys. Outside of `keys` and `queries` no score of the
+    // tile is visible; in `fully_visible_…` every score is. A range is begin .. end - 1, and empty if end <= begin. BY_MAP: the caller
+    // also tests the block map; otherwise an element mask makes the fully visible range empty.
 
-    // Keys for query rows m0 .. m1; m1 may exceed Sq.
+    // Keys for query rows m0 .. m1 - 1; m1 may exceed Sq.
     __device__ __forceinline__ Range keys(int m0, int m1) const {
         return {FIRST ? max(0, first_key(m0)) : 0, LAST ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
     }
@@ -113,7 +114,7 @@ struct Mask : SeqlenInfo {
         return {FIRST ? max(0, first_key(min(m1, Sq) - 1)) : 0, LAST ? min(Sk, last_key(m0) + 1) : Sk};
     }
 
-    // Query rows for keys n0 .. n1; n1 may exceed Sk.
+    // Query rows for keys n0 .. n1 - 1; n1 may exceed Sk.
     __device__ __forceinline__ Range queries(int n0, int n1) const {
         if (KEY_LENGTHS && n0 >= Sk) return {0, 0};
         return {LAST ? max(0, n0 - last_key(0)) : 0, FIRST ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
@@ -124,8 +125,8 @@ struct Mask : SeqlenInfo {
         return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
     }
 
-    // Query rows that have key j in their range.
+    // Query rows for key j.
     __device__ __forceinline__ Range visible_queries(int j) const { return j < Sk ? queries(j, j + 1) : Range{0, 0}; }
 
-#include "block_map.cuh"  // tiles that a mask tensor or a condition leaves
+#include "block_map.cuh"  // members: which tiles a mask tensor or a condition hides
 };

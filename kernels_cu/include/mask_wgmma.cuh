@@ -5,15 +5,16 @@
 
 constexpr int LOOKUP_BATCH = 8;  // scores per iteration of a mask lookup; with more, the addresses spill
 static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "whole batches per tile");
-static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "one bit per score of a thread's row in 32 bits");
+static_assert(!Head::ELEMENT_MASK || BLOCK_N <= 128, "32 bits hold a thread's BLOCK_N / 4 scores of a row");
 
-// In the accumulator, a thread has two of every 8 columns of a row. Bits of its columns before `end`, relative to its
-// first.
+// One bit for each column of the accumulator that a thread has in a row (two of every 8), set for the columns before
+// `end`, which is relative to the thread's first column.
 __device__ __forceinline__ unsigned columns_before(int end) {
     const int count = end <= 0 ? 0 : end / 8 * 2 + min(end % 8, 2);
     return count < 32 ? ~(~0u << count) : ~0u;
 }
-// Evaluates the mask of rows `row` and `row` + 8 in a rolled loop, so that its code is compiled once.
+// The same bits, for the visible columns of rows `row` and `row` + 8. The loop is not unrolled, so that the code of
+// head.visible is not repeated for each score.
 __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const Head& head, int row, int column) {
     visible_bits[0] = visible_bits[1] = 0;
 #pragma unroll 1
@@ -28,7 +29,7 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
         visible_bits[0] |= batch[0] << first, visible_bits[1] |= batch[1] << first;
     }
 }
-// A mask with one bit per (query, key): words of 32 keys for the thread's two rows.
+// A mask of the block map with one bit per (query, key): words of 32 keys for the thread's two rows.
 constexpr int WORDS = (BLOCK_N + 31) / 32;
 struct PairMask {
     unsigned words[2][WORDS];
@@ -39,7 +40,8 @@ struct PairMask {
             else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
     }
-    // Clears bits outside of begin .. end - 1; both are relative to the thread's first column.
+    // Shifts the bits so that bit 0 is the thread's first column (`column` in the tile), and clears those outside of
+    // begin .. end - 1, which are relative to the thread's first column.
     __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
         const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
 #pragma unroll
@@ -47,11 +49,12 @@ struct PairMask {
             words[half][k] = words[half][k] >> column & before(end - 32 * k) &
                              ~(Head::FIRST ? before(begin - 32 * k) : 0u);
     }
+    // Whether accumulator S[i] is visible.
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
 };
 
 // Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
-// of the warp see; tile_visible: whether an element mask hides nothing in the tile.
+// of the warp see; tile_visible: whether a mask tensor or the user's condition hides nothing in the tile.
 __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
                                            Range fully_visible, bool tile_visible, PairMask pair_mask) {
     const int column = n0 + 2 * q;

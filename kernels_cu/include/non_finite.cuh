@@ -1,6 +1,6 @@
 // The non-finite fallback: attention with one warp per row, which visits only visible keys, one at a time. Slow, but correct for any
 // input. Tensor-core kernels multiply P = 0 of a masked key by its V, and 0 * NaN = NaN would affect rows that must not depend on
-// that key. A block whose result is not finite is therefore computed again by these functions. In the backward, kernels also set P to
+// that key. Rows whose result is not finite are therefore computed again by these functions. In the backward, kernels also set P to
 // NaN for rows with a large LSE (Head::is_large), so that their gradients are computed here.
 #pragma once
 #include "tensor.cuh"
@@ -13,10 +13,10 @@
 #define FALLBACK_INLINE __noinline__
 #endif
 
-// Columns per lane: every 32nd.
+// A lane has every 32nd column: at most this many.
 constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31) / 32;
 
-// O and LSE of query rows m0 .. m0 + ROWS of head h of H and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
+// O and LSE of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
 template <int ROWS, int WARPS_>
 __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE, int group,
@@ -46,7 +46,7 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
     }
 }
 
-// P after dropout, and dS, of query row i and key j. A warp collective.
+// P after dropout (p), and dS, of query row i and key j. All lanes of the warp call it.
 struct Pair {
     float p, ds;
     __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
@@ -62,7 +62,7 @@ struct Pair {
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS of head kv_head and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
+// dK and dV of keys n0 .. n0 + ROWS - 1 of head kv_head and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
 template <int ROWS, int WARPS_>
 __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype>& V, const View<const dtype>& dO,
@@ -91,7 +91,7 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
     }
 }
 
-// dQ, columns d0 .. d0 + COLS, of query rows m0 .. m0 + ROWS of head h of H and batch entry b, computed by one warp.
+// Columns d0 .. d0 + COLS - 1 of dQ, of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by one warp.
 template <int ROWS, int COLS>
 __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
                                                    const View<const dtype>& dO, const float* LSE, const float* delta,

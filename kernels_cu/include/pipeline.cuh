@@ -1,6 +1,6 @@
 // A pipeline of STAGES tiles in shared memory. Each stage has two mbarriers: full (TMA has written it) and empty (all
-// consumers have read it). The producer acquires an empty stage and commits it by loading; a consumer waits for full
-// and releases it.
+// consumers have read it). The producer acquires an empty stage and loads it. A consumer waits until the stage is full,
+// and releases it when it has read it.
 #pragma once
 #include <hopper.cuh>
 
@@ -10,7 +10,8 @@ __device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
 __device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
 
 // The barriers of one pipeline: at byte AT of shared memory, all full ones, then all empty ones, 8 bytes each. i counts
-// the tiles that pass through the pipeline; commit is the TMA load that arrives at full(base, stage).
+// the tiles that pass through the pipeline. There is no function to commit: TMA completes the phase of full(base,
+// stage).
 template <unsigned AT>
 struct Pipeline {
     static constexpr unsigned END = AT + 16 * STAGES;
@@ -26,7 +27,7 @@ struct Pipeline {
     static __device__ __forceinline__ void wait(SmemAddr base, unsigned i) {
         mbarrier_wait(full(base, stage_of(i)), parity_of(i));
     }
-    // Consumer: tile i's stage may be overwritten; by one lane of each warp.
+    // Consumer: tile i's stage may be overwritten. One lane of each warp calls it.
     static __device__ __forceinline__ void release(SmemAddr base, unsigned i) {
         mbarrier_arrive(empty(base, stage_of(i)));
     }

@@ -11,7 +11,7 @@
 //
 // Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `P`). Tensor-core kernels use raw scores,
 // with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of the factor
-// unit * log2(e) in the FFMA before exp2, which saves one multiplication per score.
+// unit * log2(e), called `exponent`, in the FFMA before exp2, which saves one multiplication per score.
 #pragma once
 #include "dropout.cuh"
 #include "dual.cuh"
@@ -20,7 +20,8 @@
 // WINDOW   1: left bound, 2: right bound
 // BIAS     1: Q's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
-// DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head
+// DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
+// SCORE_SNIPPET  1: the user's expressions, generated as CUDA code
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -113,7 +114,7 @@ struct Snippet {
 };
 #endif
 
-// The last argument of every kernel, passed by value. score_fields in sandbox/core/options.py has the same fields.
+// An argument of every kernel, passed by value. score_fields in sandbox/core/options.py has the same fields.
 struct Score {
     int Sq, Sk;
     int diagonal;  // key i + diagonal is on the diagonal of query i (Sk - Sq: bottom-right, 0: top-left)
@@ -125,7 +126,7 @@ struct Score {
     float softcap;
 #endif
 #if DROPOUT
-    unsigned dropout_threshold;  // an element is kept if its 16 random bits << 16 are at least this
+    unsigned dropout_threshold;  // an element is kept if (its 16 random bits) << 16 is at least this
     float dropout_factor;        // of kept elements: 1 / (1 - p), or 0 if p = 1
 #endif
 #if KEY_LENGTHS || RAGGED
@@ -199,9 +200,9 @@ struct FinalizedRow {
     float lse, inverse;
 };
 
-// Template arguments: scores are x, not raw; results may have an error of a few ulp.
-constexpr bool NATURAL = true;
-constexpr bool APPROXIMATE = true;
+// Values of the template parameters IN_X and APPROXIMATELY of Head's functions.
+constexpr bool NATURAL = true;      // scores are x, not raw
+constexpr bool APPROXIMATE = true;  // results may have an error of a few ulp
 
 // Element (i + down, j + right) of S. i and j are the same for all elements of a thread; down and right are constants after
 // unrolling.
@@ -218,13 +219,15 @@ struct Head : Mask {
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;               // dx / d(scale * (q . k)) is not 1
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;   // needs more registers
     static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
-    // Limit of |m| * exponent for exponentials by one FFMA, fma(S, exponent, -m * exponent): -m * exponent is off by half an ulp, 2^-12 at
-    // this limit. Beyond it the error would grow to where P overflows; there the exponent is (S - m) * exponent.
+    // Up to this |m| * exponent, the argument of exp2 is one FFMA, fma(S, exponent, -m * exponent). The rounding of -m * exponent changes
+    // it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows, until P overflows: there, the argument is
+    // (S - m) * exponent.
     static constexpr float LARGE = 8192.0f;
-    // The same limit for LSE in a backward: LSE itself is rounded, here by up to 2^-9, which changes P as much as the FFMA does, so that
-    // a lower limit would not make P more accurate. Above 65504, the additive mask of float16: rows whose keys are all masked so are common.
+    // The same limit for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which changes P as much as the FFMA
+    // does, so that a lower limit would not make P more accurate. It exceeds 65504, the largest float16: rows whose keys all have the
+    // bias -65504 (an additive mask) are common.
     static constexpr float LARGE_LSE = 81920.0f;
-    static constexpr float MIN_SCALE = 1e-20f;  // lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -inf is NaN
+    static constexpr float MIN_SCALE = 1e-20f;  // lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -INF is NaN
 
     float unit, per_unit;  // raw * unit = x; per_unit = 1 / unit
 #if DESCALE % 4
@@ -303,7 +306,7 @@ struct Head : Mask {
 
     // x of a dot product (IN_X), or the raw score. T is float, or Dual for the derivative with respect to scale * (q . k), or with
     // OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an out-of-bounds access.
-    // shift: the element's bias; loaded here unless the caller has it.
+    // shift: the element's bias; without this argument it is loaded here.
     template <class T, bool IN_X, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const { return apply_score_mod<T, IN_X, OF_BIAS>(dot, at, bias_of(at)); }
     template <class T, bool IN_X, bool OF_BIAS = false>
@@ -338,7 +341,7 @@ struct Head : Mask {
     template <bool OF_BIAS = false>
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
         const Dual x = apply_score_mod<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
-        const float shift = lse == -INF ? 0.0f : lse;  // no visible key: not -INF - -INF, which is NaN
+        const float shift = lse == -INF ? 0.0f : lse;  // no visible key: -INF - -INF would be NaN
         const bool has_derivative = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
         // __fadd_rn: contraction to fma(dot, scale, -shift) would not cancel the rounding of LSE.
         const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -shift);
@@ -359,8 +362,9 @@ struct Head : Mask {
         return apply_score_mod<Dual, !NATURAL>(dot, at, shift);
     }
 
-    // LSE and the normalization factor of a row, from its maximum m (raw, or with IN_X of x) and its sum l of exp(x - max). The factor
-    // is 0 for l = 0, a row without a visible key. APPROXIMATELY: hardware log2 and reciprocal, a few ulp, for l = 0 or l >= about 1.
+    // LSE and the normalization factor of a row, from its maximum m (of raw scores, or with IN_X of x) and its sum l of exp(x - max).
+    // The factor is 0 for l = 0, a row without a visible key. APPROXIMATELY: hardware log2 and reciprocal, with an error of a few ulp;
+    // for l = 0 or l >= about 1.
     template <bool IN_X = false, bool APPROXIMATELY = false>
     __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
         FinalizedRow row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
@@ -375,7 +379,7 @@ struct Head : Mask {
         return row;
     }
 
-    // The factors of this head's dot products and of its sums over V.
+    // The factors of this head: of q . k, and of O (the descale of V).
     __device__ __forceinline__ float head_scale() const {
 #if DESCALE % 4
         return scale;
@@ -417,8 +421,8 @@ struct Head : Mask {
         return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
     }
 
-    // Keep masks of this lane's elements of N adjacent 16 x 16 blocks of P, the first at (i, j): as an A operand with queries
-    // along rows (P), or with keys along rows (P^T; a warp collective).
+    // Dropout's keep masks of this lane's elements of N adjacent 16 x 16 blocks of P, the first at (i, j): as an A operand with queries
+    // along rows (P), or with keys along rows (P^T; all lanes of the warp call it).
 #if DROPOUT
     using Kept = KeepMask;
 #else

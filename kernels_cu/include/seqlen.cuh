@@ -4,9 +4,9 @@
 //   if (RAGGED && tile.invalid()) return;
 //   const Head head(score, tile.b, h);                                         head.Sq, head.Sk, head.query(Q, h, i)
 //
-// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1].
-// The host does not know these offsets, so the grid has an upper bound of tiles: those of sequence b begin at number
-// cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it does not need are invalid tiles.
+// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1.
+// The host does not know these offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin at
+// number cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it does not need are invalid tiles.
 // A block finds the sequence of its tile by binary search.
 //
 // A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch entry b is
@@ -49,7 +49,7 @@ struct Offsets {
         }
         return tile_of<ROWS>(b, number, packed);
     }
-    // The same as a warp collective: tests 32 sequences at a time. A binary search waits for memory in every step.
+    // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every step.
     template <int ROWS>
     __device__ __forceinline__ RowTile tile_by_warp(int number) const {
         if (CHECKED) check();
@@ -71,8 +71,8 @@ struct Offsets {
     __device__ __forceinline__ void check() const {
         require(cu_seqlens[0] == 0, "cu_seqlens does not begin with 0");
         for (int b = 0; b < count; ++b)
-            require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens falls");
-        require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the rows that there are");
+            require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens decreases");
+        require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the last row of the tensor");
         for (int b = 0; b < count; ++b)  // the kernel would ignore the rows and keys beyond max_seqlen
             require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= max_length, "a sequence is longer than max_seqlen");
     }
@@ -95,7 +95,7 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 #endif
 }
 
-// Tile x of ROWS query rows, or key rows: of batch entry b, or of all sequences of a ragged batch.
+// Tile number x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged batch.
 template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int packed = 1) {
 #if RAGGED
@@ -190,7 +190,7 @@ struct SeqlenInfo {
     }
     __device__ __forceinline__ KeyAddress key_address(int j) const { return {0, static_cast<long long>(first_key) + j}; }
 
-    // Offsets views so that row(b, h, i) is query i, or key i, of this sequence.
+    // Advances views so that row(b, h, i) is query i, or key i, of this sequence.
     template <class... T>
     __device__ __forceinline__ void offset_queries(View<T>&... tensors) const {
         ((tensors.data += first_query * tensors.stride_s, tensors.stride_b = 0), ...);
@@ -200,19 +200,19 @@ struct SeqlenInfo {
         ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
     }
 
-    // Offset of query row 0 in LSE and delta, given its head among all of the tensor's, or head h of H.
+    // Offset of query row 0 in LSE and delta, given the head's number in these tensors, or head h of H of this batch entry.
     __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.rows_q + first_query; }
     template <class Number>
     __device__ __forceinline__ long long lse_offset(Number, int h) const { return lse_offset(h); }
-    // Number of the first query tile of head h of H among the tiles of all heads in the grid.
+    // Number, among the query tiles of all heads in the grid, of the first one of head h of H.
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
     }
 
-    // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The row is relative to the end of the
-    // sequence, which is the batch coordinate: rows of the box beyond the end are outside of the tensor map, so that a load
-    // fills them with zeros and a store skips them (tma_load in hopper.cuh).
+    // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The batch coordinate is the row at which
+    // the sequence ends, and the row coordinate is relative to it: rows of the box beyond the end are outside of the tensor map, so that a
+    // load fills them with zeros and a store skips them (tma_load in hopper.cuh).
     __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
     __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
@@ -248,7 +248,7 @@ struct SeqlenInfo {
     }
     __device__ __forceinline__ void check_pages() const {
         for (int j = 0; j < Sk; j += PAGE_SIZE)
-            require(0 <= page(j) && page(j) < score.pages, "block_table names a page that there is not");
+            require(0 <= page(j) && page(j) < score.pages, "block_table has a page that does not exist");
     }
 #else
     __device__ __forceinline__ KeyAddress key_address(int j) const { return {b, j}; }

@@ -3,10 +3,12 @@
 #pragma once
 #include "score_mod.cuh"
 
-constexpr float P_SUM_LIMIT = 16384.0f;  // of one thread's P in a tile; P <= 16384 fits in fp16 (max 65504)
-constexpr float SCORE_LIMIT = 3e38f;     // replaces -m * scale while m is -INF: finite, near the largest float
+// Limit of the sum of one thread's P in a row of a tile. If no sum exceeds it, every P fits in fp16.
+constexpr float P_SUM_LIMIT = 16384.0f;
+constexpr float SCORE_LIMIT = 3e38f;  // upper limit of -m * exponent, for m = -INF: finite, near the largest float
 
-// Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
+// Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16. The parameter
+// `exponent` is the factor of raw scores in exp2, unit * log2(e) (score_mod.cuh).
 struct SoftmaxState {
     static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
     float O[O_REGISTERS];
@@ -34,7 +36,8 @@ struct SoftmaxState {
 #pragma unroll
         for (int i = 0; i < O_REGISTERS; ++i) O[i] *= alpha[i / 2 % 2];
     }
-    // P = exp2((S - m) * exponent), `sum`: its row sums. True if a sum exceeds P_SUM_LIMIT: m must be raised.
+    // P = exp2((S - m) * exponent); `sum`: this thread's row sums of P. True if one exceeds P_SUM_LIMIT: m must be
+    // raised.
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                                  float exponent, float (&sum)[2]) const {
         float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
@@ -52,17 +55,18 @@ struct SoftmaxState {
         sum[1] = sums[1][0] + sums[1][1];
         return fmaxf(sum[0], sum[1]) > P_SUM_LIMIT;
     }
-    // The same from S - m, which is exact at any magnitude. No sum exceeds the limit if m is the row maximum.
+    // The same, but subtracts m before the multiplication: accurate for any |m|. If m is the row maximum, no sum
+    // exceeds the limit.
     __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4],
                                                              const float (&S)[BLOCK_N / 2], float exponent,
                                                              float (&sum)[2]) const {
         // All keys masked so far: P = 0, not NaN.
-        const float from[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};
+        const float finite_m[2] = {m[0] == -INF ? 0.0f : m[0], m[1] == -INF ? 0.0f : m[1]};
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2((S[2 * i] - from[i % 2]) * exponent);
-            const float p1 = ex2((S[2 * i + 1] - from[i % 2]) * exponent);
+            const float p0 = ex2((S[2 * i] - finite_m[i % 2]) * exponent);
+            const float p1 = ex2((S[2 * i + 1] - finite_m[i % 2]) * exponent);
             sum[i % 2] += p0 + p1;
             P[i / 4][i % 4] = pack(p0, p1);
         }
@@ -71,6 +75,7 @@ struct SoftmaxState {
     __device__ __forceinline__ bool large(float exponent) const {
         return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
     }
+    // Whether all of this thread's O are finite: 0 * O is then 0, otherwise NaN.
     __device__ __forceinline__ bool finite() const {
         float zero[4] = {};  // four short dependency chains
 #pragma unroll

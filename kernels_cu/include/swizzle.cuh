@@ -7,12 +7,12 @@
 //   8 rows are 1024 bytes, the alignment of a slab:    r % 8 is three bits of the address
 //
 // clang-format on
-// With elements of one byte, a slab has 128 columns, and a wgmma step is 32 deep: the same bytes.
+// With float8, a slab has 128 columns, and a K-major wgmma step has 32: the same numbers of bytes.
 //
-// A wgmma step is 16 deep. K-major (Q and K in Q K^T: the sum runs over columns): a step is 16 columns, 32 bytes of
-// each row, and `stride` = 1024 bytes is the distance of the next 8 rows. MN-major (V in P V: the sum runs over rows):
-// a step is 16 rows, 2048 bytes, `stride` = 1024 bytes is the distance of the next 8 rows, and `leading` that of the
-// next slab.
+// A wgmma step is 16 of the sum's indices. K-major (Q and K in Q K^T: the sum runs over columns): a step is 16 columns,
+// 32 bytes of each row, and `stride` = 1024 bytes is the distance of the next 8 rows. MN-major (V in P V: the sum runs
+// over rows): a step is 16 rows, 2048 bytes, `stride` = 1024 bytes is the distance of the next 8 rows, and `leading`
+// that of the next slab.
 #pragma once
 #include <hopper.cuh>  // angle brackets: the CPU backend has its own
 
@@ -45,7 +45,7 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads a tile that begins at a column; its bytes are already expected by the barrier.
+    // Loads a tile that begins at a column. The barrier already expects its bytes: `more` of another load.
     static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h,
                                                      int b, SmemAddr barrier) {
 #pragma unroll
@@ -55,7 +55,6 @@ struct Swizzled {
     // Stores rows s .. s + ROWS - 1: `slabs` slabs from slab `first` on, from shared memory at `from`.
     static __device__ __forceinline__ void store(const TensorMap& map, int s, int h, int b, SmemAddr from,
                                                  int first = 0, int slabs = SLABS) {
-
 #pragma unroll
         for (int slab = first; slab < min(first + slabs, SLABS); ++slab)
             tma_store(map, slab * SLAB_COLUMNS, s, h, b, from + (slab - first) * SLAB_BYTES);

@@ -2,8 +2,8 @@
 #pragma once
 #include "timeline.cuh"
 
-// Element types: `dtype` of Q and K, `dtype_v` of V, `dtype_o` of O. They differ only if Q, K and V are float8. The engine
-// defines DTYPE_float16 and so on. Arithmetic is in fp32.
+// Element types: `dtype` of Q and K, `dtype_v` of V, `dtype_o` of O. They differ only if Q, K and V are float8. The compiler
+// options (sandbox/engine) define DTYPE_float16 and so on. Arithmetic is in fp32.
 __device__ __forceinline__ float to_float(float x) { return x; }
 #if defined(DTYPE_float8_e4m3) || defined(DTYPE_float8_e5m2)
 #define FLOAT8 1
@@ -72,7 +72,7 @@ struct View {
 };
 static_assert(sizeof(View<float>) == 32, "View and sandbox/launch/arguments.py disagree");
 
-// Loads rows n0 .. n0 + ROWS of head (b, h) into tile[ROWS][WIDTH] as fp32, with all THREADS threads of the block; adjacent
+// Loads rows n0 .. n0 + ROWS - 1 of head (b, h) into tile[ROWS][WIDTH] as fp32, with all THREADS threads of the block; adjacent
 // threads load adjacent columns. Rows >= S are filled with zeros, so that the compute loops need no bounds checks.
 template <int ROWS, int THREADS, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int b, int h, int n0, int S, int thread) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int
     }
 }
 
-// The maximum, or sum, of x over the WIDTH lanes (a power of two) of a row. All lanes get the result.
+// The maximum, or sum, of x over the WIDTH adjacent lanes (a power of two) that share a row. All lanes get the result.
 template <int WIDTH>
 __device__ __forceinline__ float row_max(float x) {
     for (int lanes = WIDTH / 2; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
@@ -118,7 +118,7 @@ __device__ __forceinline__ bool aligned_for_dtype4(View<const T> tensor, int b, 
     return (head | tensor.stride_s * sizeof(T)) % sizeof(Four<T>) == 0;
 }
 
-// Loads rows row0 .. row0 + ROWS and columns col0 .. col0 + COLS of head (b, h) into tile[ROWS][PITCH] as fp32, with a block of
+// Loads rows row0 .. row0 + ROWS - 1 and columns col0 .. col0 + COLS - 1 of head (b, h) into tile[ROWS][PITCH] as fp32, with a block of
 // X * Y threads. If the tensor is aligned, a load has four elements, and a thread issues all its loads before it uses the first.
 // Rows >= S and columns >= WIDTH are filled with zeros.
 template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM, class T>

@@ -9,13 +9,14 @@
 // lengths, and the number of visible key tiles, are not known when the kernel is launched.
 // Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
 // batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by
-// length bucket (two key tiles, or four query tiles, wide), so that tiles of one sequence and head stay together.
+// length bucket (two key tiles, or four query tiles, wide), so that tiles of one sequence and head stay together. In
+// measurements, 16 x 512 is 16 sequences of 512 rows.
 #pragma once
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
 #if RAGGED
-struct WorkTile {  // with its sequence's extent, so that consumers need not look it up
+struct WorkTile {  // with the offsets and lengths of its sequence (extent), so that consumers need not load them
     int b, row0, head;
     SeqlenOffsets extent;
     __device__ __forceinline__ bool invalid() const { return b < 0; }
@@ -27,8 +28,8 @@ struct WorkTile {  // with its sequence's extent, so that consumers need not loo
 constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));
 
 // First key (or query) of a length bucket. If bucket 0 would contain several tiles of a sequence, it is split in two:
-// the shortest tiles then run last and balance the blocks (16 x 512: +3%, KeyTiles +0.5%). Not if all sequences end in
-// it (32 x 256: -4%).
+// the shortest tiles then run last and balance the blocks (16 x 512: +3%, KeyTiles +0.5%). LongestFirst does not split
+// it if no sequence is longer than the bucket (32 x 256: -4%).
 template <class Tiles>
 __device__ __forceinline__ int bucket_begin(int bucket) {
     if (!Tiles::FIRST_BUCKET_HALVED) return bucket * Tiles::BUCKET;
@@ -47,16 +48,18 @@ struct QueryTiles {  // the query tiles of one sequence and head, sorted by the 
         const int masked_tiles = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
         return bucket < 0 ? tiles : Sk <= key ? 0 : max(tiles - masked_tiles, 0);
     }
-    // First tile of a bucket; `last` tiles reach the bucket.
-    __device__ __forceinline__ int first(int, int last) const { return tiles - last; }
-    // Whether a tile is so short that the next tile must be scheduled before this one is acquired (16 x 512: +1%).
+    // First tile of a bucket, given tiles_reaching of the next bucket and of this one.
+    __device__ __forceinline__ int first(int, int reaching) const { return tiles - reaching; }
+    // Whether a tile is so short that the next tile must be drawn before the consumers have acquired this one
+    // (16 x 512: +1%).
     static __device__ __forceinline__ bool is_short(const Score& score, const WorkTile& work_tile) {
         const SeqlenOffsets& own = work_tile.extent;
         const int diagonal = score.bottom_right ? own.Sk - own.Sq : 0;
         return CAUSAL && own.Sk > BUCKET && work_tile.row0 + ROWS + diagonal <= BUCKET;
     }
-    // Length of the longest tile, given the sequence lengths; heads per L2 head group.
+    // Length of the longest tile, given the sequence lengths.
     static __device__ __forceinline__ int longest(int, int Sk) { return Sk; }
+    // Heads per L2 head group.
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group) {
         return HEAD_GROUP_ROWS * group / (score.rows_k + 1) + 1;
     }
@@ -69,22 +72,23 @@ struct KeyTiles {  // the key tiles of one sequence and head, sorted by the numb
     __device__ __forceinline__ KeyTiles(const Score& score, const SeqlenOffsets& own)
         : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
           diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
-    // Number of tiles that queries beyond bucket `bucket` see; these are the first ones.
+    // Number of tiles that a query in bucket `bucket` or later sees; these are the first ones. Bucket -1: all tiles.
     __device__ __forceinline__ int tiles_reaching(int bucket) const {
         const int rows = bucket_begin<KeyTiles>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return bucket < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
     }
-    __device__ __forceinline__ int first(int tiles_reaching, int) const { return tiles_reaching; }
+    __device__ __forceinline__ int first(int reaching_next, int) const { return reaching_next; }
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group) {
-        // The fp32 dQ accumulator is in L2, too, so a quarter of the heads (16 x 512: +1.9%, random lengths up to 883:
+        // dQ_accum is in L2, too, so the group has a quarter of the heads (16 x 512: +1.9%, random lengths up to 883:
         // +2.7%, D = 64: -0.7%). Not if L2 holds 7 heads or more (4 x 512: +4.3%).
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
         return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
     }
 };
 
-// Holds few values between tiles: with three consumer warpgroups the scheduler warp has 32 registers per thread.
+// The order of a ragged batch. Holds few values between tiles: with three consumer warpgroups the scheduler warp has 32
+// registers per thread.
 template <class Tiles>
 struct LongestFirst {
     const Score& score;
@@ -114,7 +118,7 @@ struct LongestFirst {
         RowTile rows;
         SeqlenOffsets extent;
     };
-    // The number-th tile of a head. All lanes of the warp call it.
+    // The number-th tile of a head, over all sequences. All lanes of the warp call it.
     __device__ __forceinline__ Located tile(int number) const {
         int longest = __reduce_max_sync(0xffffffffu, Tiles::longest(own.Sq, own.Sk));
         if (score.sequences > 32) longest = Tiles::longest(score.Sq, score.Sk);
@@ -130,11 +134,11 @@ struct LongestFirst {
         number -= at_end;
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // the tiles of the bucket, by sequence
-            const SeqlenOffsets lies = extent_of(b0);
-            const Tiles tiles(score, lies);
-            const int last = tiles.tiles_reaching(bucket);
-            const int tiles_reaching = tiles.tiles_reaching(Tiles::FIRST_BUCKET_HALVED ? end : bucket + 1);
-            const int in_bucket = last - tiles_reaching, lane = threadIdx.x % 32;
+            const SeqlenOffsets sequence = extent_of(b0);
+            const Tiles tiles(score, sequence);
+            const int reaching = tiles.tiles_reaching(bucket);
+            const int reaching_next = tiles.tiles_reaching(Tiles::FIRST_BUCKET_HALVED ? end : bucket + 1);
+            const int in_bucket = reaching - reaching_next, lane = threadIdx.x % 32;
             int prefix = in_bucket;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -144,11 +148,11 @@ struct LongestFirst {
             const unsigned ballot = __ballot_sync(0xffffffffu, prefix > number);
             if (ballot) {
                 const int source = __ffs(ballot) - 1;
-                const int row0 = (tiles.first(tiles_reaching, last) + number - (prefix - in_bucket)) * Tiles::ROWS;
+                const int row0 = (tiles.first(reaching_next, reaching) + number - (prefix - in_bucket)) * Tiles::ROWS;
                 const auto from_source = [&](int x) { return __shfl_sync(0xffffffffu, x, source); };
                 return {{b0 + source, from_source(row0)},
-                        {from_source(lies.first_query), from_source(lies.Sq), from_source(lies.first_key),
-                         from_source(lies.all_keys), from_source(lies.Sk)}};
+                        {from_source(sequence.first_query), from_source(sequence.Sq), from_source(sequence.first_key),
+                         from_source(sequence.all_keys), from_source(sequence.Sk)}};
             }
             number -= __shfl_sync(0xffffffffu, prefix, 31);
         }
@@ -188,11 +192,11 @@ struct WorkTile {  // of a dense batch: `head` counts over the batch, head_of_b 
 #if BLOCK_MAP && !RAGGED
 struct QueryTiles;
 template <class Tiles>
-struct LongestFirst {  // by the causal mask alone; in L2 head groups, as for_each_work_tile
+struct LongestFirst {  // block map: ordered by the causal mask alone; in L2 head groups, as for_each_work_tile
     const unsigned tiles, H;
     __device__ __forceinline__ LongestFirst(const Score& score, unsigned H)
         : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
-    __device__ __forceinline__ bool is_short(const WorkTile&) const { return false; }  // not known
+    __device__ __forceinline__ bool is_short(const WorkTile&) const { return false; }  // not known without the map
     __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned) const {
         if (number >= tiles * heads) return {};
         const unsigned head_group = CAUSAL ? max(2 * gridDim.x / tiles, 1) : 1;
@@ -211,8 +215,8 @@ __device__ __forceinline__ Range n_block_range(const Head& head, int m0, int m1)
 }
 
 // Calls f(i) for each i < count that this block processes, in waves of gridDim.x, alternating in direction (serpentine
-// order). With several `heads` (index i belongs to head i % heads), a block processes the two indices of a pair of
-// waves by head.
+// order). With several `heads` (index i belongs to head i % heads), a block processes its two indices of a pair of
+// waves in the order of their heads.
 template <class F>
 __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsigned heads, F f) {
 #pragma unroll 1
@@ -233,18 +237,18 @@ __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsig
 //
 // Causal: L2 head groups of two waves each, longest tiles first. In serpentine order, the two tiles of a block have the
 // same total length for every block. Each group starts at another block, and a remainder of heads joins the last group,
-// as far as L2 permits (busy time of the blocks: 0.79 -> 0.95 at B8 H12 S1024 D64). Heads of four waves or more are
-// balanced on their own; merging them costs L2 hits (B1 H16 D128, S = 128k: 4%, 512k: 10%). Windows: one group, since
-// most tiles have the same length.
+// as far as L2 permits (mean fraction of time in which a block is busy: 0.79 -> 0.95 at B8 H12 S1024 D64). If one head
+// has four waves of tiles or more, no remainder joins: one head balances the blocks, and more cost L2 hits (B1 H16
+// D128, S = 128k: 4%, 512k: 10%). Windows: one group, since most tiles have the same length.
 //
-// PAIR_BY_HEAD: a block processes its two tiles of two waves in order of the head, so that half of the heads are active
-// at a time. At D = 256, two waves exceed L2: +9% at S = 512, +3% at 1k, +1% at 2k. D = 64 and 128: -0.3 ... +0.9%;
+// PAIR_BY_HEAD: a block processes its two tiles of two waves in the order of their heads, so that half of the heads are
+// active at a time. At D = 256, two waves exceed L2: +9% at S = 512, +3% at 1k, +1% at 2k. D = 64, 128: -0.3 ... +0.9%;
 // float8: up to -3%.
 template <bool PAIR_BY_HEAD = false, class F>
 __device__ __forceinline__ void for_each_work_tile(unsigned tiles, unsigned heads, F f) {
     constexpr bool HEAD_GROUPS = CAUSAL && !Head::FIRST;
     const unsigned head_group = HEAD_GROUPS ? max(2 * gridDim.x / tiles, 1) : heads;
-    constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);  // most heads of the remainder
+    constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);  // maximum remainder, in heads
     const unsigned merged_heads = HEAD_GROUPS && tiles >= 4 * gridDim.x ? 0 : max(head_group / 2, L2_HEADS);
     const unsigned last = head_group + merged_heads;
 #pragma unroll 1
@@ -258,10 +262,10 @@ __device__ __forceinline__ void for_each_work_tile(unsigned tiles, unsigned head
 }
 
 // The same for a causal window. First the tiles of full length, head by head, so that neighbouring blocks share keys;
-// then, longest first, the tiles of all heads that begin before the first key (+5% at a window of 1024).
+// then, longest first, the tiles of all heads whose window begins before key 0 (+5% at a window of 1024).
 template <class F>
 __device__ __forceinline__ void for_each_window_work_tile(const Score& score, unsigned tiles, unsigned heads, F f) {
-    const unsigned shortened_rows = max(-Head(score, 0, 0).first_key(0), 0);  // rows of a head
+    const unsigned shortened_rows = max(-Head(score, 0, 0).first_key(0), 0);  // per head
     const unsigned short_tiles = min((shortened_rows + BLOCK_M - 1) / BLOCK_M, tiles), full_tiles = tiles - short_tiles;
     serpentine(blockIdx.x, heads * tiles, 1, [&](unsigned i) {
         const bool is_short = i >= heads * full_tiles;
@@ -276,7 +280,6 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 //   using Scheduler = SchedulerPipeline<AT>;
 //   Scheduler::SchedulerProducer producer{smem};     scheduler warp:   producer.publish(work_tile) or produce_all(...)
 //   Scheduler::Consumer scheduler(smem);             other warps:      while (scheduler.next()) ... scheduler.tile ...
-
 template <unsigned AT>
 struct SchedulerPipeline {
     static constexpr unsigned FULL = AT, EMPTY = AT + 8, TILE = AT + 16, BYTES = 48;
@@ -297,9 +300,9 @@ struct SchedulerPipeline {
             write(work_tile);
         }
 #if RAGGED || BLOCK_MAP
-        // Publishes all work tiles of the block and calls f(work_tile) after each; all lanes of a warp. The first tile
-        // has number blockIdx.x, the others draw from `tile_counter`: once the previous tile is released, or at once
-        // after a short one.
+        // Publishes all work tiles of the block and calls f(work_tile) after each. All lanes of the warp call it. The
+        // first tile has number blockIdx.x; the numbers of the others are drawn from `tile_counter` when the consumers
+        // have released the previous tile, or, after a short tile, before that (`prefetch`).
         template <class F>
         __device__ __forceinline__ void produce_all(const LongestFirst<QueryTiles>& order, unsigned heads,
                                                     unsigned group, unsigned* tile_counter, F f) {
@@ -355,7 +358,6 @@ struct SchedulerPipeline {
 };
 
 // The same work tile, uniform over the warp: the compiler may keep it in uniform registers.
-
 __device__ __forceinline__ WorkTile uniform(WorkTile work_tile) {
     unsigned* const words = reinterpret_cast<unsigned*>(&work_tile);
 #pragma unroll

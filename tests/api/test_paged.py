@@ -73,7 +73,7 @@ def test_tensors_and_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("which", "other", "error", "said"),
     [
-        (3, lambda x: np.where(x == x[0, 1], PAGES, x).astype(np.int32), LaunchError, "a page that there is not"),
+        (3, lambda x: np.where(x == x[0, 1], PAGES, x).astype(np.int32), LaunchError, "a page that does not exist"),
         (3, lambda x: x.astype(np.int64), UnsupportedProblem, "block_table is int64: it must be int32"),
         (3, lambda x: x[:2], UnsupportedProblem, r"it must be \(B, max_pages\)"),
         (4, lambda x: x[:2], UnsupportedProblem, "key_lengths has shape"),
