@@ -25,6 +25,7 @@
 // RESCALE_SHARE of the row sum, or the largest number of V's type: P of a dominant key must be exact. A thread
 // estimates the row sum as four times its own part, so the test needs no shuffle, and no alpha is needed otherwise.
 #define TIMELINE_BRANCH 1  // registers are few
+#define FALLBACK_INLINE __forceinline__
 #include "fp8_hopper.cuh"
 #include "tile_scheduler.cuh"
 #include "pipeline.cuh"

@@ -91,7 +91,7 @@ def test_memory_that_was_given_back() -> None:
     for _ in range(3):
         sandbox.attention_forward(q, k, v, **KERNELS)
     k.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedProblem, match="no memory"):
+    with pytest.raises(UnsupportedProblem, match="without memory"):
         sandbox.attention_forward(q, k, v, **KERNELS)
 
 

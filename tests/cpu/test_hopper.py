@@ -459,7 +459,7 @@ extern "C" __global__ void wrong(const unsigned short* A, float* out, const __gr
         fence_proxy_async();  // for TMA
     }
     __syncthreads();  // the mbarrier is initialised
-    const auto request = [&] { if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); };
+    const auto request = [&] { if (threadIdx.x == 0) A_tile::load(tile, map, 0, 0, 0, barrier); };
     const auto multiply = [&] { wgmma<Order::K_MAJOR>(d, A_tile::k_major(tile), A_tile::k_major(tile), false); };
     BODY
 }"""
@@ -516,7 +516,7 @@ MISSING_ARRIVAL = (
         (GOOD + "if (threadIdx.x == 0) { tma_store(map, 0, 0, 0, 0, tile); tma_store_commit(); }",
          "has read shared memory"),
         (GOOD + "stmatrix_x4(tile + threadIdx.x % 32 * 128, 0, 0, 0, 0); __syncthreads();"
-                "if (threadIdx.x == 0) A_tile::send(map, 0, 0, 0, tile);", "did not call fence_proxy_async"),
+                "if (threadIdx.x == 0) A_tile::store(map, 0, 0, 0, tile);", "did not call fence_proxy_async"),
         (GOOD + "if (threadIdx.x == 0) { tma_reduce_add(out, tile, 512); tma_store_commit(); }",
          "has read shared memory"),
         (GOOD + "store_floats(tile + threadIdx.x * 16, 0, 0, 0, 0);"
@@ -584,7 +584,7 @@ def test_an_mbarrier_is_fenced_before_tma_uses_it(run_hopper: Run) -> None:
 @on_cpu
 def test_a_box_needs_no_fence(run_hopper: Run) -> None:
     """A TMA load overwrites data of the generic proxy; earlier writes do not matter."""
-    again = "if (threadIdx.x == 0) A_tile::request(tile, map, 0, 0, 0, barrier); mbarrier_wait(barrier, 1);"
+    again = "if (threadIdx.x == 0) A_tile::load(tile, map, 0, 0, 0, barrier); mbarrier_wait(barrier, 1);"
     assert (run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + "__syncthreads();" + again + PRODUCT) == 16).all()
 
 

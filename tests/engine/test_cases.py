@@ -93,7 +93,7 @@ BESIDE = {
 def test_writes_outside_an_output_are_detected(beside: str, tmp_path: Path) -> None:
     """A kernel with correct outputs that also writes outside of them."""
     kernel = registry.get("fwd_minimal")
-    text, store = kernel.source.read_text(), "= total.lse;"
+    text, store = kernel.source.read_text(), "= final_row.lse;"
     assert text.count(store) == 1
     (tmp_path / "fwd_minimal.cu").write_text(text.replace(store, f"{store}\n    {BESIDE[beside]}"))
     faulty = dataclasses.replace(kernel, source=tmp_path / "fwd_minimal.cu")

@@ -29,11 +29,11 @@ needs_sanitizers = pytest.mark.skipif("ziglang" in compiler.find().command, reas
 # fault: (kernel, text to replace, its replacement, tool, what it says, text of a line that it names)
 FAULTS = {
     "race": (
-        "fwd_minimal", "__syncthreads();  // the tile is whole", "// the tile is whole", "thread",
+        "fwd_minimal", "__syncthreads();  // the tile is complete", "// the tile is complete", "thread",
         "data race: ", "S_rmem[j] += q * K_smem",
     ),
     "order": (
-        "fwd_minimal", "__syncthreads();  // the tile is whole", "// the tile is whole", "orders",
+        "fwd_minimal", "__syncthreads();  // the tile is complete", "// the tile is complete", "orders",
         "O depends on the order of threads", "",
     ),
     "out of bounds": (
@@ -65,19 +65,19 @@ FAULTS = {
         "O depends on uninitialised local variables", "l[i] *= alpha;",
     ),
     "uninitialised member of a local structure": (
-        "fwd_wgmma", "m[2] = {-INF, -INF}, l[2] = {};", "m[2], l[2] = {};", "uninitialised",
+        "fwd_wgmma_fp8", "m[2] = {-INF, -INF}, l[2] = {};", "m[2], l[2] = {};", "uninitialised",
         "LSE depends on uninitialised local variables", "m[half] = fmaxf(m[half], row_max<4>(top[half]));",
     ),
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
-        "shared memory used while a cp.async to it by thread 0 is pending (missing wait)", "rows.load_queries(Q_smem",
+        "shared memory used while a cp.async to it by thread 0 is pending (missing wait)", "load_queries(Q_smem",
     ),
     "deleted barrier": (
-        "fwd_mma", "__syncthreads();  // tile j is there", "// tile j is there", "thread",
+        "fwd_mma", "__syncthreads();  // all threads' loads of tile j", "// all threads' loads of tile j", "thread",
         "against previous write of 8 bytes at fwd_mma.cu", "cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
     ),
     "uninitialised, by ldmatrix": (
-        "fwd_mma", "            request_after(j);\n", "", "uninitialised",
+        "fwd_mma", "            load_next(j);\n", "", "uninitialised",
         "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
     ),
     "out of bounds, by cp.async": (

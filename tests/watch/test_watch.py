@@ -78,7 +78,7 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
 
 WRITTEN = "query_row < head.Sq ? to_float"
 SCALE = "dot * own_scale()"
-BARRIER = "__syncthreads();  // the tile is whole"
+BARRIER = "__syncthreads();  // the tile is complete"
 START = "float m = -INF, l = 0.0f;"
 
 
@@ -113,12 +113,12 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
     assert said["results"][0]["where"]["wrong"] > 0
 
     me.edits("dot * 2.0f * score.scale", SCALE, "include/score_mod.cuh")
-    said = me.edits(BARRIER, "// the tile is whole")["found"]
+    said = me.edits(BARRIER, "// the tile is complete")["found"]
     assert said["stage"] == "sanitize"
     assert any(finding["what"].startswith("data race") for finding in said["findings"])
 
     loop = ' while (score.Sq > 96) asm volatile("");'  # only on larger problems
-    said = me.edits(START, START + loop, mends=("// the tile is whole", BARRIER))
+    said = me.edits(START, START + loop, mends=("// the tile is complete", BARRIER))
     assert said["found"]["stage"] == "hang"
     assert "did not finish within 3 s while running B1 H2 S192 D64" in said["found"]["message"]
 
@@ -266,7 +266,7 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
     [
         (("--show", "3"), "mine has no version 3: there are none yet"),
         (("--restore", "1"), "mine has no version 1: there are none yet"),
-        (("7",), "7 is not an option's: --diff N M takes two versions"),
+        (("7",), "unexpected argument 7: only --diff takes a second version, --diff N M"),
         (("--shape", "1,2"), "shape '1,2' must be B,H,S,D"),
     ],
 )
