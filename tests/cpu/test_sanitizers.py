@@ -136,7 +136,7 @@ def test_an_out_of_bounds_row_is_reported(tmp_path: Path) -> None:
 
 UNWRITTEN = {  # parts of V in fwd_wgmma_fp8, which transpose warps write
     "transposed before the load completes": (
-        "mbarrier_wait(base + FULL_V + 8 * stage, parity_of(i));",
+        "VPipeline::wait(base, i);",
         "",
         "shared memory read before",
     ),
@@ -182,8 +182,8 @@ def test_data_sent_in_a_cluster_must_be_written(sent: bool, tmp_path: Path) -> N
     """Data in shared memory that another block of the cluster wrote."""
     kernel, problem = registry.get("fwd_decode"), Problem(1, 4, 1, 100, 32, Hk=2, dtype="float16")
     tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=1, CLUSTER=2)
-    condition = "its_quad >= 0" if sent else "its_quad < 0"
-    source = changed(tmp_path, lambda text: text.replace("if (its_quad == 0)", f"if ({condition})"), kernel.source)
+    condition = "rank_quad >= 0" if sent else "rank_quad < 0"
+    source = changed(tmp_path, lambda text: text.replace("if (rank_quad == 0)", f"if ({condition})"), kernel.source)
     report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
     assert report.clean is sent, report.text
     assert sent or "shared memory read before anything was written there" in report.text

@@ -66,11 +66,11 @@ FAULTS = {
     ),
     "uninitialised member of a local structure": (
         "fwd_wgmma_fp8", "m[2] = {-INF, -INF}, l[2] = {};", "m[2], l[2] = {};", "uninitialised",
-        "LSE depends on uninitialised local variables", "m[half] = fmaxf(m[half], row_max<4>(top[half]));",
+        "O depends on uninitialised local variables", "fmaf(m[half], exponent,",
     ),
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
-        "shared memory used while a cp.async to it by thread 0 is pending (missing wait)", "load_queries(Q_smem",
+        "shared memory used while a cp.async to it by thread 0 has not been waited for", "state.load_queries(Q_smem",
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // all threads' loads of tile j", "// all threads' loads of tile j", "thread",

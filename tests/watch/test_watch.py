@@ -77,7 +77,7 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
 
 
 WRITTEN = "query_row < head.Sq ? to_float"
-SCALE = "dot * own_scale()"
+SCALE = "dot * head_scale()"
 BARRIER = "__syncthreads();  // the tile is complete"
 START = "float m = -INF, l = 0.0f;"
 
@@ -255,10 +255,10 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
     ]
     assert "+// and more" in once(project_copy, "--diff", "2").stdout
     restored = once(project_copy, "--restore", "1")
-    assert restored.stdout == "version 1 is back; what it replaced is version 3\n"
+    assert restored.stdout == "restored version 1; the replaced files are version 3\n"
     assert source.read_text() == good
     assert "// and more" in once(project_copy, "--show", "3").stdout
-    assert once(project_copy, "--restore", "1").stdout == "version 1 is back\n"
+    assert once(project_copy, "--restore", "1").stdout == "restored version 1\n"
 
 
 @pytest.mark.parametrize(
