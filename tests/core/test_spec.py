@@ -315,7 +315,7 @@ def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
     ("values", "arch", "message"),
     [
         ({"dtype": "float32"}, None, "fwd_x: dtype float32 is not supported: dtypes are float16, bfloat16"),
-        ({"D": 129, "Sq": 1}, None, "fwd_x: D=129 is not supported: head widths are at most 128"),
+        ({"D": 129, "Sq": 1}, None, "fwd_x: D=129 is not supported: head dimensions are at most 128"),
         ({}, (7, 5), "fwd_x: needs compute capability 8.0 or later, this is 7.5"),
         ({"B": 5}, (9, 0), "fwd_x: no broadcast over B"),
     ],
