@@ -254,20 +254,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                 float* const to = reinterpret_cast<float*>(smem + STATS_AT) + (2 * stage_of(i) + !is_LSE) * BLOCK_M + lane % 16;
                 mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
                 TIMELINE(load_stats);
-                float x[BLOCK_M / 16];  // all loads are issued before the first store
-#pragma unroll
-                for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
-#pragma unroll
-                for (int t = 0; t < BLOCK_M; t += 16)
-                    to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
-                bool large = false;
-#pragma unroll
-                for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
-                if (large && is_LSE) {  // some LSE of the lane is large, or -INF
-#pragma unroll
-                    for (int t = 0; t < BLOCK_M; t += 16)
-                        if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
-                }
+                load_LSE_or_delta<BLOCK_M>(to, from, rows, is_LSE);
                 __syncwarp();  // all lanes have written before lane 0 arrives
                 if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
             });

@@ -50,3 +50,23 @@ __device__ __forceinline__ bool finite(const float (&accum)[N]) {
     for (int i = 0; i < N; ++i) zero = fmaf(accum[i], 0.0f, zero);
     return zero == 0.0f;
 }
+
+// By a half-warp: copies LSE, as -LSE * log2(e), or delta of ROWS query rows to shared memory, every 16th row per lane. `rows`: valid
+// rows from the lane's first row on. A large LSE becomes NaN, so that non_finite.cuh computes the gradients of its row.
+template <int ROWS>
+__device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE) {
+    float x[ROWS / 16];  // all loads are issued before the first store
+#pragma unroll
+    for (int t = 0; t < ROWS; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
+#pragma unroll
+    for (int t = 0; t < ROWS; t += 16)
+        to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
+    bool large = false;
+#pragma unroll
+    for (int t = 0; t < ROWS; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
+    if (large && is_LSE) {  // some LSE of the lane is large, or -INF
+#pragma unroll
+        for (int t = 0; t < ROWS; t += 16)
+            if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
+    }
+}

@@ -116,7 +116,7 @@ def test_lazily_negated_tensors_are_refused_by_name(name: str, calls: int) -> No
 
 @pytest.mark.parametrize("options", [{}, {"window": (3, 0)}], ids=["plain", "window"])
 def test_gradients_that_come_lazily_negated(options: dict) -> None:
-    """As those of the imaginary part of a conjugate may; nobody could resolve them before."""
+    """Autograd may deliver a lazily negated gradient, such as the imaginary part of a conjugate: it is resolved."""
     q, k, v, dout = tensors(torch.float32)
     leaf = q.requires_grad_()
     out, lse = sandbox.attention(leaf, k, v, return_lse=True, **KERNELS, **options)
