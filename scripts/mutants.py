@@ -1,6 +1,6 @@
 """Mutation tests: insert small faults into the project, one at a time, and report those that no test detects.
 
-`mutations.toml` in this folder contains the faults: a text that occurs exactly once in its file, its replacement and
+`tests/engine/mutations.toml` contains the faults: a text that occurs exactly once in its file, its replacement and
 the tests that should fail, smallest first. Each mutation is applied to a scratch copy of the project, its tests run
 until one fails, and it is reverted. A mutation that survives needs a test, or a reason in the data why it is
 equivalent.
@@ -36,7 +36,7 @@ from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(__file__).with_name("mutations.toml")
+DATA = ROOT / "tests" / "engine" / "mutations.toml"
 sys.path.insert(0, str(ROOT))
 
 from sandbox.core import jsonl  # noqa: E402
