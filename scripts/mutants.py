@@ -1,77 +1,52 @@
 """Mutation tests: insert small faults into the project, one at a time, and report those that no test detects.
 
-`tests/engine/mutations.toml` contains the faults: a text that occurs exactly once in its file, its replacement and
-the tests that should fail, smallest first. Each mutation is applied to a scratch copy of the project, its tests run
-until one fails, and it is reverted. A mutation that survives needs a test, or a reason in the data why it is
-equivalent.
+    python scripts/mutants.py                         20 random mutations, 3 of Python files for 2 of kernels
+    python scripts/mutants.py --sample 5 --seed 3     five of them, the same in each run on the same files
+    python scripts/mutants.py --group kernels         only mutations of CUDA files
+    python scripts/mutants.py --written               the written mutations of tests/engine/mutations.toml
+    python scripts/mutants.py --tier all              with the tests of `make test-all`
+    python scripts/mutants.py --table                 write docs/mutations.md from the stored rows
 
-    python scripts/mutants.py                      all mutations
-    python scripts/mutants.py --sample 5 --seed 3  five random mutations
-    python scripts/mutants.py --match fwd_mma      mutations whose file, text or replacement contains fwd_mma
-
-Results are stored as JSON lines and reused until a file of the project changes.
+Each mutation is applied to a scratch copy of the project. Its tests (mutation_tests.py) run until one fails. `--rows
+FILE` appends the results as JSON lines. If a mutation of the stored rows cannot change any result, add "equivalent"
+with the reason to its row: it does not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import queue
 import random
-import shlex
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "tests" / "engine" / "mutations.toml"
+import cuda_mutations
+import mutation as mutations
+from mutation import ROOT, Mutation
+
 sys.path.insert(0, str(ROOT))
 
-from sandbox.core import jsonl  # noqa: E402
-from sandbox.toolchain import cache  # noqa: E402
+import mutation_score  # noqa: E402
+import mutation_tests  # noqa: E402
 
-_COUNTS = ("kernels_cu", "sandbox", "tests", "pyproject.toml")  # files that results depend on
+from sandbox.core import jsonl  # noqa: E402
+
+GROUPS = ("host", "kernels")
+TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all"}}
 # Mutations of these files affect cache keys, so their tests run with an empty cache.
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One fault. `tests`: pytest selections, such as "tests/x/test_y.py -k z", smallest first. `equivalent`: why no
-    test can detect it, if so."""
-
-    file: str
-    text: str
-    becomes: str
-    tests: tuple[str, ...] = ()
-    equivalent: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}: {_short(self.text)} -> {_short(self.becomes)}"
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
-
-
-def load(path: Path = DATA) -> list[Mutation]:
-    """All mutations, in the order of the file."""
-    files: dict[str, list[dict[str, Any]]] = tomllib.loads(path.read_text())
-    rows = ((file, row) for file, its_rows in files.items() for row in its_rows)
-    return [Mutation(file, **{**row, "tests": tuple(row.get("tests", ()))}) for file, row in rows]
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - |$)", re.MULTILINE)
 
 
 def project_files() -> list[str]:
@@ -82,160 +57,200 @@ def project_files() -> list[str]:
     return [name for name in names if (ROOT / name).is_file()]
 
 
-def digest(names: Sequence[str]) -> str:
-    """A digest of all files that results depend on, except the mutations."""
-    found = hashlib.sha256()
-    for name in names:
-        if name.startswith(_COUNTS):
-            found.update(name.encode() + b"\0" + hashlib.sha256((ROOT / name).read_bytes()).digest())
-    return found.hexdigest()[:16]
+def group_of(name: str) -> str | None:
+    """The group of GROUPS whose mutations include those of this file. Headers that the CPU backend replaces are in
+    none: without a GPU no test executes them."""
+    if name.startswith(("sandbox/", "kernels_cu/")) and name.endswith(".py"):
+        return "host"
+    replaced = (ROOT / "sandbox/cpu/include" / Path(name).name).is_file()
+    return "kernels" if name.startswith("kernels_cu/") and name.endswith((".cu", ".cuh")) and not replaced else None
+
+
+def draw(group: str, names: Sequence[str], sample: random.Random) -> Mutation:
+    """A random mutation; files are drawn by their size."""
+    files = {name: (ROOT / name).read_text() for name in names if group_of(name) == group}
+    while True:
+        name = sample.choices(list(files), [len(text) for text in files.values()])[0]
+        if group == "host":
+            import host_mutations
+
+            change = host_mutations.draw(files[name], sample)
+        else:
+            change = cuda_mutations.draw(files[name], sample)
+        if change:
+            return mutations.of(name, files[name], change)
 
 
 class Copy:
     """A scratch copy of the project with its own cache of compiled objects."""
 
     def __init__(self, folder: Path, names: Sequence[str]):
-        self.root, self._cache, self._limit = folder / "project", folder / "cache", 600.0
+        self.root, self._cache = folder / "project", folder / "cache"
         for name in names:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
 
     @contextmanager
     def broken(self, mutation: Mutation) -> Iterator[None]:
-        """Context with the mutation applied. Raises ValueError unless its text occurs exactly once."""
+        """Context with the mutation applied."""
         file = self.root / mutation.file
         content = file.read_text()
-        if content.count(mutation.text) != 1:
-            raise ValueError(f"{mutation.file} has the text {content.count(mutation.text)} times: {mutation.text!r}")
-        file.write_text(content.replace(mutation.text, mutation.becomes))
+        file.write_text(mutation.change.applied(content))
         try:
             yield
         finally:
             file.write_text(content)
 
-    def passes(self, selection: str, fresh_cache: bool = False, limit: float = 600.0) -> bool:
-        """Whether these tests pass. False if they hang, crash, or cannot be collected."""
-        environment = {
-            **os.environ,
+    def environment(self, tier: str, fresh_cache: bool = False) -> dict[str, str]:
+        return {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SANDBOX_")},
+            **TIERS[tier],
             "PYTHONDONTWRITEBYTECODE": "1",  # two edits of equal length within a second would share bytecode
             "SANDBOX_TEST_CACHE_DIR": tempfile.mkdtemp(dir=self.root.parent) if fresh_cache else str(self._cache),
         }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(selection)]
+
+    def failure(self, tests: Sequence[str], environment: dict[str, str], limit: float) -> tuple[str, str] | None:
+        """(the first test that fails, pytest's output), or None if all pass. A run that hangs or crashes fails."""
+        chosen = self.root.parent / "tests.txt"
+        chosen.write_text("\n".join(tests))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        arguments = [f"@{chosen}"] if all("::" in test for test in tests) else tests[0].split(" -k ")
+        if len(arguments) == 2:
+            arguments.insert(1, "-k")
+            arguments[2] = arguments[2].strip("'\"")
         process = subprocess.Popen(
-            command, cwd=self.root, env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [*command, *arguments], cwd=self.root, env=environment, start_new_session=True, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            return process.wait(limit) == 0
+            output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            return False
+            return "a test that does not end", ""
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.communicate()
+        if process.returncode == 0:
+            return None
+        found = _FAILED.search(output)
+        return (found[1] if found else "a crash"), output
 
 
-class Results:
-    """Stored results of this tree: rows {"tree", "what", "outcome", "seconds"}."""
-
-    def __init__(self, path: Path, tree: str):
-        self._path, self._tree, self._lock = path, tree, Lock()
-        self.known = {row["what"]: row for row in jsonl.read(path) if row.get("tree") == tree}
-
-    def add(self, what: str, outcome: str, seconds: float) -> dict[str, Any]:
-        """Store a row and return it."""
-        row = {"tree": self._tree, "what": what, "outcome": outcome, "seconds": round(seconds, 1)}
-        with self._lock:
-            jsonl.append(self._path, row)
-            self.known[what] = row
-        return row
+def does_not_compile(output: str) -> bool:
+    """Whether a test failed because the mutated CUDA text is invalid: an assertion about the tile is a detection."""
+    return "CompileError" in output and "error:" in output and "static assertion failed" not in output
 
 
-def examine(mutation: Mutation, copy: Copy, results: Results) -> dict[str, Any]:
-    """The result of a mutation: "killed", "survived", or "void" if its tests fail without the mutation."""
-    what = f"{mutation} {hashlib.sha256(repr(mutation).encode()).hexdigest()[:8]}"
-    if what in results.known:
-        return results.known[what]
-    start = time.perf_counter()
-    fresh = mutation.file.startswith(_KEYS)
-    for selection in mutation.tests:
-        sound = results.known.get(selection)
-        if sound is None:
-            begun = time.perf_counter()
-            if not copy.passes(selection):
-                return {
-                    "outcome": "void",
-                    "seconds": time.perf_counter() - start,
-                }  # not stored, so that it is tried again
-            sound = results.add(selection, "passes", time.perf_counter() - begun)
-        with copy.broken(mutation):
-            if not copy.passes(selection, fresh, limit=60 + 10 * sound["seconds"]):
-                return results.add(what, "killed", time.perf_counter() - start)
-    return results.add(what, "survived", time.perf_counter() - start)
+class Examiner:
+    """Runs mutations in `jobs` scratch copies. `budget`: recorded seconds of tests for one mutation."""
 
+    def __init__(self, folder: Path, names: Sequence[str], options: argparse.Namespace):
+        self._tier, self._budget = options.tier, options.seconds
+        self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        copies = [Copy(folder / str(n), names) for n in range(options.jobs)]
+        self._selection = mutation_tests.selection(copies[0].root, copies[0].environment(self._tier))
+        for copy in copies:
+            self._free.put(copy)
 
-def run(
-    mutations: Sequence[Mutation], results: Results, jobs: int, names: Sequence[str]
-) -> Iterator[tuple[Mutation, str]]:
-    """Each mutation with its outcome, when available, with `jobs` scratch copies in parallel."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
-        free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for n in range(jobs):
-            free.put(Copy(Path(folder) / str(n), names))
-
-        def one(mutation: Mutation) -> dict[str, Any]:
-            copy = free.get()
-            try:
-                return examine(mutation, copy, results)
-            finally:
-                free.put(copy)
-
-        waiting = {pool.submit(one, mutation): mutation for mutation in mutations}
+    def row(self, mutation: Mutation) -> dict[str, Any]:
+        """Its result: "noticed" with the test, "survived", "invalid" if it does not compile, or "void" if the test also
+        fails without the mutation."""
+        copy, start = self._free.get(), time.perf_counter()
         try:
-            for done in as_completed(waiting):
-                row = done.result()
-                print(f"{row['outcome']:9}{row['seconds']:6.1f} s  {waiting[done]}", flush=True)
-                yield waiting[done], row["outcome"]
+            outcome, test, ran = self._outcome(mutation, copy)
+        finally:
+            self._free.put(copy)
+        return {
+            "file": mutation.file, "line": mutation.lines[0], "begin": mutation.change.begin,
+            "operator": mutation.change.operator,
+            "before": mutation.change.before, "after": mutation.change.after, "context": mutation.context,
+            "tier": self._tier, "outcome": outcome, "test": test, "tests": ran,
+            "seconds": round(time.perf_counter() - start, 1),
+        }  # fmt: skip
+
+    def _outcome(self, mutation: Mutation, copy: Copy) -> tuple[str, str, str]:
+        environment = copy.environment(self._tier, fresh_cache=mutation.file.startswith(_KEYS))
+        chosen, relevant = self._selection.of(mutation, self._budget) if not mutation.tests else ([], 0)
+        runs = [[selection] for selection in mutation.tests] if mutation.tests else [chosen]
+        with copy.broken(mutation):
+            found = None
+            for tests in runs:
+                found = found or (copy.failure(tests, environment, 120 + 4 * self._budget) if tests else None)
+        ran = f"{len(chosen)} of {relevant}"
+        if found is None:
+            return "survived", "", ran
+        test, output = found
+        if not mutation.file.endswith(".py") and does_not_compile(output):
+            return "invalid", test, ran
+        if "::" in test and copy.failure([test], copy.environment(self._tier), 600):
+            return "void", test, ran
+        return "noticed", test, ran
+
+
+def results(
+    examiner: Examiner, group: str, wanted: Sequence[Mutation] | int, names: Sequence[str], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row of each mutation when it is available. For an invalid one, another one is drawn."""
+    sample = random.Random(f"{options.seed} {group}")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        given = [draw(group, names, sample) for _ in range(wanted)] if isinstance(wanted, int) else wanted
+        waiting = {pool.submit(examiner.row, each): each for each in given}
+        try:
+            while waiting:
+                done = next(as_completed(waiting))
+                each, row = waiting.pop(done), {"group": group, "seed": options.seed, **done.result()}
+                print(f"{row['outcome']:9}{row['seconds']:6.1f} s  {each}  {row['test']}", flush=True)
+                if row["outcome"] == "invalid" and isinstance(wanted, int):
+                    replacement = draw(group, names, sample)
+                    waiting[pool.submit(examiner.row, replacement)] = replacement
+                else:
+                    yield row
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def chosen(options: argparse.Namespace) -> list[Mutation]:
-    """The selected mutations, without equivalent ones."""
-    mutations = [m for m in load() if not m.equivalent]
-    if options.match:
-        mutations = [m for m in mutations if any(options.match in text for text in (m.file, m.text, m.becomes))]
-    if options.sample is not None:
-        seed = random.randrange(10**6) if options.seed is None else options.seed
-        sampled = f"--sample {options.sample} --seed {seed}"
-        print(f"{options.sample} of {len(mutations)} mutations: {sampled}", flush=True)
-        mutations = random.Random(seed).sample(mutations, min(options.sample, len(mutations)))
-    return mutations
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Mutation tests: report small faults that no test detects.")
+    parser.add_argument("--sample", type=int, metavar="N", default=20, help="number of random mutations; default: 20")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of the sample; default: random")
+    parser.add_argument("--group", choices=GROUPS, help="only Python files, or only kernels; default: 3 to 2")
+    parser.add_argument("--written", action="store_true", help="the written mutations instead; a sample with --seed")
+    parser.add_argument("--match", metavar="TEXT", default="", help="only mutations of files whose path contains TEXT")
+    parser.add_argument("--tier", choices=TIERS, default="test", help="tests of `make test`, or of `make test-all`")
+    parser.add_argument("--seconds", type=float, default=120, help="limit of the tests' recorded seconds per mutation")
+    parser.add_argument("--least", type=float, default=0, help="exit status 1 if fewer percent are noticed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel jobs; default: all cores")
+    parser.add_argument("--rows", type=Path, help="append the results to this file")
+    parser.add_argument("--table", action="store_true", help="write the table of the stored rows, and run nothing")
+    return parser.parse_args()
 
 
 def main() -> int:
-    """Exit status: 0 if every mutation was detected."""
-    parser = argparse.ArgumentParser(description="Mutation tests: report small faults that no test detects.")
-    parser.add_argument("--sample", type=int, metavar="N", help="number of random mutations")
-    parser.add_argument("--seed", type=int, metavar="S", help="seed of --sample; default: random")
-    parser.add_argument("--match", metavar="TEXT", help="only mutations whose file, text or replacement contains TEXT")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="number of parallel jobs; default: all cores"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=None, help="file of stored results; default: mutants.jsonl in the cache folder"
-    )
-    options = parser.parse_args()
-    mutations, names = chosen(options), project_files()
-    results = Results(options.results or cache.directory() / "mutants.jsonl", digest(names))
-    outcomes = dict(run(mutations, results, max(1, options.jobs), names))
-    killed = sum(outcome == "killed" for outcome in outcomes.values())
-    print(f"{killed} of {len(outcomes)} detected" + (f", {100 * killed / len(outcomes):.1f}%" if outcomes else ""))
-    for outcome, meaning in (("survived", "not detected"), ("void", "its tests fail without the mutation")):
-        for mutation in mutations:
-            if outcomes[mutation] == outcome:
-                print(f"{meaning}: {mutation}")
-    return int(killed < len(outcomes))
+    options = parsed()
+    if options.table:
+        mutation_score.write()
+        return 0
+    names = project_files()
+    matching = [name for name in names if options.match in name]
+    written = [each for each in mutations.written() if options.match in each.file] if options.written else []
+    if options.seed is None:
+        options.seed = random.randrange(10**6)
+    elif written:
+        written = random.Random(options.seed).sample(written, min(options.sample, len(written)))
+    share = {"host": round(0.6 * options.sample), "kernels": options.sample - round(0.6 * options.sample)}
+    wanted = {group: options.sample if options.group else n for group, n in share.items() if options.group in (group, None)}
+    print(f"--sample {options.sample} --seed {options.seed}", flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        examiner = Examiner(Path(folder), names, options)
+        for group, number in {"written": written}.items() if written else wanted.items():
+            for row in results(examiner, group, number, matching, options):
+                rows.append(row)
+                if options.rows:
+                    jsonl.append(options.rows, row)
+    noticed = sum(row["outcome"] == "noticed" for row in rows)
+    print(f"{noticed} of {len(rows)} noticed")
+    return int(100 * noticed < options.least * len(rows))
 
 
 if __name__ == "__main__":

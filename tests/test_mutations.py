@@ -1,35 +1,52 @@
-"""The mutations of `make mutants` fit the files that they are about."""
+"""`make mutants`: the written mutations fit their files, and the operators, the selection of tests and the score."""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import random
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from project import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import cuda_mutations
 import mutants
-from mutants import Mutation
+import mutation
+import mutation_score
+import mutation_tests
 
-MUTATIONS = mutants.load()
+KERNEL = """\
+// a comment with a < b and 1 + 1;
+#define STAGES 2
+static_assert(BLOCK_M % 16 == 0, "a multiple of 16");
+__global__ void f(float* x, int n) {
+    int stage = 0;
+    for (int i = 0; i < n; ++i) {
+        mbarrier_wait(full + 8 * stage, phase);
+        x[i * stride_s] += 1.0f;
+        if (i > 3 && !done) __syncthreads();
+        wgmma_wait<1>();
+        fence_proxy_async();
+        stage = next(stage);
+    }
+}
+"""
 
 
-@pytest.mark.parametrize("file", sorted({mutation.file for mutation in MUTATIONS}))
-def test_every_text_is_there_once(file: str) -> None:
-    """Whoever edits a file may find a text of it here: then the mutation follows, or is given up."""
-    content = (ROOT / file).read_text()
-    wrong = [m.text for m in MUTATIONS if m.file == file and (content.count(m.text) != 1 or m.text == m.becomes)]
-    assert not wrong, f"not once in {file}: {wrong}"
+def test_written_mutations_fit_their_files() -> None:
+    """Each text occurs exactly once in its file; `written` raises ValueError otherwise."""
+    found = mutation.written()
+    assert len(set(found)) == len(found)
+    assert all(each.tests and each.change.before != each.change.after for each in found)
 
 
-def test_no_mutation_is_there_twice() -> None:
-    assert len(set(MUTATIONS)) == len(MUTATIONS)
-
-
-@pytest.mark.parametrize("selection", sorted({tests for mutation in MUTATIONS for tests in mutation.tests}))
-def test_what_should_notice_exists(selection: str) -> None:
+@pytest.mark.parametrize("selection", sorted({tests for each in mutation.written() for tests in each.tests}))
+def test_tests_of_written_mutations_exist(selection: str) -> None:
     """The file, and the test functions that are named by whole words of it."""
     path, *rest = shlex.split(selection)
     file, _, node = path.partition("::")
@@ -38,34 +55,128 @@ def test_what_should_notice_exists(selection: str) -> None:
     assert all(f"def {name}" in content for name in named), selection
 
 
-def test_each_has_tests_or_a_reason() -> None:
-    assert all(bool(m.tests) != bool(m.equivalent) for m in MUTATIONS)
+def test_operators_of_cuda_text() -> None:
+    found = {(change.operator, change.before, change.after) for change in cuda_mutations.changes(KERNEL)}
+    assert found >= {
+        ("drop barrier", "__syncthreads();", ";"),
+        ("drop wait", "mbarrier_wait(full + 8 * stage, phase);", ";"),
+        ("drop fence", "fence_proxy_async();", ";"),
+        ("drop assignment", "x[i * stride_s] += 1.0f;", ";"),
+        ("wait for fewer", "1", "2"),
+        ("wrong stage", "stage", "(stage + 1)"),
+        ("wrong phase", "phase", "(phase ^ 1)"),
+        ("wrong stride", "stride_s", "stride_h"),
+        ("off by one", "8", "9"),
+        ("off by one", "8", "(8 - 1)"),
+        ("comparison", "<", "<="),
+        ("arithmetic", "*", "+"),
+        ("logic", "&&", "||"),
+        ("drop not", "!", ""),
+    }
+    begin = KERNEL.index("__global__")  # neither comments nor the preprocessor's lines nor assertions
+    assert all(change.begin > begin for change in cuda_mutations.changes(KERNEL))
+    assert {name for names in cuda_mutations.FAMILIES.values() for name in names} == {*cuda_mutations.OPERATORS}
 
 
-def test_a_survivor_is_one(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three mutations of a small project one is noticed, one is not, and one is said to be void."""
+def test_a_change_fits_its_text() -> None:
+    for change in cuda_mutations.changes(KERNEL):
+        mutated = change.applied(KERNEL)
+        assert mutated != KERNEL
+        assert len(mutated) - len(KERNEL) == len(change.after) - len(change.before)
+    with pytest.raises(ValueError, match="the text at 0 is"):
+        mutation.Change("comparison", 0, "<", "<=").applied(KERNEL)
+
+
+def test_operators_of_python() -> None:
+    pytest.importorskip("cosmic_ray")
+    import host_mutations
+
+    text = "def f(x: int | None, n=1) -> int | None:\n    return x + n if x is not None else n\n"
+    for seed in range(20):
+        change = host_mutations.draw(text, random.Random(seed))
+        assert change is not None
+        ast.parse(change.applied(text))
+        assert "|" not in change.before  # an annotation is not evaluated
+        assert change == host_mutations.draw(text, random.Random(seed))
+
+
+def selection() -> mutation_tests.Selection:
+    tests = (
+        "tests/engine/test_cases.py::test_x[fwd_mma-large]",
+        "tests/engine/test_cases.py::test_x[fwd_mma_fp8-large]",
+        "tests/engine/test_cases.py::test_y",
+        "tests/core/test_spec.py::test_z",
+        "tests/core/test_spec.py::test_slow",
+        "tests/verify/test_option_cases.py::test_a",
+    )
+    seconds = dict(zip(tests, (2.0, 1.0, 1.0, 1.0, 50.0, 0.1), strict=True))
+    executed = {"sandbox/core/spec.py": {7: {tests[3], tests[4], tests[5]}, 8: {tests[5]}}}
+    return mutation_tests.Selection(tests, seconds, executed)
+
+
+def at(file: str, line: int) -> mutation.Mutation:
+    return mutation.Mutation(file, mutation.Change("comparison", 0, "<", "<="), (line,), "")
+
+
+def test_tests_of_a_python_file() -> None:
+    """Those that executed the line, cheapest first and its folder's first, within a limit."""
+    chosen = selection()
+    z, slow, a = chosen.tests[3:]
+    assert chosen.of(at("sandbox/core/spec.py", 7), 100) == ([z, slow, a], 3)
+    assert chosen.of(at("sandbox/core/spec.py", 7), 10) == ([z], 3)
+    assert chosen.of(at("sandbox/core/spec.py", 8), 100) == ([a], 1)
+    assert chosen.of(at("sandbox/core/spec.py", 1), 100)[1] == 3  # executed by the import
+    assert chosen.of(at("sandbox/core/other.py", 7), 100) == ([z, slow], 2)  # no record: those of the folder
+
+
+def test_tests_of_a_kernel() -> None:
+    chosen = selection()
+    assert chosen.of(at("kernels_cu/fwd_mma.cu", 1), 100) == ([chosen.tests[0], chosen.tests[2]], 2)
+    assert "fwd_wgmma" in mutation_tests.kernels_of("kernels_cu/include/mask.cuh")
+    assert mutation_tests.kernels_of("kernels_cu/fwd_minimal.cu") == ["fwd_minimal"]
+
+
+def test_names_in_the_junit_file(tmp_path: Path) -> None:
+    tests = ("tests/a/test_b.py::TestC::test_d[x::y.py-1]", "tests/a/test_b.py::test_e")
+    cases = '<testcase classname="tests.a.test_b.TestC" name="test_d[x::y.py-1]" time="2.5"/>'
+    (tmp_path / "tests.xml").write_text(f"<testsuites>{cases}</testsuites>")
+    assert mutation_tests.recorded_seconds(tmp_path / "tests.xml", tests) == {tests[0]: 2.5}
+
+
+def test_a_survivor_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the mutations of a small project one is noticed, one is not, and one has a test that always fails."""
     files = {
         "sandbox/__init__.py": "",  # without it a `sandbox` on PYTHONPATH would come before this one
-        "sandbox/two.py": "TWO = 1 + 1\n",
-        "tests/test_two.py": "from sandbox.two import TWO\n\ndef test_two():\n    assert TWO == 2\n",
-        "tests/test_three.py": "def test_three():\n    assert False\n",
+        "sandbox/core/two.py": "TWO = 1 + 1\n",
+        "sandbox/core/__init__.py": "",
+        "sandbox/jobs/__init__.py": "THREE = 1 + 2\n",
+        "tests/core/test_two.py": "from sandbox.core.two import TWO\n\ndef test_two():\n    assert TWO == 2\n",
+        "tests/jobs/test_three.py": "def test_three():\n    assert False\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    names, here = list(files), "tests/test_two.py"
-    mutations = [
-        Mutation("sandbox/two.py", "1 + 1", "1 + 2", (here,)),
-        Mutation("sandbox/two.py", "1 + 1", "3 - 1", (here,)),
-        Mutation("sandbox/two.py", "1 + 1", "raise", (here,)),
-        Mutation("sandbox/two.py", "1 + 1", "1 + 3", ("tests/test_three.py",)),
+    for module in (mutants, mutation_tests):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    options = argparse.Namespace(tier="test", seconds=10.0, jobs=2, seed=0)
+    examiner = mutants.Examiner(tmp_path / "copies", list(files), options)
+    change = mutation.Change("arithmetic", 6, "1 + 1", "1 + 2")
+    wanted = [
+        mutation.of("sandbox/core/two.py", files["sandbox/core/two.py"], each)
+        for each in (change, mutation.Change("arithmetic", 6, "1 + 1", "3 - 1"))
     ]
-    results = mutants.Results(tmp_path / "rows.jsonl", mutants.digest(names))
-    outcomes = dict(mutants.run(mutations, results, 2, names))
-    assert [outcomes[mutation] for mutation in mutations] == ["killed", "survived", "killed", "void"]
-    again = mutants.Results(tmp_path / "rows.jsonl", mutants.digest(names))
-    kept = dict(mutants.run(mutations[:3], again, 1, []))  # nothing is run again: there is nothing to run
-    assert [kept[mutation] for mutation in mutations[:3]] == ["killed", "survived", "killed"]
-    (tmp_path / "sandbox" / "two.py").write_text("TWO = 2\n")
-    assert mutants.digest(names) != results._tree
+    wanted.append(mutation.of("sandbox/jobs/__init__.py", "THREE = 1 + 2\n", mutation.Change("arithmetic", 8, "1", "2")))
+    rows = {row["after"]: row for row in mutants.results(examiner, "host", wanted, list(files), options)}
+    assert {after: row["outcome"] for after, row in rows.items()} == {"1 + 2": "noticed", "3 - 1": "survived", "2": "void"}
+    assert rows["1 + 2"]["test"] == "tests/core/test_two.py::test_two"
+    assert mutants.does_not_compile("CompileError: x.cu:3: error: 'y' was not declared")
+    assert not mutants.does_not_compile("CompileError: x.cu:3: error: static assertion failed")
+
+
+def test_the_score_counts_by_folder() -> None:
+    row = {"group": "host", "seed": 1, "file": "sandbox/core/two.py", "begin": 6, "operator": "arithmetic", "before": "+",
+           "after": "-", "context": "1 + 1", "tier": "test", "outcome": "survived"}  # fmt: skip
+    rows = [row, {**row, "tier": "all", "outcome": "noticed"}, {**row, "begin": 9, "outcome": "noticed"},
+            {**row, "begin": 1, "equivalent": "both are 2"}]  # fmt: skip
+    assert "| sandbox/core | 2 | 1 | 2 | 1 |" in mutation_score.text(rows).splitlines()
+    assert "both are 2" in mutation_score.text(rows)

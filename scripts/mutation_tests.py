@@ -1,0 +1,126 @@
+"""Which tests a mutation runs, cheapest first: those that executed its lines, those of its kernels, or its folder's.
+
+`make coverage` records which tests execute which line, and how long each takes, in `build/`. Without this record the
+tests of the file's folder are taken.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from mutation import ROOT, Mutation
+
+from sandbox.core import registry
+from sandbox.cpu import build
+from sandbox.toolchain import sources
+
+DATA = ROOT / "build" / "coverage"
+TIMES = ROOT / "build" / "tests.xml"
+UNKNOWN = 1.0  # seconds of a test whose time is not recorded
+
+
+@dataclass
+class Selection:
+    """The selected tests of the suite, and what is recorded about them. Environment: as for `make test`."""
+
+    tests: tuple[str, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+    executed: dict[str, dict[int, set[str]]] = field(default_factory=dict)  # {file: {line: tests}}
+
+    def of(self, mutation: Mutation, budget: float) -> tuple[list[str], int]:
+        """(tests to run, in order, for at most `budget` recorded seconds; the number of all relevant tests)."""
+        is_host = mutation.file.endswith(".py")
+        found = self._of_lines(mutation) if is_host else self._of_kernels(mutation)
+        chosen, total = [], 0.0
+        for test in found:
+            total += self.seconds.get(test, UNKNOWN)
+            if chosen and total > budget:
+                break
+            chosen.append(test)
+        return chosen, len(found)
+
+    def _sorted(self, tests: Iterable[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (self.seconds.get(test, UNKNOWN), test))
+
+    def _of_lines(self, mutation: Mutation) -> list[str]:
+        """Tests of the folder first: they are the ones that look at the result."""
+        lines = self.executed.get(mutation.file, {})
+        running: set[str] = set().union(*(lines.get(line, ()) for line in mutation.lines))
+        if not running:  # executed by the import: a table or a definition
+            running = set().union(*lines.values())
+        own = [test for test in self.tests if test.startswith(f"tests/{Path(mutation.file).parts[1]}/")]
+        running = running.intersection(self.tests)
+        near = self._sorted(running.intersection(own) if lines else own)
+        return [*near, *self._sorted(running.difference(near))]
+
+    def _of_kernels(self, mutation: Mutation) -> list[str]:
+        """Tests with the kernel's name, alternating between the kernels that include the file; then other tests of
+        the engine."""
+        kernels = kernels_of(mutation.file)
+        by_kernel = {name: re.compile(rf"[\[-]{name}[\]-]") for name in kernels}
+        columns = (self._sorted(t for t in self.tests if named.search(t)) for named in by_kernel.values())
+        named = [test for test in chain.from_iterable(zip_longest(*columns)) if test]
+        every = {name: re.compile(rf"[\[-]{name}[\]-]") for name in registry.kernels()}
+        others = (t for t in self.tests if t.startswith("tests/engine/") and not any(p.search(t) for p in every.values()))
+        return [*dict.fromkeys(named), *self._sorted(others)]
+
+
+def kernels_of(file: str) -> list[str]:
+    """The kernels whose source is, or includes, this file."""
+    path = ROOT / file
+    return [
+        name
+        for name, kernel in registry.kernels().items()
+        if path in sources.included_files(kernel.source, build.searched(kernel.source))[0]
+    ]
+
+
+def selection(root: Path, environment: dict[str, str]) -> Selection:
+    """The tests that pytest collects in `root`, with the records of `make coverage`, if there are any."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-o", "addopts="], cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    tests = tuple(line for line in done.stdout.splitlines() if "::" in line)
+    if done.returncode or not tests:
+        raise RuntimeError(f"pytest could not collect the tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return Selection(tests, recorded_seconds(TIMES, tests), recorded_lines(DATA))
+
+
+def recorded_seconds(path: Path, tests: Sequence[str]) -> dict[str, float]:
+    """{test: seconds} of pytest's JUnit file."""
+    if not path.is_file():
+        return {}
+    cases = ET.parse(path).getroot().iter("testcase")
+    by_name = {(case.get("classname"), case.get("name")): float(case.get("time", UNKNOWN)) for case in cases}
+    found = {test: by_name.get(_junit_name(test)) for test in tests}
+    return {test: seconds for test, seconds in found.items() if seconds is not None}
+
+
+def _junit_name(test: str) -> tuple[str, str]:
+    """The class name and name that pytest's JUnit file has for a test."""
+    function, bracket, parameters = test.partition("[")
+    path, *names = function.split("::")
+    return ".".join([path.removesuffix(".py").replace("/", "."), *names[:-1]]), names[-1] + bracket + parameters
+
+
+def recorded_lines(path: Path) -> dict[str, dict[int, set[str]]]:
+    """{file: {line: tests that execute it}} of the data file of `make coverage`."""
+    if not path.is_file():
+        return {}
+    from coverage import CoverageData
+
+    data = CoverageData(str(path))
+    data.read()
+    found: dict[str, dict[int, set[str]]] = {}
+    for file in data.measured_files():
+        by_line = data.contexts_by_lineno(file)
+        found[file] = {line: {c.rpartition("|")[0] for c in contexts if c} for line, contexts in by_line.items()}
+    return found
