@@ -3,21 +3,34 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 READY := .venv/ready
+MUTATION := .venv/mutation
+PARALLEL := -n auto --maxprocesses 8
 
-.PHONY: help setup run test mutants lint clean
+.PHONY: help setup run quick test test-all coverage mutants lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## create or update .venv; options: PYTHON=python3.12 SANDBOX_CUDA=12|13|none
 
 run: $(READY) ## compile, launch and verify every kernel: ARGS="fwd_minimal --shape 1,12,512,64"
 	$(VENV) -m sandbox run $(ARGS)
 
-test: $(READY) ## the test suite: ARGS="-k causal"
-	$(VENV) -m pytest -n auto --maxprocesses 8 $(ARGS)
+quick: lint ## lint, unit tests, and one small problem for each kernel
+	SANDBOX_SAMPLE=quick $(VENV) -m pytest $(PARALLEL) $(ARGS)
 
-mutants: $(READY) ## mutation tests: small faults that a test should detect: ARGS="--sample 5"
+test: $(READY) ## the test suite, with a sample of the largest parametrisations: ARGS="-k causal"
+	$(VENV) -m pytest $(PARALLEL) $(ARGS)
+
+test-all: $(READY) ## the complete suite, which takes hours, and random mutations
+	SANDBOX_SAMPLE=all SANDBOX_WIDTHS=all SANDBOX_MAGNITUDES=all $(VENV) -m pytest $(PARALLEL) $(ARGS)
+	$(MAKE) mutants ARGS="--sample 50 --tier all --least 90"
+	$(MAKE) mutants ARGS="--written --least 100"
+
+coverage: $(MUTATION) ## make test, and which tests execute which line: used by `make mutants`
+	$(VENV) -m pytest $(PARALLEL) --cov --cov-context=test --cov-report=term --junitxml=build/tests.xml $(ARGS)
+
+mutants: $(MUTATION) ## random small faults that a test should detect: ARGS="--sample 5 --seed 3"
 	$(VENV) scripts/mutants.py $(ARGS)
 
 lint: $(READY) ## ruff and mypy
@@ -32,6 +45,11 @@ clean: ## remove .venv and the tools' caches
 # The script writes this file last, so an interrupted setup does not create it.
 $(READY): pyproject.toml scripts/setup.py
 	$(PYTHON) scripts/setup.py
+
+# Only for these targets: large, or slow to import.
+$(MUTATION): $(READY)
+	$(VENV) -m pip install -qq --no-input --disable-pip-version-check -e ".[mutation]"
+	touch $@
 
 # An explicit `make setup` always runs, because its variables may have changed.
 ifneq ($(filter setup,$(MAKECMDGOALS)),)

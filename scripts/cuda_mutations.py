@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 
 from mutation import Change
 
-
 # Not mutated: comments, strings, lines of the preprocessor, assertions about the tile, and statements that only affect
 # the compiler's or the GPU's schedule.
 _IGNORED = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | ^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*
     | \bstatic_assert\([^;]*; | \btemplate\ *<[^;{}]*?>(?=\s*\n)
-    | \b(?:warpgroup_fence_operand|setmaxnreg\w*|warpgroup_reg\w*|griddepcontrol_\w+|prefetch\w*|TIMELINE)(?:<[^;()]*>)?\([^;]*;""",
+    | \b(?:warpgroup_fence_operand|setmaxnreg\w*|griddepcontrol_\w+|prefetch\w*|TIMELINE)(?:<[^;()]*>)?\([^;]*;""",
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 _BEGIN = r"(?:(?<=[;{}\n])|(?<=\)\ ))[ \t]*"  # of a statement

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,6 +69,11 @@ def _parses(text: str) -> bool:
 
 def _change(operator: str, before: str, after: str) -> Change:
     """The smallest difference of two texts."""
-    begin = len(os.path.commonprefix((before, after)))
-    tail = len(os.path.commonprefix((before[begin:][::-1], after[begin:][::-1])))
+    begin = _common(before, after)
+    tail = _common(before[begin:][::-1], after[begin:][::-1])
     return Change(operator, begin, before[begin : len(before) - tail], after[begin : len(after) - tail])
+
+
+def _common(a: str, b: str) -> int:
+    """The length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -37,10 +37,10 @@ from mutation import ROOT, Mutation
 
 sys.path.insert(0, str(ROOT))
 
-import mutation_score  # noqa: E402
-import mutation_tests  # noqa: E402
+import mutation_score
+import mutation_tests
 
-from sandbox.core import jsonl  # noqa: E402
+from sandbox.core import jsonl
 
 GROUPS = ("host", "kernels")
 TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all"}}
@@ -86,6 +86,7 @@ class Copy:
 
     def __init__(self, folder: Path, names: Sequence[str]):
         self.root, self._cache = folder / "project", folder / "cache"
+        self._running: subprocess.Popen[str] | None = None
         for name in names:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
@@ -109,6 +110,12 @@ class Copy:
             "SANDBOX_TEST_CACHE_DIR": tempfile.mkdtemp(dir=self.root.parent) if fresh_cache else str(self._cache),
         }
 
+    def stop(self) -> None:
+        """End the running tests, with the processes that they started."""
+        if self._running is not None and self._running.poll() is None:
+            os.killpg(self._running.pid, signal.SIGKILL)
+            self._running.wait()
+
     def failure(self, tests: Sequence[str], environment: dict[str, str], limit: float) -> tuple[str, str] | None:
         """(the first test that fails, pytest's output), or None if all pass. A run that hangs or crashes fails."""
         chosen = self.root.parent / "tests.txt"
@@ -122,18 +129,19 @@ class Copy:
             [*command, *arguments], cwd=self.root, env=environment, start_new_session=True, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        self._running = process
         try:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             return "a test that does not end", ""
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+            self.stop()
         if process.returncode == 0:
             return None
+        if process.returncode > 2:  # of pytest itself: an argument that is wrong, or no test
+            raise RuntimeError(f"pytest failed:\n{output[-2000:]}")
         found = _FAILED.search(output)
-        return (found[1] if found else "a crash"), output
+        return (found[1] if found else f"a crash, exit status {process.returncode}"), output
 
 
 def does_not_compile(output: str) -> bool:
@@ -147,10 +155,15 @@ class Examiner:
     def __init__(self, folder: Path, names: Sequence[str], options: argparse.Namespace):
         self._tier, self._budget = options.tier, options.seconds
         self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        copies = [Copy(folder / str(n), names) for n in range(options.jobs)]
-        self._selection = mutation_tests.selection(copies[0].root, copies[0].environment(self._tier))
-        for copy in copies:
+        self._copies = [Copy(folder / str(n), names) for n in range(options.jobs)]
+        first = self._copies[0]
+        self._selection = mutation_tests.selection(first.root, first.environment(self._tier))
+        for copy in self._copies:
             self._free.put(copy)
+
+    def stop(self) -> None:
+        for copy in self._copies:
+            copy.stop()
 
     def row(self, mutation: Mutation) -> dict[str, Any]:
         """Its result: "noticed" with the test, "survived", "invalid" if it does not compile, or "void" if the test also
@@ -206,6 +219,7 @@ def results(
                 else:
                     yield row
         finally:
+            examiner.stop()
             pool.shutdown(cancel_futures=True)
 
 
@@ -226,6 +240,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the scratch copies are removed
     options = parsed()
     if options.table:
         mutation_score.write()
@@ -238,7 +253,9 @@ def main() -> int:
     elif written:
         written = random.Random(options.seed).sample(written, min(options.sample, len(written)))
     share = {"host": round(0.6 * options.sample), "kernels": options.sample - round(0.6 * options.sample)}
-    wanted = {group: options.sample if options.group else n for group, n in share.items() if options.group in (group, None)}
+    wanted = {
+        group: options.sample if options.group else n for group, n in share.items() if options.group in (group, None)
+    }
     print(f"--sample {options.sample} --seed {options.seed}", flush=True)
     rows = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:

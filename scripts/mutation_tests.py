@@ -1,7 +1,7 @@
-"""Which tests a mutation runs, cheapest first: those that executed its lines, those of its kernels, or its folder's.
+"""Which tests a mutation runs, cheap ones first: those that executed its lines, those of its kernels, or its folder's.
 
 `make coverage` records which tests execute which line, and how long each takes, in `build/`. Without this record the
-tests of the file's folder are taken.
+tests of the file's folder are taken, and of the folders that import it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Selection:
 
     def of(self, mutation: Mutation, budget: float) -> tuple[list[str], int]:
         """(tests to run, in order, for at most `budget` recorded seconds; the number of all relevant tests)."""
-        is_host = mutation.file.endswith(".py")
-        found = self._of_lines(mutation) if is_host else self._of_kernels(mutation)
-        chosen, total = [], 0.0
+        by_kernel = mutation.file.startswith("kernels_cu/") and mutation.file not in self.executed
+        found = self._of_kernels(mutation) if by_kernel else self._of_lines(mutation)
+        chosen: list[str] = []
+        total = 0.0
         for test in found:
             total += self.seconds.get(test, UNKNOWN)
             if chosen and total > budget:
@@ -47,7 +48,14 @@ class Selection:
         return chosen, len(found)
 
     def _sorted(self, tests: Iterable[str]) -> list[str]:
-        return sorted(tests, key=lambda test: (self.seconds.get(test, UNKNOWN), test))
+        """The cheapest test of each function, then the second of each, and so on: functions look for different faults,
+        but many parameters of one function for the same."""
+        cost = {test: (self.seconds.get(test, UNKNOWN), test) for test in tests}
+        by_function: dict[str, list[str]] = {}
+        for test in sorted(cost, key=cost.__getitem__):
+            by_function.setdefault(test.partition("[")[0], []).append(test)
+        rounds = zip_longest(*by_function.values())
+        return [test for each in rounds for test in sorted(filter(None, each), key=cost.__getitem__)]
 
     def _of_lines(self, mutation: Mutation) -> list[str]:
         """Tests of the folder first: they are the ones that look at the result."""
@@ -55,10 +63,14 @@ class Selection:
         running: set[str] = set().union(*(lines.get(line, ()) for line in mutation.lines))
         if not running:  # executed by the import: a table or a definition
             running = set().union(*lines.values())
-        own = [test for test in self.tests if test.startswith(f"tests/{Path(mutation.file).parts[1]}/")]
+        own = self._in_folders([Path(mutation.file).parts[1]])
+        if not lines:
+            return [*self._sorted(own), *self._sorted(self._in_folders(importers_of(mutation.file)) - own)]
         running = running.intersection(self.tests)
-        near = self._sorted(running.intersection(own) if lines else own)
-        return [*near, *self._sorted(running.difference(near))]
+        return [*self._sorted(running & own), *self._sorted(running - own)]
+
+    def _in_folders(self, folders: Iterable[str]) -> set[str]:
+        return {test for folder in folders for test in self.tests if test.startswith(f"tests/{folder}/")}
 
     def _of_kernels(self, mutation: Mutation) -> list[str]:
         """Tests with the kernel's name, alternating between the kernels that include the file; then other tests of
@@ -68,13 +80,24 @@ class Selection:
         columns = (self._sorted(t for t in self.tests if named.search(t)) for named in by_kernel.values())
         named = [test for test in chain.from_iterable(zip_longest(*columns)) if test]
         every = {name: re.compile(rf"[\[-]{name}[\]-]") for name in registry.kernels()}
-        others = (t for t in self.tests if t.startswith("tests/engine/") and not any(p.search(t) for p in every.values()))
+        others = (
+            t for t in self.tests if t.startswith("tests/engine/") and not any(p.search(t) for p in every.values())
+        )
         return [*dict.fromkeys(named), *self._sorted(others)]
 
 
+def importers_of(file: str) -> list[str]:
+    """The other folders of `sandbox/` with a file that imports this module."""
+    _, folder, *_, name = Path(file).with_suffix("").parts
+    imports = re.compile(rf"^\s*from \.\.+{folder}(?:\.{name} import|\b.*\b{name}\b)", re.MULTILINE)
+    files = sorted((ROOT / "sandbox").glob("*/**/*.py"))
+    found = dict.fromkeys(path.relative_to(ROOT).parts[1] for path in files if imports.search(path.read_text()))
+    return [each for each in found if each != folder]
+
+
 def kernels_of(file: str) -> list[str]:
-    """The kernels whose source is, or includes, this file."""
-    path = ROOT / file
+    """The kernels whose source is, or includes, this file, or whose spec it is."""
+    path = (ROOT / file).with_suffix(".cu") if file.endswith(".py") else ROOT / file
     return [
         name
         for name, kernel in registry.kernels().items()

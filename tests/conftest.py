@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
-from project import ALL_WIDTHS, SEED, SELDOM
+from project import ALL_WIDTHS, QUICK_FOLDERS, SAMPLE, SEED, SELDOM
 
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
@@ -53,9 +53,14 @@ def fresh_compiler() -> None:
         dynamo.reset()
 
 
+def pytest_report_header() -> str:
+    return f"SANDBOX_SEED={SEED} SANDBOX_SAMPLE={SAMPLE}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.option.keyword:
-        deselect_seldom_used_kernels(config, items)
+    named = config.option.keyword or any("[" in argument for argument in config.args)
+    if not named and SAMPLE != "all":
+        deselect_what_is_not_sampled(config, items)
     try:
         driver.device()
         reason = ""
@@ -66,21 +71,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def deselect_seldom_used_kernels(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects most CPU-backend tests of the kernels in SELDOM."""
-    deselected = [item for item in items if random.Random(f"{SEED} {item.nodeid}").randrange(sampling_period(item))]
-    config.hook.pytest_deselected(items=deselected)
+def deselect_what_is_not_sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects all but a random sample of the tests that have many parameters, or run kernels of SELDOM."""
+    draws = (random.Random(f"{SEED} {item.nodeid}").randrange(sampling_period(item)) for item in items)
+    deselected = {
+        item for item, draw in zip(items, draws, strict=True) if draw or (SAMPLE == "quick" and not is_quick(item))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
     items[:] = [item for item in items if item not in deselected]
 
 
 def sampling_period(item: pytest.Item) -> int:
-    """One of this many tests like `item` runs: 1 if it does not run a kernel of SELDOM on the CPU backend."""
+    """One of this many tests like `item` runs: 1 on a GPU."""
     callspec = getattr(item, "callspec", None)
-    if not callspec or item.path.parent.name not in ("engine", "cpu"):
+    if not callspec or item.get_closest_marker("gpu"):
         return 1
-    not_emulated = item.get_closest_marker("gpu") or "spill" in item.name  # runs on a GPU, or only compiles
+    marker = item.get_closest_marker("sampled")
+    period: int = marker.args[0] if marker else 1
     complete = ALL_WIDTHS and item.path.name == "test_widths.py"
-    return 1 if not_emulated or complete else SELDOM.get(getattr(callspec.params.get("kernel"), "name", ""), 1)
+    if "spill" in item.name or complete or item.path.parent.name not in ("engine", "cpu"):  # or only compiles
+        return period
+    return period * SELDOM.get(getattr(callspec.params.get("kernel"), "name", ""), 1)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether `make quick` runs it: unit tests, and one small problem for each kernel."""
+    callspec = getattr(item, "callspec", None)
+    if item.path.name == "test_cases.py" and item.name.startswith("test_groups["):
+        return callspec is not None and not callspec.params["causal"]
+    return item.path.parent.name in QUICK_FOLDERS and not item.get_closest_marker("slow")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -133,7 +133,13 @@ def test_tests_of_a_kernel() -> None:
     chosen = selection()
     assert chosen.of(at("kernels_cu/fwd_mma.cu", 1), 100) == ([chosen.tests[0], chosen.tests[2]], 2)
     assert "fwd_wgmma" in mutation_tests.kernels_of("kernels_cu/include/mask.cuh")
-    assert mutation_tests.kernels_of("kernels_cu/fwd_minimal.cu") == ["fwd_minimal"]
+    for file in ("kernels_cu/fwd_minimal.cu", "kernels_cu/fwd_minimal.py"):
+        assert mutation_tests.kernels_of(file) == ["fwd_minimal"]
+
+
+def test_folders_that_import_a_module() -> None:
+    assert {"timeline", "bench"} <= {*mutation_tests.importers_of("sandbox/core/picture.py")}
+    assert "core" not in mutation_tests.importers_of("sandbox/core/picture.py")
 
 
 def test_names_in_the_junit_file(tmp_path: Path) -> None:
@@ -165,18 +171,26 @@ def test_a_survivor_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         mutation.of("sandbox/core/two.py", files["sandbox/core/two.py"], each)
         for each in (change, mutation.Change("arithmetic", 6, "1 + 1", "3 - 1"))
     ]
-    wanted.append(mutation.of("sandbox/jobs/__init__.py", "THREE = 1 + 2\n", mutation.Change("arithmetic", 8, "1", "2")))
+    wanted.append(
+        mutation.of("sandbox/jobs/__init__.py", "THREE = 1 + 2\n", mutation.Change("arithmetic", 8, "1", "2"))
+    )
     rows = {row["after"]: row for row in mutants.results(examiner, "host", wanted, list(files), options)}
-    assert {after: row["outcome"] for after, row in rows.items()} == {"1 + 2": "noticed", "3 - 1": "survived", "2": "void"}
+    assert {after: row["outcome"] for after, row in rows.items()} == {
+        "1 + 2": "noticed",
+        "3 - 1": "survived",
+        "2": "void",
+    }
     assert rows["1 + 2"]["test"] == "tests/core/test_two.py::test_two"
     assert mutants.does_not_compile("CompileError: x.cu:3: error: 'y' was not declared")
     assert not mutants.does_not_compile("CompileError: x.cu:3: error: static assertion failed")
 
 
 def test_the_score_counts_by_folder() -> None:
-    row = {"group": "host", "seed": 1, "file": "sandbox/core/two.py", "begin": 6, "operator": "arithmetic", "before": "+",
-           "after": "-", "context": "1 + 1", "tier": "test", "outcome": "survived"}  # fmt: skip
-    rows = [row, {**row, "tier": "all", "outcome": "noticed"}, {**row, "begin": 9, "outcome": "noticed"},
-            {**row, "begin": 1, "equivalent": "both are 2"}]  # fmt: skip
+    row = {
+        "group": "host", "seed": 1, "file": "sandbox/core/two.py", "begin": 6, "operator": "arithmetic", "before": "+",
+        "after": "-", "context": "1 + 1", "tier": "test", "outcome": "survived",
+    }  # fmt: skip
+    noticed = [{**row, "tier": "all", "outcome": "noticed"}, {**row, "begin": 9, "outcome": "noticed"}]
+    rows = [row, *noticed, {**row, "begin": 1, "equivalent": "both are 2"}]
     assert "| sandbox/core | 2 | 1 | 2 | 1 |" in mutation_score.text(rows).splitlines()
     assert "both are 2" in mutation_score.text(rows)

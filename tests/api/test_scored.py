@@ -94,6 +94,7 @@ def test_a_tensor_without_a_gradient_refuses_to_be_differentiated_by(option: str
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(2)
 def test_numpy(name: str) -> None:
     q, k, v, dout = inputs()
     given = options()[name]
@@ -136,6 +137,7 @@ def test_gradients_of_everything(name: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
 def test_torch_compile(name: str, device: Device) -> None:
     call = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
     found, wanted = gradients(call, device, name, Dv=24)
@@ -157,6 +159,7 @@ def test_the_compiler_knows_a_score_by_its_texts() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
 def test_opcheck(name: str, device: Device) -> None:
     from sandbox.api import torch_ops
     from sandbox.api.options import collect

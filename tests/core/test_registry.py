@@ -54,6 +54,7 @@ def test_an_entry_that_is_no_kernel_names_its_owner() -> None:
     assert registry.entry_owner("bwd_minimal_dq") == registry.get("bwd_minimal")
 
 
+@pytest.mark.slow
 def test_two_files_are_a_kernel(project_copy: Path) -> None:
     new_kernel(
         project_copy,

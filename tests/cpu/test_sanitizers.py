@@ -63,6 +63,7 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
 
 @pytest.mark.parametrize("tool", HOST_TOOLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.sampled(2)
 def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
     """A ragged causal problem of several blocks, and one of whole tiles. "address" tests the first, "thread" both,
     the other tools a random one of the two."""
@@ -249,6 +250,7 @@ INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "problem", "invalid"), INVALID_INDICES)
+@pytest.mark.sampled(3)
 def test_indices_outside_of_the_tensors_are_clamped(
     name: str, problem: Problem, invalid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,3 +606,15 @@ def test_many_blocks_of_1024_threads(tmp_path: Path) -> None:
     text = 'extern "C" __global__ void k(float* out) { __syncthreads(); if (threadIdx.x == 0) out[blockIdx.x] = 1.0f; }'
     report = run_text(tmp_path, "thread", text, np.zeros(20, np.float32), grid=20, block=1024)
     assert report.clean, report.text
+
+
+@pytest.mark.parametrize("tool", ["address", "thread"])
+def test_gradients_of_bias_and_sink(tool: Sanitizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The additional entry points of the preprocess kernel: the blocks of one sum tiles in shared memory."""
+    kernel, made = registry.get("bwd_preprocess"), verifying.trial.outputs_and_scratch
+    problem = Problem(1, 2, 70, 90, 16, Hk=1, dtype="float16", causal="bottom-right", bias=(1, 1, 1, 90), sink=True)
+    gradients = {"dbias": (problem.bias, "float16"), "dsink": ((2,), "float32")}
+    monkeypatch.setattr(verifying.trial, "outputs_and_scratch", lambda *of: {**made(*of), **gradients})
+    report, arrays = launch_on_host(tool, kernel, problem, small_tile(kernel))
+    assert report.clean, report.text
+    assert all(np.count_nonzero(arrays[name]) for name in gradients)

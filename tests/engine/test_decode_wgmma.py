@@ -32,6 +32,7 @@ def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("inputs", ["large", "hidden"])
+@pytest.mark.sampled(3)
 def test_results_do_not_depend_on_the_number_of_blocks(rows: int, inputs: str, device: Device) -> None:
     """18 work tiles with 16 rows per tile, otherwise nine: correct, and bit-equal for every number of blocks. NaN
     behind the mask must not reach the next work tile."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from project import SEED, SELDOM, dtype_of
+from project import SAMPLE, SEED, SELDOM, dtype_of
 
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
@@ -74,6 +74,7 @@ def no_spills(kernel: Kernel, p: Problem, tile: Tile, arch_name: str) -> None:
 
 @pytest.mark.parametrize("arch_name", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.sampled(3)
 def test_no_default_tile_of_plain_problems_spills(kernel: Kernel, arch_name: str) -> None:
     """The tile that `attention` uses, at D = 64, 128 and 256, with and without a causal mask: all combinations, because
     only one of them may spill. NVRTC releases the GIL, so that threads compile in parallel."""
@@ -95,7 +96,7 @@ def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
     """All cases of `check` on a GPU, a sample on the CPU backend: lengths, masks, groups, layouts, isolating inputs,
     options, ragged batches."""
     cases = [case for case in sweep_cases(kernel) if case.problem.dtype == dtype]
-    if device == HOST and cases:
+    if device == HOST and cases and SAMPLE != "all":
         cases = drawn(kernel, dtype, cases)
     bad, tried = [], 0
     for case in cases:
@@ -112,7 +113,7 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     """The cases for the CPU backend, a random sample: each head dimension and mask needs a compile.
 
     Isolating cases, which `test_cases.py` runs in one dtype, in the other dtypes: every second one, alternating between
-    dtypes. Cases without options: each head dimension in one of the dtypes, up to three cases with one mask. Also two
+    dtypes. Cases without options: two head dimensions for each dtype, up to three cases with one mask. Also two
     cases with many tiles and small D, and two with options or ragged batches, which `test_scores.py` and
     `test_ragged.py` test further. For kernels in SELDOM three cases, for block maps three with a mask.
     """
@@ -128,7 +129,8 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     long = [case for case in usual if max(case.problem.Sq, case.problem.Sk) >= 1024]
     narrow = [case for case in long if case.problem.D <= 64]
     chosen = sample.sample(narrow, min(len(narrow), 2)) + sample.sample(rare, min(len(rare), 2))
-    for width in sorted({case.problem.D for case in usual})[own::several]:
+    widths = sorted({case.problem.D for case in usual})[own::several]
+    for width in sample.sample(widths, min(len(widths), 2)):
         of_width = [case for case in usual if width == case.problem.D and case not in long]
         mask = sample.choice(of_width).problem.causal
         group = [case for case in of_width if case.problem.causal == mask]
