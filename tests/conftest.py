@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import random
 import shutil
@@ -53,32 +54,35 @@ def fresh_compiler() -> None:
         dynamo.reset()
 
 
-def pytest_report_header() -> str:
-    return f"SANDBOX_SEED={SEED} SANDBOX_SAMPLE={SAMPLE}"
+@functools.cache
+def why_no_gpu() -> str:
+    """The reason why tests cannot use a GPU, or "" if they can."""
+    try:
+        driver.device()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def pytest_report_header() -> list[str]:
+    gpu = [f"tests that need a GPU are deselected: {why_no_gpu()}"] if why_no_gpu() else []
+    return [f"SANDBOX_SEED={SEED} SANDBOX_SAMPLE={SAMPLE}", *gpu]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = config.option.keyword or any("[" in argument for argument in config.args)
+    selected = [item for item in items if not (why_no_gpu() and item.get_closest_marker("gpu"))]
     if not named and SAMPLE != "all":
-        deselect_what_is_not_sampled(config, items)
-    try:
-        driver.device()
-        reason = ""
-    except Exception as error:
-        reason = str(error)
-    for item in items:
-        if reason and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        selected = sampled(selected)
+    kept = {*selected}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = selected
 
 
-def deselect_what_is_not_sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects all but a random sample of the tests that have many parameters, or run kernels of SELDOM."""
-    draws = (random.Random(f"{SEED} {item.nodeid}").randrange(sampling_period(item)) for item in items)
-    deselected = {
-        item for item, draw in zip(items, draws, strict=True) if draw or (SAMPLE == "quick" and not is_quick(item))
-    }
-    config.hook.pytest_deselected(items=[item for item in items if item in deselected])
-    items[:] = [item for item in items if item not in deselected]
+def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """A random sample of the tests that have many parameters, or run kernels of SELDOM, and all others."""
+    drawn = [item for item in items if not random.Random(f"{SEED} {item.nodeid}").randrange(sampling_period(item))]
+    return [item for item in drawn if SAMPLE != "quick" or is_quick(item)]
 
 
 def sampling_period(item: pytest.Item) -> int:

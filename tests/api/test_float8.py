@@ -36,6 +36,7 @@ def check(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 @pytest.mark.parametrize("of_v", [E4M3, E5M2])
 @pytest.mark.parametrize("of_q", [E4M3, E5M2])
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, "float32"])
+@pytest.mark.sampled(2)
 def test_dtypes(of_q, of_v, out_dtype) -> None:
     q, k, v = tensors(of_q, of_q, of_v)
     out = sandbox.attention(q, k, v, causal=True, descale=(1.5, 0.5, 2.0), out_dtype=out_dtype)

@@ -78,6 +78,7 @@ def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
 
 @pytest.mark.parametrize("target", spills.TARGETS)
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
+@pytest.mark.sampled(3)
 def test_no_option_spills(kernel: Kernel, target: str) -> None:
     """For every tile and single option, two sampled cases. docs/limits.md lists what may spill."""
     jobs = [job for job in spills.jobs(kernel, target) if (kernel.name, job.option) not in spills.MAY]
@@ -206,6 +207,7 @@ OF_FALLBACK = ("fwd_mma", "fwd_decode", "bwd_mma")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.sampled(2)
 def test_options_in_the_fallback_for_non_finite_inputs(kernel: Kernel, device: Device) -> None:
     """NaN in a query, a key and a value, or for a backward in a query and a row of dO: rows and keys of the same tiles
     that do not see it are right."""
