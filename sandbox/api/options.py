@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.integers import integer
-from ..core.normalise import normalise_window, number
-from ..core.options import OPTIONS
+from ..core.normalise import number
+from ..core.options import ARRAYS, BY_NAME, OPTIONS
 from ..core.score import Score
 from ..launch.dlpack import library_of
 
@@ -59,8 +58,8 @@ FORWARD, BACKWARD, PAGED = (
     frozenset(keywords.__annotations__) for keywords in (ForwardKeywords, BackwardKeywords, PagedKeywords)
 )
 _LAUNCH = frozenset(("causal", "scale", "kernel", "tile", "backend"))  # stored in `Options` as they are passed
-ARRAYS = ("bias", "mask", "alibi", "sink", "key_lengths", "seed")  # keyword arguments that are arrays
-VALUES = ("window", "score", *(option.name for option in OPTIONS if option.check))  # that are `Problem` fields
+VALUES = tuple(option.name for option in OPTIONS if option.check)  # that are `Problem` fields
+_PADDED = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # to max_seqlen in a ragged batch
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
@@ -146,8 +145,10 @@ def collect(
             continue
         elif name in ARRAYS:
             arrays[name] = value
+        elif name == "out_dtype":
+            fields[name] = _out_dtype(value)
         elif name != "descale":
-            fields[name] = _NORMALISE[name](value)
+            fields[name] = _value(name, value)
     if "seed" in arrays or fields.get("dropout"):
         arrays = _with_seed(q, arrays, fields.get("dropout", 0.0))
     if len(arrays) > 1:
@@ -179,16 +180,6 @@ def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
 # ---- normalisation of each option
 
 
-def _window(window: Any) -> tuple[int | None, int | None]:
-    """`window` as a tuple of int and None, which it usually is already. A plan's key contains it, and 3.0, True and
-    np.int64(3) compare equal to 3. Raises SpecError."""
-    if type(window) in (tuple, list) and len(window) == 2:
-        left, right = window
-        if (left is None or type(left) is int) and (right is None or type(right) is int):
-            return left, right
-    return normalise_window(window)
-
-
 def constant(name: str, value: Any) -> float:
     """`value` as a float, so that a plan depends on the number and not on the array that contains it. Raises SpecError
     for a value that is not a number, UnsupportedProblem for a tensor whose derivative would be lost."""
@@ -199,27 +190,17 @@ def constant(name: str, value: Any) -> float:
     return number(name, value)
 
 
-def _number(name: str, value: Any) -> float:
-    return constant(name, value or 0.0)
-
-
-def _score(score: Any) -> Score:
-    if not isinstance(score, Score):
-        raise SpecError(f"score={score!r} must be a sandbox.Score")
-    return score
+def _value(name: str, value: Any) -> Any:
+    if type(value) is float:
+        return value  # checked as a field of Problem
+    if hasattr(value, "requires_grad") and library_of(value).differentiates(value):
+        raise UnsupportedProblem(no_derivative(name))
+    return BY_NAME[name].check(name, value)  # type: ignore[misc]  # all of VALUES have one
 
 
 def _out_dtype(dtype: Any) -> str:
     name = getattr(dtype, "__name__", None) or str(dtype)
     return name.rpartition(".")[2]
-
-
-_NORMALISE: dict[str, Callable[[Any], Any]] = {
-    "window": _window,
-    **{option.name: partial(_number, option.name) for option in OPTIONS if option.check},
-    "score": _score,
-    "out_dtype": _out_dtype,
-}
 
 
 def _with_seed(q: Any, arrays: dict[str, Any], dropout: float) -> dict[str, Any]:
@@ -286,7 +267,7 @@ def ragged(
     a mask, whose size it is: otherwise each value would need its own plan.
     Raises SpecError for a number that is not an integer >= 0."""
     kept: tuple[int | None, int | None] = None, None
-    if {"bias", "mask"} & {*options.arrays}:
+    if not _PADDED.isdisjoint(options.arrays):
         queries, keys = (
             n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", max_seqlen, strict=True)
         )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ..core import log, registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Arch, Kernel
+from ..core.options import ARRAYS, BY_NAME
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
@@ -22,7 +23,8 @@ from .validate import DTYPES, problem_of, unreadable
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
 _TENSORS = {  # {name in the public functions: name in the specs}, where they differ
-    "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE", "alibi": "slopes"
+    "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE",
+    **{name: BY_NAME[name].argument for name in ARRAYS},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..core import registry
 from ..core.kernel import Kernel
 from ..core.score import BLOCK_MAP, Score, TensorLike, like_of
 from ..core.tile import Tile
-from .options import ARRAYS, BLOCK_TABLE, CU_SEQLENS, Options
+from .options import DIFFERENTIABLE, Options
 
 _kernels: dict[str, Kernel] = {}
 
@@ -41,37 +41,32 @@ def text_of_tile(tile: Tile | str | Mapping[str, int] | None) -> str:
     return ",".join(f"{n}={int(tile[n])}" for n in tile)
 
 
-def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, read: Sequence[str], paged: bool) -> str:
-    """The fields of `Options` that are not tensors, as JSON. `fields`: the numbers. `score`: the expressions and
-    `made_for`, not the object, which the compiler of PyTorch 2.11 does not accept as a constant. `read`: names of the
-    score's tensors."""
-    values = {**fields, "paged": paged}
-    if score is not None:
-        values["score"] = [*score, [*read]]
-    return json.dumps(values)
+def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, names: Sequence[str]) -> str:
+    """The fields of `Options` that are not tensors, and the names of tensors without a gradient, as JSON. `fields`: the
+    numbers. `score`: the expressions and `made_for`, not the object, which the compiler of PyTorch 2.11 does not accept
+    as a constant."""
+    return json.dumps({**fields, "score": score, "arrays": names})
 
 
-def options_of(tensors: Sequence[Any], others: Sequence[Any], text: str) -> tuple[Options, tuple[Any, ...]]:
-    """The options, and their arrays. `tensors`: one for each of `ARRAYS`, or None; `others`: all others."""
-    named = {name: tensor for name, tensor in zip(ARRAYS, tensors, strict=True) if tensor is not None}
+def options_of(differentiable: Sequence[Any], others: Sequence[Any], text: str) -> tuple[Options, tuple[Any, ...]]:
+    """The options, and their arrays. `differentiable`: one for each of `DIFFERENTIABLE`, or None; `others`: all
+    others."""
+    named = {name: tensor for name, tensor in zip(DIFFERENTIABLE, differentiable, strict=True) if tensor is not None}
     options = _parsed(text, tuple(named), tuple(like_of(tensor) for tensor in others))
     return options, (*named.values(), *others)
 
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> Options:
-    values = json.loads(text)
-    score = None
-    if "score" in values:
-        expression, mask, made_for, read = values.pop("score")
-        named = dict(zip((f"score.{name}" for name in read), likes, strict=False))
-        tensors = {name.removeprefix("score."): like for name, like in named.items() if name != BLOCK_MAP}
+    """`names`: of the tensors with a gradient. `likes`: the others."""
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()}
+    others, score = fields.pop("arrays"), fields.pop("score")
+    if score:
+        expression, mask, made_for = score
+        tensors = {
+            name.removeprefix("score."): like
+            for name, like in zip(others, likes, strict=True)
+            if name.startswith("score.") and name != BLOCK_MAP
+        }
         score = Score(expression, mask, tensors, made_for=made_for and tuple(made_for))
-        names = (*names, *(f"score.{name}" for name in read))
-    paged = values.pop("paged")
-    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-    if fields.get("max_seqlen"):
-        names = (*names, *CU_SEQLENS)
-    if paged:
-        names = (*names, BLOCK_TABLE)
-    return Options(**fields, score=score, arrays=names)
+    return Options(**fields, score=score, arrays=(*names, *others))

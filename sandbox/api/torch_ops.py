@@ -1,8 +1,8 @@
 """Attention as PyTorch operators: differentiable, and opaque to torch.compile. Imported on demand.
 
 "sandbox::attention_forward" and "sandbox::attention_backward" have no options but causal and scale.
-"sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option that is a
-tensor, a list of all other tensors (of a `Score`, and cu_seqlens), and a JSON string with all other score options.
+"sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option with a
+gradient, a list of all other tensors, and a JSON string with their names and with all other score options.
 
 All have fake implementations, which return shapes and strides without computing, and gradients: the gradient of a
 backward raises UnsupportedProblem. The first two have rules for torch.func.vmap, which merge the mapped dimension into
@@ -29,7 +29,7 @@ from ..core.normalise import normalise_causal
 from ..launch.dlpack import dense_strides, library_of
 from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import run_backward, run_forward, scale_number
-from .options import ARRAYS, BLOCK_TABLE, VALUES, Options, for_backward, replace
+from .options import DIFFERENTIABLE, VALUES, Options, for_backward, replace
 from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile
 
 Results = tuple[Tensor, ...]
@@ -103,19 +103,19 @@ def _kernel_text(kernel: str | Kernel | None) -> str | None:
 
 
 def spread_options(options: Options, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The arguments of a scored operator from bias on: each of `ARRAYS`, the list of other tensors, the text."""
+    """The arguments of a scored operator from bias on: each of `DIFFERENTIABLE`, the list of other tensors, the
+    text."""
     named = dict(zip(options.arrays, arrays, strict=True))
-    tensors = [array for name, array in named.items() if name not in ARRAYS]
-    read = [name.removeprefix("score.") for name in named if name.startswith("score.")]
+    others = [name for name in named if name not in DIFFERENTIABLE]
     score = None if options.score is None else (options.score.score, options.score.mask, options.score.made_for)
     values = {name: getattr(options, name) for name in _AS_TEXT}
     if torch.compiler.is_compiling():
         from . import torch_graphs
 
-        text = torch_graphs.text_of_options(values, score, read, BLOCK_TABLE in named)
+        text = torch_graphs.text_of_options(values, score, others)
     else:
-        text = text_of_options(values, score, read, BLOCK_TABLE in named)
-    return *(named.get(name) for name in ARRAYS), tensors, text
+        text = text_of_options(values, score, others)
+    return *(named.get(name) for name in DIFFERENTIABLE), [named[name] for name in others], text
 
 
 _AS_TEXT = (*(name for name in VALUES if name != "score"), "max_seqlen")
@@ -189,11 +189,10 @@ _vmapped(_backward)
 
 @torch.library.custom_op("sandbox::scored_attention_forward", mutates_args=())
 def _scored_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi: Tensor | None,
-    sink: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None, tensors: list[Tensor], text: str,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, tensors: list[Tensor], text: str,
     causal: str, scale: float | None, kernel: str | None, tile: str, backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    options, more = options_of((bias, mask, alibi, sink, key_lengths, seed), tensors, text)
+    options, more = options_of((bias, sink), tensors, text)
     return run_forward((q, k, v, *more), replace(options, **_options_of(causal, scale, kernel, tile, backend)))
 
 
@@ -203,12 +202,11 @@ _scored_forward.register_fake(results_like)
 @torch.library.custom_op("sandbox::scored_attention_backward", mutates_args=())
 def _scored_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, bias: Tensor | None,
-    mask: Tensor | None, alibi: Tensor | None, sink: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
-    tensors: list[Tensor], text: str, causal: str, scale: float | None, kernel: str | None, tile: str,
-    backend: str | None, deterministic: bool, wanted: str,
+    sink: Tensor | None, tensors: list[Tensor], text: str, causal: str, scale: float | None, kernel: str | None,
+    tile: str, backend: str | None, deterministic: bool, wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, dbias, dsink; of the last two, one that `wanted` does not name is empty."""
-    options, more = options_of((bias, mask, alibi, sink, key_lengths, seed), tensors, text)
+    options, more = options_of((bias, sink), tensors, text)
     options = replace(options, **_options_of(causal, scale, kernel, tile, backend, deterministic))
     results = tuple(wanted.split())
     dq, dk, dv, *others = _run_backward((dout, q, k, v, out, lse), dlse, options, more, results)
@@ -218,8 +216,8 @@ def _scored_backward(
 
 @_scored_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, mask: Any,
-    alibi: Any, sink: Any, *rest: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, sink: Any,
+    *rest: Any,
 ) -> Results:  # fmt: skip
     wanted = rest[-1].split()
     dbias = empty_like(bias) if "dbias" in wanted else q.new_empty(0)
@@ -345,20 +343,19 @@ def _scored_gradients(dout: Tensor, *inputs: Any) -> Results:
 
 
 def _gradients_scored(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, *options, out, lse = ctx.saved_tensors[:11]
-    tensors, needed = list(ctx.saved_tensors[11:]), ctx.needs_input_grad
-    wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[6])) if need)
+    q, k, v, bias, sink, out, lse, *tensors = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[4])) if need)
     how = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
-    inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, *options, tensors, ctx.text, *how
-    dq, dk, dv, dbias, dsink = _scored_gradients(*inputs)
-    of = zip((dq, dk, dv, dbias, None, None, dsink, None, None), needed, strict=False)
+    inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, bias, sink, tensors, ctx.text, *how
+    of = zip(_scored_gradients(*inputs), needed, strict=False)
     return *(gradient if need else None for gradient, need in of), *(None,) * 7
 
 
 def _gradients_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     """`_gradients_scored` for the operator, whose argument `tensors` is a list: its gradient must be a list, too."""
     found = list(_gradients_scored(ctx, *gradients))
-    found[9] = [None] * (len(ctx.saved_tensors) - 11)
+    found[5] = [None] * (len(ctx.saved_tensors) - 7)
     return tuple(found)
 
 

@@ -10,12 +10,12 @@ from ..core.batches import PAGE_ROWS
 from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
-from ..core.options import OPTIONS
+from ..core.options import ARRAYS, Sizes
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
-from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, VALUES, Options
+from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, VALUES, Options
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
@@ -155,46 +155,35 @@ def _check_tensor(name: str, view: ArrayView) -> None:
         )
 
 
-_ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
-DTYPES = {name: array.dtype for name, array in _ARRAYS.items() if array.dtype}
+DTYPES = {name: array.dtype for name, array in ARRAYS.items() if array.dtype}
 
 
-def _shapes(
-    views: Mapping[str, ArrayView], every: tuple[int, int, int, int], whole: bool, out_dtype: str
-) -> dict[str, Any]:
+def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype: str) -> dict[str, Any]:
     """The fields of a Problem for the arrays of score options.
 
-    A dimension of stride 0 has size 1 in the Problem. `whole`: not for the bias, because its gradient is required in
-    its full shape.
+    A dimension of stride 0 that may broadcast has size 1 in the Problem. `whole`: not of an array with a gradient,
+    which is required in the full shape.
     """
     found: dict[str, Any] = {}
-    for name, dtype in DTYPES.items():
-        if name in views and views[name].dtype != dtype:
-            raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be {dtype}")
-    for name, array in _ARRAYS.items():
-        if name in views and array.shapes is None and array.shape_is_field:
-            shape = (*(1,) * (4 - len(views[name].shape)), *views[name].shape)
-            if len(shape) > 4 or any(n not in (1, most) for n, most in zip(shape, every, strict=False)):
-                raise UnsupportedProblem(
-                    f"{name} has shape {views[name].shape}: it must broadcast to (B, H, Sq, Sk) = {every}"
-                )
-            strides = (*(0,) * (4 - len(views[name].shape)), *views[name].strides)
-            found[name] = (
-                shape if whole and name == "bias" else tuple(n if s else 1 for n, s in zip(shape, strides, strict=True))
-            )
+    for name, array in ((name, array) for name, array in ARRAYS.items() if name in views):
+        view = views[name]
+        if array.dtype and view.dtype != array.dtype:
+            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {array.dtype}")
+        if not array.axes:
+            if math.prod(view.shape) != 1:
+                raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be one element")
+            continue
+        missing = len(array.axes) - len(view.shape) if array.broadcast else 0
+        shape = (*(1,) * missing, *view.shape)
+        if not array.accepts(shape, sizes):
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must {array.required(sizes)}")
+        if array.broadcast and not (whole and name in DIFFERENTIABLE):
+            shape = (*(1,) * missing, *(n if s else 1 for n, s in zip(view.shape, view.strides, strict=True)))
+        found[name] = shape if array.shape_is_field else True
     if bias := views.get("bias"):
         if bias.dtype not in (out_dtype, "float32"):
             raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as out, {out_dtype}")
         found["bias_dtype"] = bias.dtype
-    for name, array in _ARRAYS.items():
-        if name in views and array.shapes:
-            if views[name].shape not in (shapes := array.shapes(every)):
-                raise UnsupportedProblem(
-                    f"{name} has shape {views[name].shape}: it must be {' or '.join(map(str, shapes))}"
-                )
-            found[name] = views[name].shape if array.shape_is_field else True
-    if (seed := views.get("seed")) and math.prod(seed.shape) != 1:
-        raise UnsupportedProblem(f"seed has shape {seed.shape}: it must be one element")
     return found
 
 
@@ -203,8 +192,11 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
     first."""
     rows = p.batches, p.H, p.rows[0]
     wide = *rows, p.Dv
-    keys = {"bias": p.bias[3:], "mask": p.mask[3:]}
-    found = [name for name, n in keys.items() if n and n[0] > 1 and views[name].strides[-1] != 1]
+    found = [
+        name
+        for name, array in ARRAYS.items()
+        if array.axes.endswith("j") and name in views and getattr(p, name)[-1] > 1 and views[name].strides[-1] != 1
+    ]
     for name, shape, dtype in (("dout", wide, p.dtype), ("out", wide, p.dtype), ("lse", rows, "float32"),
                                ("dlse", rows, "float32")):  # fmt: skip
         if name not in views:

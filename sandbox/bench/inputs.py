@@ -9,7 +9,7 @@ import numpy as np
 
 from ..api.attention import attention_forward, attention_varlen
 from ..core.problem import Problem
-from ..verify.scores import score_inputs
+from ..verify.scores import option_values, score_inputs
 from ..verify.sequences import offsets_of
 
 BenchInputs = Mapping[str, Any]  # PyTorch tensors, by their names in a spec's `args`
@@ -48,19 +48,5 @@ def forward_of(problem: Problem, q: Any, k: Any, v: Any, option_tensors: BenchIn
 
 def asked_of(problem: Problem, option_tensors: BenchInputs) -> dict[str, Any]:
     """The options of `sandbox.attention` for the problem."""
-    p = problem
-    options: dict[str, Any] = {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap}
-    names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
-    options |= {option: option_tensors[name] for option, name in names.items() if name in option_tensors}
-    if p.dropout:
-        options |= {"dropout": p.dropout, "seed": option_tensors["seed"]}
-    if p.float8:
-        numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
-        options |= {"descale": tuple(option_tensors.get(f"descale_{x}", n) for x, n in numbers)}
-        options |= {"out_dtype": p.dtype_of("O")}
-    if p.window == (None, None):
-        del options["window"]
-    if p.score is not None:
-        tensors = {name: option_tensors[f"score.{name}"] for name in p.score.tensors}
-        options["score"] = type(p.score)(p.score.score, p.score.mask, tensors, p.score.file)
-    return options
+    options = option_values(problem, option_tensors)
+    return options | ({"out_dtype": problem.dtype_of("O")} if problem.float8 else {})

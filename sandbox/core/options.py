@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .block_map import by_pair
 from .dtypes import described_descale
 from .errors import SpecError
-from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, number
+from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, normalise_window, number
+from .score import Score
 from .snippet import digest
 
 if TYPE_CHECKING:
@@ -51,11 +52,40 @@ class ScoreTensor(NamedTuple):
 
 
 class Array(NamedTuple):
-    """The array that a caller passes for an option."""
+    """The array that a caller passes for an option.
 
+    `axes`: a letter for each dimension. b, h, i and j are those of (B, H, Sq, Sk); any other letter is a size of its
+    own. An array per batch entry and more may lack the first dimension, b. `draw` returns the elements for test cases,
+    from a NumPy generator; their dtype is converted afterwards.
+    """
+
+    axes: str
+    draw: Callable[[Any, Problem], Any]
     dtype: str = ""  # "": that of out, or float32
-    shapes: Callable[[Sizes], tuple[tuple[int, ...], ...]] | None = None  # None: broadcastable to (B, H, Sq, Sk)
+    broadcast: bool = False  # True: dimensions may be 1, and leading ones missing
     shape_is_field: bool = True  # the Problem field is the array's shape; False: whether there is one
+    argument: str = ""  # its name in a spec's `args`, if it is not the option's
+
+    def shapes(self, sizes: Sizes) -> tuple[tuple[int | None, ...], ...]:
+        """The shapes that it may have for these (B, H, Sq, Sk); None: any size. `broadcast` also allows others."""
+        known = dict(zip("bhij", sizes, strict=True))
+        shape = tuple(known.get(axis) for axis in self.axes)
+        return (shape[1:], shape) if len(shape) > 1 and self.axes[0] == "b" and not self.broadcast else (shape,)
+
+    def accepts(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
+        """Whether an array may have this shape, with all dimensions of `axes` if it broadcasts."""
+        return any(
+            len(shape) == len(other)
+            and all(n == most or (n == 1 and self.broadcast) or (most is None and n > 0)
+                    for n, most in zip(shape, other, strict=True))
+            for other in self.shapes(sizes)
+        )  # fmt: skip
+
+    def required(self, sizes: Sizes) -> str:
+        """What `shapes` are, as the end of a sentence: "must …"."""
+        shapes = [tuple(axis if n is None else n for n, axis in zip(shape, self.axes[-len(shape) :], strict=True))
+                  for shape in self.shapes(sizes)]  # fmt: skip
+        return f"broadcast to (B, H, Sq, Sk) = {shapes[0]}" if self.broadcast else f"be {' or '.join(map(str, shapes))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +96,30 @@ class Option:
     macro: str = ""
     level: Callable[[Problem], int] = lambda p: 0  # value of the macro; 0: not set
     numbers: tuple[Number, ...] = ()
-    tensors: Callable[[Problem], Iterator[ScoreTensor]] | None = None
+    tensors: Callable[[Problem], Iterator[ScoreTensor]] | None = None  # None: its `array`
     array: Array | None = None
-    check: Callable[[str, Any], Any] | None = None  # (name, value) -> the normalised value; raises SpecError
+    check: Callable[[str, Any], Any] | None = None
+    """(name, value) -> the normalised value; raises SpecError. None: callers pass an array, or other fields."""
     gradient: bool = False
     flag: Mapping[str, Any] = field(default_factory=dict)  # arguments of click.option; {}: no flag
     flag_name: str = ""  # if it is not `name`
     cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # test cases of `check`
     text: Callable[[Problem], str] = lambda p: ""  # in `Problem.variant`; "" if it is not used
+
+    def tensors_of(self, p: Problem) -> Iterator[ScoreTensor]:
+        """The tensors that a problem reads for this option."""
+        if self.tensors:
+            yield from self.tensors(p)
+        elif self.array and (value := getattr(p, self.name)):
+            axes, sizes = self.array.axes, dict(zip("bhij", (p.B, p.H, p.Sq, p.Sk), strict=True))
+            shape = value if self.array.shape_is_field else tuple(sizes[axis] for axis in axes)
+            shape = (*(1,) * (len(axes) - len(shape)), *shape)
+            yield from _tensor(self.argument, shape, axes.removesuffix("j"))
+
+    @property
+    def argument(self) -> str:
+        """The name of its array in a spec's `args`."""
+        return (self.array.argument if self.array else "") or self.name
 
 
 def _tensor(name: str, shape: tuple[int, ...], axes: str) -> Iterator[ScoreTensor]:
@@ -142,6 +188,26 @@ def _dropout(name: str, value: Any) -> float:
     return value
 
 
+def _drawn_mask(rng: Any, p: Problem) -> Any:
+    """Hides some elements, and some rows and keys completely."""
+    rows, keys = p.mask[2:]
+    hidden = rng.random(p.mask) < 0.3
+    return ~(hidden | (rng.random((rows, 1)) < 0.1 * (rows > 1)) | (rng.random(keys) < 0.1 * (keys > 1)))
+
+
+def _drawn_lengths(rng: Any, p: Problem) -> Any:
+    """With several batch entries, one has length 0."""
+    lengths = rng.integers(0, p.Sk + 1, p.B)
+    lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
+    return lengths
+
+
+def _score(name: str, value: Any) -> Score | None:
+    if value is not None and not isinstance(value, Score):
+        raise SpecError(f"{name}={value!r} must be a sandbox.Score")
+    return value
+
+
 def _shape_text(name: str) -> Callable[[Problem], str]:
     def text(p: Problem) -> str:
         dtype = f":{p.bias_dtype}" if name == "bias" and p.bias_dtype else ""
@@ -165,7 +231,7 @@ _BASE = (
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        name="window", macro="WINDOW", level=_window_level,
+        name="window", macro="WINDOW", level=_window_level, check=lambda name, value: normalise_window(value),
         numbers=(
             Number("left", _INT, lambda p: p.bounds[0] or 0),
             Number("right", _INT, lambda p: p.bounds[1] or 0),
@@ -210,8 +276,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="key_lengths", macro="KEY_LENGTHS", level=lambda p: p.key_lengths,
-        tensors=lambda p: _tensor("key_lengths", (p.B,) if p.key_lengths else (), "b"),
-        array=Array("int32", lambda sizes: (sizes[:1],), shape_is_field=False),
+        array=Array("b", _drawn_lengths, "int32", shape_is_field=False),
         flag={"is_flag": True, "help": "Random number of valid keys per batch entry."},
         cases={"key_lengths": lambda p: {"key_lengths": True}},
         text=lambda p: "key_lengths" if p.key_lengths else "",
@@ -227,15 +292,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="alibi", macro="ALIBI", level=lambda p: bool(p.alibi),
-        tensors=lambda p: _tensor("slopes", p.alibi and (1, *p.alibi)[-2:], "bh"),
-        array=Array("float32", lambda sizes: (sizes[1:2], sizes[:2])),
+        array=Array("bh", lambda rng, p: rng.uniform(0.05, 0.5, p.alibi), "float32", argument="slopes"),
         flag={"is_flag": True, "help": "Random ALiBi slopes, one per head."},
         cases={"alibi": lambda p: {"alibi": (p.B, p.H)}},
         text=_shape_text("alibi"),
     ),
     Option(
-        name="bias", macro="BIAS", level=_bias_level, tensors=lambda p: _tensor("bias", p.bias, "bhi"),
-        array=Array(), gradient=True,
+        name="bias", macro="BIAS", level=_bias_level, gradient=True,
+        array=Array("bhij", lambda rng, p: rng.standard_normal(p.bias), broadcast=True),
         flag={"metavar": "SHAPE", "help": "Random bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."},
         cases={
             "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
@@ -245,7 +309,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="mask", macro="MASK", level=lambda p: 1 | _same_for_every_key(p.mask) if p.mask else 0,
-        tensors=lambda p: _tensor("mask", p.mask, "bhi"), array=Array("bool"),
+        array=Array("bhij", _drawn_mask, "bool", broadcast=True),
         flag={"metavar": "SHAPE", "help": "Random boolean mask of SHAPE, such as B,1,1,Sk."},
         cases={
             "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
@@ -255,15 +319,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="sink", macro="SINK", level=lambda p: p.sink, gradient=True,
-        tensors=lambda p: _tensor("sink", (p.H,) if p.sink else (), "h"),
-        array=Array("float32", lambda sizes: (sizes[1:2],), shape_is_field=False),
+        array=Array("h", lambda rng, p: rng.standard_normal(p.H), "float32", shape_is_field=False),
         flag={"is_flag": True, "help": "Random attention sink, one per head."},
         cases={"sink": lambda p: {"sink": True}},
         text=lambda p: "sink" if p.sink else "",
     ),
     Option(
         name="seed", tensors=lambda p: _tensor("seed", (1,) if p.dropout else (), ""),
-        array=Array("int64", shape_is_field=False),
+        array=Array("", lambda rng, p: rng.integers(-(2**63), 2**63, 1), "int64", shape_is_field=False),
     ),
     Option(
         name="descale", macro="DESCALE", level=_descale_level, tensors=_descales,
@@ -278,13 +341,15 @@ OPTIONS: tuple[Option, ...] = (
         tensors=lambda p: _tensor("block_map", p.block_map if p.block_map[3] else (), "bhi"),
     ),
     Option(
-        name="score", macro="SCORE_SNIPPET", level=lambda p: digest(p.score) if p.score else 0,
+        name="score", macro="SCORE_SNIPPET", level=lambda p: digest(p.score) if p.score else 0, check=_score,
         tensors=_snippet_tensors,
         flag={"metavar": "FILE.py", "help": "Python file that defines `score`, a sandbox.Score."},
         text=lambda p: f"score=({p.score})" if p.score else "",
     ),
 )  # fmt: skip
 BY_NAME = {option.name: option for option in OPTIONS}
+ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
+BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 SHOWN = tuple(
     BY_NAME[name] for name in
     ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "descale", "score",
@@ -342,8 +407,7 @@ def score_numbers(problem: Problem) -> dict[str, Any]:
 def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
     """The tensors that a problem's score reads, in the order of their fields."""
     for option in OPTIONS:
-        if option.tensors:
-            yield from option.tensors(problem)
+        yield from option.tensors_of(problem)
 
 
 def score_structure(problem: Problem) -> type[ctypes.Structure]:

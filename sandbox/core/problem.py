@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from . import block_map, dtypes, limits
@@ -14,7 +15,7 @@ from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
 from .normalise import Causal, Window, normalise_causal, normalise_window, number
-from .options import OPTIONS, SHOWN, check_products
+from .options import ARRAYS, OPTIONS, SHOWN, check_products
 from .score import Score
 from .shape_text import fields_of
 
@@ -109,26 +110,21 @@ class Problem:
     def _check_tensors(self) -> None:
         """Validates shapes and dtypes of the score's tensors."""
         set_ = object.__setattr__
-        for name in ("alibi", "bias", "mask"):
-            set_(self, name, tuple(getattr(self, name) or ()))
-        if self.alibi not in ((), (self.H,), (self.B, self.H)):
-            raise SpecError(
-                f"alibi={self.alibi} must be the shape of one slope per head, {(self.H,)} or {(self.B, self.H)}"
-            )
-        full = (self.B, self.H, self.Sq, self.Sk)
-        for name in ("bias", "mask"):
-            shape = getattr(self, name)
-            if shape and (len(shape) != 4 or any(n not in (1, most) for n, most in zip(shape, full, strict=True))):
-                raise SpecError(f"{name}={shape} must be four numbers, each 1 or that of (B, H, Sq, Sk) = {full}")
+        sizes = self.B, self.H, self.Sq, self.Sk
+        for name, array in ARRAYS.items():
+            value: Any = getattr(self, name, False)  # there is no field `seed`
+            if not array.shape_is_field:
+                if not isinstance(value, bool):
+                    raise SpecError(f"{name}={value!r} must be True or False: whether there is one")
+                continue
+            set_(self, name, shape := tuple(value or ()))
+            if shape and not array.accepts(shape, sizes):
+                how = "have four numbers and " * array.broadcast + array.required(sizes)
+                raise SpecError(f"{name}={shape}, the shape of the array, must {how}")
         own = self.dtype_of("O")
         if self.bias_dtype and (not self.bias or self.bias_dtype not in (own, "float32")):
             raise SpecError(f"bias_dtype={self.bias_dtype!r} must be that of a bias: out's dtype, {own}, or float32")
         set_(self, "bias_dtype", "" if self.bias_dtype == own else self.bias_dtype)
-        for name in ("sink", "key_lengths"):
-            if not isinstance(getattr(self, name), bool):
-                raise SpecError(f"{name}={getattr(self, name)!r} must be True or False: whether there is one")
-        if self.score is not None and not isinstance(self.score, Score):
-            raise SpecError(f"score={self.score!r} must be a sandbox.Score")
 
     @classmethod
     def from_shape(cls, shape: str, **semantics: Any) -> Problem:
@@ -211,17 +207,27 @@ class Problem:
         `lengths`."""
 
         def part(Sq: int, Sk: int) -> Problem:
-            cut = {
-                name: tuple(1 if n == 1 else own for n, own in zip(shape, (1, self.H, Sq, Sk), strict=True))
-                for name in ("bias", "mask")
-                if (shape := getattr(self, name))
+            sizes = {"b": 1, "i": Sq, "j": Sk}
+            cut: dict[str, Any] = {
+                name: tuple(
+                    1 if n == 1 else sizes.get(axis, n)
+                    for n, axis in zip(shape, array.axes[-len(shape) :], strict=True)
+                )
+                for name, array in ARRAYS.items()
+                if array.shape_is_field and (shape := getattr(self, name))
             }
-            alibi = (1, self.H) if len(self.alibi) == 2 else self.alibi
-            descale = tuple(n if isinstance(n, float) else (1, n[1]) for n in self.descale)
-            own = {"B": 1, "Sq": Sq, "Sk": Sk, "ragged": (), "lengths": (), "alibi": alibi, "descale": descale}
-            return dataclasses.replace(self, **own, **cut)  # type: ignore[arg-type]
+            cut["descale"] = tuple(n if isinstance(n, float) else (1, n[1]) for n in self.descale)
+            return dataclasses.replace(self, B=1, Sq=Sq, Sk=Sk, ragged=(), lengths=(), **cut)
 
         return tuple(part(*pair) for pair in self.lengths)
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """The names of the score options that are set, other than scale and causal: of rows of core/options.py.
+
+        A rule for some options lists those that it allows, such as `p.options <= {"window", "sink"}`: a new option is
+        then rejected until it is listed."""
+        return frozenset(option.name for option in SHOWN if getattr(self, option.name) != _ABSENT[option.name])
 
     @property
     def plain(self) -> bool:

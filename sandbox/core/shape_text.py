@@ -7,6 +7,7 @@ from typing import Any
 
 from .errors import SpecError
 from .normalise import lengths_of, sizes_of
+from .options import ARRAYS
 
 
 def fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,9 +35,9 @@ def fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
         semantics["lengths"] = lengths_of(semantics["lengths"])
     if pairs := semantics.get("lengths"):
         sizes |= {"B": len(pairs), "Sq": max(q for q, _ in pairs), "Sk": max(k for _, k in pairs)}
-    if semantics.get("alibi") is True:
-        semantics["alibi"] = (sizes["H"],)
-    for name in ("bias", "mask"):
-        if isinstance(semantics.get(name), str):
+    for name, array in ARRAYS.items():
+        if semantics.get(name) is True and array.shape_is_field:
+            semantics[name] = array.shapes((sizes["B"], sizes["H"], sizes["Sq"], sizes["Sk"]))[0]
+        elif isinstance(semantics.get(name), str):
             semantics[name] = sizes_of(name, semantics[name], {**sizes, "S": sizes["Sk"]})
     return {**sizes, "Hk": Hk, "Dv": Dv, **semantics}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import SpecError
 from ..core.kernel import Kernel
+from ..core.options import BY_ARGUMENT
 from ..core.problem import Problem
 from ..launch.dlpack import numpy_dtype
 from .pages import in_pages, paged_problems
@@ -301,7 +302,8 @@ def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     inputs |= offsets_of(p) if p.ragged else {}
     if case.inputs == "hidden":
         fill_hidden_with_nan(p, inputs)
-    inputs |= {name: lay_out(inputs[name]) for name in ("K", "V", "bias", "mask") if name in inputs and not p.plain}
+    padded = [name for name, array in BY_ARGUMENT.items() if array.broadcast and name in inputs]
+    inputs |= {name: lay_out(inputs[name]) for name in ("K", "V", *padded) if not p.plain}
     inputs |= in_pages(p, inputs) if p.page_size else {}
     if computes in ("forward", "block_map"):
         return inputs

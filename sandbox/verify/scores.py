@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..core import block_map as block_maps
 from ..core.dtypes import FLOAT8
 from ..core.kernel import Kernel
-from ..core.options import BY_NAME, SHOWN
+from ..core.options import ARRAYS, BY_ARGUMENT, BY_NAME, SHOWN
 from ..core.problem import Problem
 from ..core.score import Score, TensorLike
 from ..launch.dlpack import numpy_dtype
@@ -90,29 +90,13 @@ def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
     """
     rng = np.random.default_rng(seed + 100)
     found: dict[str, Array] = {}
-    if p.alibi:
-        found["slopes"] = rng.uniform(0.05, 0.5, p.alibi).astype(np.float32)
-    if p.bias:
-        found["bias"] = rng.standard_normal(p.bias).astype(numpy_dtype(p.bias_dtype or p.dtype_of("O")))
-    if p.mask:
-        rows, keys = p.mask[2:]
-        hidden = [
-            rng.random(p.mask) < 0.3,
-            rng.random((rows, 1)) < 0.1 * (rows > 1),
-            rng.random(keys) < 0.1 * (keys > 1),
-        ]
-        found["mask"] = ~(hidden[0] | hidden[1] | hidden[2])
-    if p.sink:
-        found["sink"] = rng.standard_normal(p.H).astype(np.float32)
-    if p.dropout:
-        found["seed"] = rng.integers(-(2**63), 2**63, 1)
+    for name, array in ARRAYS.items():
+        if any(BY_NAME[name].tensors_of(p)):
+            dtype = array.dtype or p.bias_dtype or p.dtype_of("O")
+            found[BY_NAME[name].argument] = array.draw(rng, p).astype(numpy_dtype(dtype))
     for x, one in zip("qkv", p.descale, strict=False):
         if isinstance(one, tuple):
             found[f"descale_{x}"] = rng.uniform(0.5, 1.5, one).astype(np.float32)
-    if p.key_lengths:
-        lengths = rng.integers(0, p.Sk + 1, p.B).astype(np.int32)
-        lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
-        found["key_lengths"] = lengths
     if p.score:
         for name, tensor in loaded(p.score, p).tensors.items():
             found[f"score.{name}"] = _drawn(tensor, rng) if isinstance(tensor, TensorLike) else host_array(tensor)
@@ -133,19 +117,24 @@ def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
     return (rng.standard_normal(like.shape) * 0.5).astype(numpy_dtype(like.dtype))
 
 
+def option_values(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The score options of the problem, as `sandbox.attention` and `sandbox.reference` take them. `tensors`: by their
+    names in a spec's `args`."""
+    found = {option.name: getattr(p, option.name) for option in SHOWN if option.check and option.name in p.options}
+    found |= {name: tensors[BY_NAME[name].argument] for name in ARRAYS if BY_NAME[name].argument in tensors}
+    if p.float8:
+        numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
+        found["descale"] = tuple(tensors.get(f"descale_{x}", n) for x, n in numbers)
+    if p.score:
+        own = {name: tensors[f"score.{name}"] for name in p.score.tensors}
+        found["score"] = dataclasses.replace(p.score, tensors=own)
+    return {"causal": p.causal, "scale": p.scale, **found}
+
+
 def reference_options(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Any]:
     """The options of `sandbox.reference` for a problem with these inputs."""
-    names = {"alibi": "slopes", "bias": "bias", "mask": "mask", "sink": "sink", "key_lengths": "key_lengths"}
-    tensors: dict[str, Any] = {option: inputs[name] for option, name in names.items() if name in inputs}
-    score = p.score and dataclasses.replace(
-        p.score, tensors={name: inputs[f"score.{name}"] for name in p.score.tensors}
-    )
-    if "seed" in inputs:
-        tensors |= {"dropout": p.dropout, "seed": int(inputs["seed"][0])}
-    if p.descale:
-        numbers = (inputs.get(f"descale_{x}", one) for x, one in zip("qkv", p.descale, strict=True))
-        tensors["descale"] = tuple(numbers)
-    return {"causal": p.causal, "scale": p.scale, "window": p.window, "softcap": p.softcap, **tensors, "score": score}
+    found = option_values(p, inputs)
+    return found | ({"seed": int(found["seed"][0])} if "seed" in found else {})
 
 
 def part_options(
@@ -153,25 +142,21 @@ def part_options(
 ) -> dict[str, Any]:
     """`reference_options` for query rows [start, stop) of one head. `inputs` may be arrays of any library. `number`:
     index of the problem's first batch entry, for a sequence of a ragged batch."""
+    at = {"b": slice(b, b + 1), "h": slice(h, h + 1), "i": slice(start, stop)}
+    kv = {"b": at["b"], "h": slice(h // p.group, h // p.group + 1)}
 
-    def cut(name: str, *at: int | slice) -> Array:
+    def cut(name: str, axes: str, at: Mapping[str, slice]) -> Array:
         x = inputs[name]
-        own = x[tuple(0 if n == 1 and isinstance(i, int) else i for i, n in zip(at, x.shape, strict=True))]
-        return host_array(np.asarray(own) if isinstance(own, np.generic) else own)  # a NumPy scalar is not an array
+        own = (
+            at.get(axis, slice(None)) if n > 1 else slice(None)
+            for n, axis in zip(x.shape, axes[-x.ndim :], strict=True)
+        )
+        return host_array(x[tuple(own)])
 
-    part: dict[str, Array] = {}
-    for name in ("bias", "mask"):
-        if name in inputs:
-            rows = slice(start, stop) if inputs[name].shape[2] > 1 else slice(0, 1)
-            part[name] = cut(name, b, h, rows, slice(None))[None, None]
-    if "slopes" in inputs:
-        part["slopes"] = cut("slopes", *(b, h)[-inputs["slopes"].ndim :]).reshape(1)
-    for name, n in (("descale_q", h), ("descale_k", h // (p.H // p.Hk)), ("descale_v", h // (p.H // p.Hk))):
-        if name in inputs:
-            part[name] = cut(name, b, n).reshape(1, 1)
-    for name, i in (("sink", h), ("key_lengths", b)):
-        if name in inputs:
-            part[name] = host_array(inputs[name])[i : i + 1]
+    part = {name: cut(name, array.axes, at) for name, array in BY_ARGUMENT.items() if name in inputs and array.axes}
+    part |= {
+        f"descale_{x}": cut(f"descale_{x}", "bh", at if x == "q" else kv) for x in "qkv" if f"descale_{x}" in inputs
+    }
     part |= {name: host_array(x) for name, x in inputs.items() if name.startswith("score.") or name == "seed"}
     return {**reference_options(p, part), "part": Part(number + b, h, start, p.Sq)}
 

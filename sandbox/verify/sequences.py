@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import SpecError
 from ..core.kernel import Kernel
+from ..core.options import BY_ARGUMENT
 from ..core.problem import Problem
 from ..reference import Part, attention
 from .pages import gathered
@@ -37,12 +38,14 @@ class Sequence(NamedTuple):
         if name in _OF_QUERIES or name in _OF_KEYS:
             return slice(None), slice(None), self.keys if name in _OF_KEYS else self.queries
         own = slice(self.b, self.b + 1)
-        if name in ("bias", "mask", "dbias"):
-            most = (self.b + 1, None, self.problem.Sq, self.problem.Sk)
-            first = (self.b, 0, 0, 0)
-            return tuple(slice(a, z) if n > 1 else slice(None) for n, a, z in zip(x.shape, first, most, strict=True))
-        by_sequence = (name == "slopes" and x.ndim == 2) or (name.startswith("descale_") and len(x) > 1)
-        return (own,) if name == "key_lengths" or by_sequence else ()
+        array = BY_ARGUMENT.get(name) or BY_ARGUMENT.get(name.removeprefix("d"))  # or its gradient
+        if array and array.axes:
+            sizes = {"b": own, "i": slice(self.problem.Sq), "j": slice(self.problem.Sk)}
+            axes = array.axes[-x.ndim :]
+            return tuple(
+                sizes.get(axis, slice(None)) if n > 1 else slice(None) for n, axis in zip(x.shape, axes, strict=True)
+            )
+        return (own,) if name.startswith("descale_") and len(x) > 1 else ()
 
 
 def sequences_of(p: Problem) -> Iterator[Sequence]:
