@@ -7,6 +7,7 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_b
 SMEM = 232448  # bytes of shared memory per block
 WAVE = 132  # blocks that run at the same time: one per SM
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such work tiles are short
+FEW_REGISTERS = {"window", "alibi", "sink", "key_lengths", "ragged"}  # options for BLOCK_M=128
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per query tile and head of a group
 
 
@@ -58,8 +59,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N} is not supported at D={p.D}: use {fits[0]} and {fits[1]}",
         ),
         (
-            t.BLOCK_M < 128 or not (p.softcap or p.bias or p.mask or p.score or p.dropout),
-            "BLOCK_M=128 with softcap, bias, mask, score or dropout is not supported: it spills registers; use 64",
+            t.BLOCK_M < 128 or p.options <= FEW_REGISTERS,
+            f"BLOCK_M=128 spills registers with {', '.join(sorted(p.options - FEW_REGISTERS))}: use 64",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM}"),
     )

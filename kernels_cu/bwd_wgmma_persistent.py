@@ -11,8 +11,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Masks that are ranges."""
-    if p.softcap or p.alibi or p.bias or p.mask or p.score or p.dropout or p.ragged:
-        return "options other than causal, window, key_lengths and sinks are not supported: use bwd_wgmma"
+    if others := p.options - {"window", "key_lengths", "sink"}:
+        return f"{', '.join(sorted(others))} is not supported: masks of ranges and sinks are; use bwd_wgmma"
     if p.Dv > p.D:
         return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D; use bwd_mma"
     return unsupported_by_wgmma(p, arch, "bwd_block2d")

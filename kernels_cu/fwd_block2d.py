@@ -8,7 +8,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
     o_cols = cdiv(p.Dv, 4 * X) * 4
     owned = M // Y * (N // X + o_cols)
-    others = 124 if p.bias or p.mask or p.score else 64  # registers
+    others = 124 if p.reads_elements else 64  # registers
     steps = [N >> i for i in range(8) if (N >> i) * o_cols * X <= N * (t.BLOCK_D + 4)]
     rules = (
         (32 % X == 0, f"THREADS_X={X} must be a power of two up to 32: the threads of a row are lanes of one warp"),

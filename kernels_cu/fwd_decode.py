@@ -9,6 +9,7 @@ MAX_BLOCKS = 65535  # gridDim.z
 DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
 MAX_CLUSTER_KEYS = 8192  # longest rows for clusters of four
+FEW_REGISTERS = {"window", "alibi", "bias", "mask", "sink", "key_lengths", "page_size", "dropout"}  # for BLOCK_N=32
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 
@@ -132,8 +133,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M} spills with float8 at D={p.D}, Dv={p.Dv}: use 16",
         ),
         (
-            t.BLOCK_N == 16 or p.float8 or not (p.softcap or p.score or p.ragged),
-            f"BLOCK_N={t.BLOCK_N} spills with softcap, a Score or ragged batches in 16-bit types: use 16",
+            t.BLOCK_N == 16 or p.float8 or p.options <= FEW_REGISTERS,
+            f"BLOCK_N={t.BLOCK_N} spills with {', '.join(sorted(p.options - FEW_REGISTERS))} in 16-bit types: use 16",
         ),
         (t.BLOCK_N == 16 or not p.mask, f"BLOCK_N={t.BLOCK_N} spills with a mask: use 16"),
         (

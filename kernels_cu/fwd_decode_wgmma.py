@@ -76,7 +76,7 @@ def first_for(p: Problem) -> bool:
     rows = p.Sq * p.group
     if not (0 < 16 * p.Sq <= p.Sk and p.Sq <= 32 and rows <= 128):
         return False
-    if p.ragged or p.key_lengths or p.page_size or p.bias or p.mask or p.score:  # differ in length, or read memory
+    if p.ragged or p.key_lengths or p.page_size or p.reads_elements:  # differ in length, or read memory
         return False
     count = work_tiles(p, rows_of(p))
     return balanced(count) if rows <= 16 else count >= 0.9 * SMS

@@ -2,6 +2,8 @@
 
 from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
+RANGES = {"window", "ragged", "key_lengths", "sink", "dropout"}  # options that do not modify scores
+
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, whose memory O reuses, and two stages of K and V: 16-bit elements, rows padded to a multiple of 16 columns."""
@@ -17,7 +19,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
     rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * smem_bytes(p, t)
-    ranges = (p.ragged or p.window != (None, None)) and not (p.softcap or p.alibi or p.bias or p.mask or p.score)
+    ranges = bool(p.options & {"window", "ragged"}) and p.options <= RANGES
     max_elements = 6144 if p.dropout else 16384 if rows == 16 and (p.plain or ranges) else 8192
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
@@ -28,7 +30,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.SUB_N % 16 == 0, f"SUB_N={t.SUB_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (p.plain or t.SUB_N != 48, "SUB_N=48 spills with score options: use 16 or 32"),
         (
-            rows == 16 or not (p.bias or p.mask or p.score),
+            rows == 16 or not p.reads_elements,
             f"{rows} rows per warp spill with a bias, a mask or a Score: use 16",
         ),
         (rows == 16 or not p.dropout or columns <= 64, f"{rows} rows per warp spill with dropout at D={p.D}: use 16"),

@@ -2,6 +2,8 @@
 
 from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
+FEW_REGISTERS = {"window", "alibi", "sink", "key_lengths", "ragged", "descale"}  # options for 32 rows per warp
+
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, and two stages of K and V; rows padded to a multiple of 32 columns."""
@@ -11,8 +13,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
-    width, options = max(p.D, p.Dv), p.bias or p.mask or p.score or p.dropout or p.softcap or p.alibi or p.key_lengths
-    if arch is not None and width > (128 if options else 192):
+    width, few_registers = max(p.D, p.Dv), p.options <= {"window", "sink", "descale", "ragged"}
+    if arch is not None and width > (192 if few_registers else 128):
         return f"D={p.D}, Dv={p.Dv} is not supported: the limit is 192, or 128 with score options (use fwd_block2d)"
     return unsupported_by_cp_async(p, "fwd_block2d")
 
@@ -38,12 +40,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"{rows} rows per warp spill on compute capability >= 10.0: use 16",
         ),
         (
-            rows == 16 or not (p.bias or p.mask or p.score or p.dropout),
+            rows == 16 or not (p.reads_elements or p.dropout),
             f"{rows} rows per warp spill with dropout, a bias, a mask or a Score: use 16",
         ),
         (
-            rows == 16 or not (p.softcap or p.Dv != p.D or tuple in map(type, p.descale)) or arch != (9, 0),
-            f"{rows} rows per warp spill with softcap, Dv={p.Dv} or per-head descale on compute capability 9.0: use 16",
+            rows == 16
+            or (p.options <= FEW_REGISTERS and p.Dv == p.D and tuple not in map(type, p.descale))
+            or arch != (9, 0),
+            f"{rows} rows per warp spill with {p.variant} on compute capability 9.0: use 16",
         ),
         (
             accumulators <= 168,

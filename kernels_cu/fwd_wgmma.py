@@ -59,7 +59,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             consumers < 4 or pure(p),
-            "BLOCK_M=256 does not support score options (a softcap spills registers): use BLOCK_M=192",
+            "BLOCK_M=256 with score options is not supported: it spills registers; use BLOCK_M=192",
         ),
         (consumers < 3 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills registers with dropout: use BLOCK_M=128"),
         (

@@ -20,7 +20,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def most_keys(p: Problem) -> int:
     """Largest BLOCK_N without spills (measured)."""
     width = max(p.D, p.Dv)
-    if p.bias or p.mask or p.score:  # these read memory
+    if p.reads_elements:
         return 64 if width <= (64 if p.score else 128) else 32
     if p.dropout:
         return 128 if width <= 128 else 64
@@ -29,7 +29,7 @@ def most_keys(p: Problem) -> int:
 
 def few_registers(p: Problem) -> bool:
     """Whether no option is used that needs registers."""
-    return not (p.softcap or p.alibi or p.bias or p.mask or p.score or p.dropout or p.key_lengths or p.ragged)
+    return p.options <= {"window", "sink", "descale"}
 
 
 def fits_three_consumers(p: Problem) -> bool:

@@ -349,6 +349,8 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
+# Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
+ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 SHOWN = tuple(
     BY_NAME[name] for name in

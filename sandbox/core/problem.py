@@ -15,7 +15,7 @@ from .dtypes import FLOAT8, Descale
 from .errors import SpecError
 from .integers import cdiv, integer
 from .normalise import Causal, Window, normalise_causal, normalise_window, number
-from .options import ARRAYS, OPTIONS, SHOWN, check_products
+from .options import ARRAYS, ELEMENTWISE, OPTIONS, SHOWN, check_products
 from .score import Score
 from .shape_text import fields_of
 
@@ -228,6 +228,11 @@ class Problem:
         A rule for some options lists those that it allows, such as `p.options <= {"window", "sink"}`: a new option is
         then rejected until it is listed."""
         return frozenset(option.name for option in SHOWN if getattr(self, option.name) != _ABSENT[option.name])
+
+    @property
+    def reads_elements(self) -> bool:
+        """Whether an option reads memory for each score: a bias, a mask, a Score."""
+        return not self.options.isdisjoint(ELEMENTWISE)
 
     @property
     def plain(self) -> bool:
