@@ -50,22 +50,19 @@ def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature
     """Keyword arguments for dropout and the score options other than scale and causal. The default of window_size is
     the value for no bound. Raises UnsupportedProblem with the options that the function does not have."""
     known = signature.parameters
-    windowed = p.window != (None, None)
     unbound = (known["window_size"].default or (None,))[0] if "window_size" in known else None
     window = tuple(unbound if n is None else n for n in (p.window[0], 0 if p.causal else p.window[1]))
-    arguments = {  # {keyword: (whether the problem uses it, value)}
-        "softcap": (p.softcap, p.softcap),
-        "dropout_p": (p.dropout, p.dropout),
-        "alibi_slopes": (p.alibi, option_tensors.get("slopes")),
-        "window_size": (windowed, window),
-        **{option: (getattr(p, option), None) for option in ("bias", "mask", "key_lengths", "score")},
-        "sinks of float32": (p.sink, None),
-        "Dv": (p.Dv != p.D, None),
+    arguments = {  # {option: (keyword, value)}
+        "softcap": ("softcap", p.softcap),
+        "dropout": ("dropout_p", p.dropout),
+        "alibi": ("alibi_slopes", option_tensors.get("slopes")),
+        "window": ("window_size", window),
     }
-    found = {keyword: value for keyword, (used, value) in arguments.items() if used}
-    if missing := [keyword for keyword, value in found.items() if value is None or keyword not in known]:
+    used = p.options - {"ragged"}
+    missing = [name for name in sorted(used) if name not in arguments or arguments[name][0] not in known]
+    if missing := [*missing, *["Dv"] * (p.Dv != p.D)]:
         raise UnsupportedProblem(f"{name}: {', '.join(missing)} not supported by this package")
-    return found
+    return dict(arguments[name] for name in used)
 
 
 peers = [

@@ -19,9 +19,8 @@ def flex_modifications(problem: Problem, option_tensors: Mapping[str, Any]) -> t
     `flex(problem, option_tensors)`.
     """
     p = problem
-    for option, used in (("sink", p.sink), ("dropout", p.dropout)):
-        if used:
-            raise UnsupportedProblem(f"flex: {option} is not supported by flex_attention")
+    if others := p.options - {"window", "softcap", "alibi", "bias", "mask", "key_lengths", "score"}:
+        raise UnsupportedProblem(f"flex: {', '.join(sorted(others))} is not supported by flex_attention")
     if p.key_lengths and p.causal == "bottom-right" and p.Sq != p.Sk:
         raise UnsupportedProblem(
             "flex: key_lengths with a bottom-right mask is not supported if Sq != Sk: the diagonal would move"

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from ..core.options import SHOWN
 from ..core.problem import Problem
 from ..core.score import Score
 from . import decode, ragged
@@ -39,14 +39,8 @@ def _tutorial(dtype: str) -> list[Problem]:
 def _scores(dtype: str) -> list[Problem]:
     """Score options, one at a time, on one problem: B2 H16 S8192 D128."""
     plain = Problem(2, 16, 8192, 8192, 128, dtype=dtype)
-    S = plain.Sk
-    options: tuple[dict[str, Any], ...] = (
-        {}, {"causal": "bottom-right"}, {"window": (1024, 0), "causal": "bottom-right"},
-        {"softcap": 50.0, "causal": "bottom-right"}, {"alibi": (16,), "causal": "bottom-right"},
-        {"bias": (1, 1, S, S)}, {"bias": (1, 16, S, S)}, {"mask": (1, 1, S, S)}, {"mask": (2, 1, 1, S)},
-        {"sink": True, "causal": "bottom-right"}, {"key_lengths": True}, {"Dv": 64},
-    )  # fmt: skip
-    found = [replace(plain, **fields) for fields in options]
+    options = [fields for option in SHOWN for fields in option.timed(plain)]
+    found = [replace(plain, **fields) for fields in ({}, {"causal": "bottom-right"}, *options, {"Dv": 64})]
     return [*found, replace(plain, score=Score.from_file(DOCUMENTS, plain))]
 
 

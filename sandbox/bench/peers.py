@@ -155,10 +155,8 @@ def _sdpa(name: str, backend: str) -> Contender:
 def _attn_mask(name: str, problem: Problem, option_tensors: Any) -> dict[str, Any]:
     """A bias or a mask as SDPA's attn_mask, which excludes is_causal. Raises UnsupportedProblem."""
     p = problem
-    others = {"window": p.window != (None, None), "softcap": p.softcap, "alibi": p.alibi, "sink": p.sink,
-              "key_lengths": p.key_lengths, "score": p.score}  # fmt: skip
-    if used := [option for option, present in others.items() if present]:
-        raise UnsupportedProblem(f"{name}: {', '.join(used)} not supported by this peer")
+    if others := p.options - {"bias", "mask", "dropout"}:
+        raise UnsupportedProblem(f"{name}: {', '.join(sorted(others))} not supported by this peer")
     if (p.bias and p.mask) or p.bias_dtype:
         raise UnsupportedProblem(f"{name}: only a bias of q's dtype or a mask is supported, not both")
     found = option_tensors.get("bias", option_tensors.get("mask"))

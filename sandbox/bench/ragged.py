@@ -40,8 +40,7 @@ def prepare_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, option_tensors
     from torch.nn.attention.varlen import varlen_attn
 
     p = problem
-    others = (p.softcap, p.alibi, p.bias, p.mask, p.sink, p.key_lengths, p.score, p.dropout, p.Dv != p.D)
-    if not p.ragged or any(others):
+    if not p.ragged or not p.options <= {"ragged", "window"} or p.Dv != p.D:
         raise UnsupportedProblem(
             "varlen_attn: not supported: it takes ragged batches with the options causal, window and scale only"
         )

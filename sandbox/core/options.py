@@ -104,6 +104,7 @@ class Option:
     flag: Mapping[str, Any] = field(default_factory=dict)  # arguments of click.option; {}: no flag
     flag_name: str = ""  # if it is not `name`
     cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # test cases of `check`
+    timed: Callable[[Problem], tuple[dict[str, Any], ...]] = lambda p: ()  # of `bench --grid scores`
     text: Callable[[Problem], str] = lambda p: ""  # in `Problem.variant`; "" if it is not used
 
     def tensors_of(self, p: Problem) -> Iterator[ScoreTensor]:
@@ -241,6 +242,7 @@ OPTIONS: tuple[Option, ...] = (
             "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
             "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
         },
+        timed=lambda p: ({"window": (1024, 0), "causal": "bottom-right"},),
         text=lambda p: (
             "window=" + ",".join("none" if n is None else str(n) for n in p.window) if p.window != (None, None) else ""
         ),
@@ -250,6 +252,7 @@ OPTIONS: tuple[Option, ...] = (
         numbers=(Number("softcap", _FLOAT, lambda p: p.softcap),),
         flag={"type": float, "default": 0.0, "help": "Scores become SOFTCAP * tanh(x / SOFTCAP). Default: off."},
         cases={"softcap": lambda p: {"softcap": 2.0}},
+        timed=lambda p: ({"softcap": 50.0, "causal": "bottom-right"},),
         text=lambda p: f"softcap={p.softcap:g}" if p.softcap else "",
     ),
     Option(
@@ -279,6 +282,7 @@ OPTIONS: tuple[Option, ...] = (
         array=Array("b", _drawn_lengths, "int32", shape_is_field=False),
         flag={"is_flag": True, "help": "Random number of valid keys per batch entry."},
         cases={"key_lengths": lambda p: {"key_lengths": True}},
+        timed=lambda p: ({"key_lengths": True},),
         text=lambda p: "key_lengths" if p.key_lengths else "",
     ),
     Option(
@@ -295,6 +299,7 @@ OPTIONS: tuple[Option, ...] = (
         array=Array("bh", lambda rng, p: rng.uniform(0.05, 0.5, p.alibi), "float32", argument="slopes"),
         flag={"is_flag": True, "help": "Random ALiBi slopes, one per head."},
         cases={"alibi": lambda p: {"alibi": (p.B, p.H)}},
+        timed=lambda p: ({"alibi": (p.H,), "causal": "bottom-right"},),
         text=_shape_text("alibi"),
     ),
     Option(
@@ -305,6 +310,7 @@ OPTIONS: tuple[Option, ...] = (
             "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
             "row bias": lambda p: {"bias": (p.B, 1, 1, p.Sk), "bias_dtype": "float32"},
         },
+        timed=lambda p: ({"bias": (1, 1, p.Sq, p.Sk)}, {"bias": (1, p.H, p.Sq, p.Sk)}),
         text=_shape_text("bias"),
     ),
     Option(
@@ -315,6 +321,7 @@ OPTIONS: tuple[Option, ...] = (
             "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
             "padding": lambda p: {"mask": (p.B, 1, 1, p.Sk)},
         },
+        timed=lambda p: ({"mask": (1, 1, p.Sq, p.Sk)}, {"mask": (p.B, 1, 1, p.Sk)}),
         text=_shape_text("mask"),
     ),
     Option(
@@ -322,6 +329,7 @@ OPTIONS: tuple[Option, ...] = (
         array=Array("h", lambda rng, p: rng.standard_normal(p.H), "float32", shape_is_field=False),
         flag={"is_flag": True, "help": "Random attention sink, one per head."},
         cases={"sink": lambda p: {"sink": True}},
+        timed=lambda p: ({"sink": True, "causal": "bottom-right"},),
         text=lambda p: "sink" if p.sink else "",
     ),
     Option(

@@ -31,8 +31,8 @@ def attention(
     """The reference: out = softmax(scores of q kᵀ) v and its LSE, in float64 on the same inputs.
 
     q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides; H is a multiple of Hk. `scale`
-    defaults to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". Score options: `window`, `softcap`,
-    `alibi`, `bias`, `mask`, `sink`, `key_lengths`, `score`, and `dropout` with its `seed`, see `reference.score`.
+    defaults to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". The score options are those of
+    `reference.score.Options`.
     Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural log of the sum of the exponentials of the scores and the
     sink. Raises ValueError for inconsistent shapes and for an unknown `causal`.
 

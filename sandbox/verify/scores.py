@@ -39,6 +39,7 @@ TOGETHER = (
     ("padding", "Dv", "sink"),
     ("dropout", "softcap", "left window"),
     ("window", "row bias", "alibi", "sink", "key_lengths", "score", "dropout"),
+    tuple(next(iter(option.cases)) for option in SHOWN if option.cases),
 )
 
 

@@ -477,7 +477,7 @@ def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch
     assert [r.ok for r in found] == [True, True, None]
     assert "install" in found[2].message
     (refused,), _ = time_contenders(fa3, problem=dataclasses.replace(problem, softcap=5.0, bias=(1, 1, 40, 40)))
-    assert "softcap, bias not supported" in refused.message
+    assert "bias, softcap not supported" in refused.message
 
     def windowed(q: Any, k: Any, v: Any, causal: bool, softmax_scale: float, window_size: Any = (-1, -1)) -> Any:
         assert window_size == (7, -1)
