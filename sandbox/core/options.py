@@ -83,9 +83,15 @@ class Array(NamedTuple):
 
     def required(self, sizes: Sizes) -> str:
         """What `shapes` are, as the end of a sentence: "must …"."""
-        shapes = [tuple(axis if n is None else n for n, axis in zip(shape, self.axes[-len(shape) :], strict=True))
-                  for shape in self.shapes(sizes)]  # fmt: skip
-        return f"broadcast to (B, H, Sq, Sk) = {shapes[0]}" if self.broadcast else f"be {' or '.join(map(str, shapes))}"
+        shapes = [
+            str(tuple(axis if n is None else n for n, axis in zip(shape, self.axes[-len(shape) :], strict=True)))
+            for shape in self.shapes(sizes)
+        ]
+        return (
+            f"broadcast to (B, H, Sq, Sk) = {shapes[0]}"
+            if self.broadcast
+            else f"be {' or '.join(shapes)}".replace("'", "")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from project import ROOT
 import sandbox
 from sandbox.api import options
 from sandbox.api.options import DEFAULT, Options, collect, launch_options, replace
-from sandbox.core.options import OPTIONS
+from sandbox.core.options import ARRAYS, OPTIONS, Array, score_structure
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
 FUNCTIONS = {
@@ -83,3 +84,24 @@ def test_the_table_of_options_and_the_keyword_arguments_agree() -> None:
     assert {*options.DIFFERENTIABLE} <= arrays
     fields = {field.name for field in dataclasses.fields(sandbox.Problem)} | {"seed", "block_map"}
     assert {option.name for option in OPTIONS} <= fields
+
+
+def test_an_array_may_have_sizes_of_its_own() -> None:
+    table, sizes = Array("hn", lambda rng, p: None), (2, 4, 7, 9)
+    assert table.accepts((4, 63), sizes)
+    assert not any(table.accepts(shape, sizes) for shape in ((3, 63), (4, 0), (4,), (1, 4, 63)))
+    assert table.required(sizes) == "be (4, n)"
+    assert ARRAYS["alibi"].required(sizes) == "be (4,) or (2, 4)"
+
+
+def test_the_structs_of_host_and_device_have_the_same_order() -> None:
+    """Their sizes are compared by the compiler."""
+    every = sandbox.Problem(2, 4, 8, 8, 8, dtype="float8_e4m3", window=(1, 1), dropout=0.1, alibi=(2, 4), sink=True,
+                            softcap=1.0, bias=(2, 4, 8, 8), mask=(2, 4, 8, 8), key_lengths=True, ragged=(16, 16),
+                            descale=((2, 4),) * 3)  # fmt: skip
+    paged = sandbox.Problem(2, 4, 8, 16, 8, dtype="float16", page_size=16, key_lengths=True, softcap=1.0, alibi=(4,))
+    struct = (ROOT / "kernels_cu/include/score_mod.cuh").read_text().partition("struct Score {")[2].partition("};")[0]
+    for problem in (every, paged):
+        names = [name for name, _ in score_structure(problem)._fields_ if "_stride_" not in name]
+        found = [re.search(rf"\b{name}[,;]", struct).start() for name in names]
+        assert found == sorted(found), dict(zip(names, found, strict=True))
