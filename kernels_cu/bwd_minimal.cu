@@ -68,28 +68,27 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
                 const float v = V_column[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i) dS_rmem[i] += dO_smem[i * HEAD_DIM_V + d] * v;  // dP
             }
-            const unsigned long long bits = head.visible_bits<BLOCK_M>(m0, key_col, false);
-            const auto is_visible = [&](int i) { return Head::ELEMENT_MASK ? bits >> i & 1 : head.visible_in_bounds(m0 + i, key_col); };
+            const auto visible = head.visible_query_rows<BLOCK_M>(m0, key_col);
             for (int i = 0; i < BLOCK_M; ++i) {
-                const bool visible = is_visible(i);
-                const Dual P = head.P(P_rmem[i], visible ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
+                const bool in_mask = visible(i);
+                const Dual P = head.P(P_rmem[i], in_mask ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
                 const bool kept = head.keep(m0 + i, key_col);
-                P_rmem[i] = visible ? head.apply_dropout(P.value, kept) : 0.0f;
+                P_rmem[i] = in_mask ? head.apply_dropout(P.value, kept) : 0.0f;
                 const float dP = head.apply_dropout(dS_rmem[i], kept);
-                dS_rmem[i] = visible ? P.value * (dP - delta[first + m0 + i]) * P.derivative : 0.0f;
+                dS_rmem[i] = in_mask ? P.value * (dP - delta[first + m0 + i]) * P.derivative : 0.0f;
             }
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM_V; ++d) {
                 float dv = dV_column[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i)  // skips masked rows: their P is 0, but 0 * NaN is NaN
-                    if (is_visible(i)) dv += P_rmem[i] * dO_smem[i * HEAD_DIM_V + d];
+                    if (visible(i)) dv += P_rmem[i] * dO_smem[i * HEAD_DIM_V + d];
                 dV_column[d * BLOCK_N] = dv;
             }
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) {
                 float dk = dK_column[d * BLOCK_N];
                 for (int i = 0; i < BLOCK_M; ++i)
-                    if (is_visible(i)) dk += dS_rmem[i] * Q_smem[i * HEAD_DIM + d];
+                    if (visible(i)) dk += dS_rmem[i] * Q_smem[i * HEAD_DIM + d];
                 dK_column[d * BLOCK_N] = dk;
             }
         }
@@ -141,7 +140,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
             const float g = dO_column[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j) dS_rmem[j] += g * V_smem[j * HEAD_DIM_V + d];  // dP
         }
-        const unsigned long long bits = head.visible_bits<BLOCK_N>(query_row, n0, true);
+        const auto visible = head.visible_keys<BLOCK_N>(query_row, n0);
         for (int j = 0; j < BLOCK_N; ++j) {
             const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
             const float dP = head.apply_dropout(dS_rmem[j], head.keep(query_row, n0 + j));
@@ -151,7 +150,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
         for (int d = 0; d < HEAD_DIM; ++d) {
             float dq = dQ_column[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j)
-                if (Head::ELEMENT_MASK ? bits >> j & 1 : head.visible(query_row, n0 + j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
+                if (visible(j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
             dQ_column[d * BLOCK_M] = dq;
         }
     }

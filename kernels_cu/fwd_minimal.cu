@@ -63,12 +63,12 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: one
         }
         l = alpha * l + row_sum;
         m = m_new;
-        const unsigned long long bits = head.visible_bits<BLOCK_N>(query_row, n0, true);
+        const auto visible = head.visible_keys<BLOCK_N>(query_row, n0);
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j)  // skips masked keys: their P is 0, but 0 * NaN is NaN
-                if (head.visible(bits, j, query_row, n0 + j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
+                if (!Head::HIDES || visible(j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }
     }

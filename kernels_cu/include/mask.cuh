@@ -84,21 +84,31 @@ struct Mask : SeqlenInfo {
         return query_row < Sq && visible(query_row, key_col);
     }
 
-    // With ELEMENT_MASK, evaluates the mask of COUNT pairs once: bit k is visible_in_bounds of the k-th of COUNT consecutive keys, or
-    // with along_keys = false query rows, from (query_row, key_col) on. Otherwise 0.
-    template <int COUNT>
-    __device__ __forceinline__ unsigned long long visible_bits(int query_row, int key_col, bool along_keys) const {
+    // Visibility of COUNT consecutive keys of a query row, or with ALONG_KEYS = false of query rows of a key, from (query_row, key_col)
+    // on: operator()(k) is that of the k-th. The constructor evaluates an element mask; ranges are compared at each call.
+    template <int COUNT, bool ALONG_KEYS>
+    struct VisibleRun {
         static_assert(!ELEMENT_MASK || COUNT <= 64, "one bit per pair");
+        const Mask& mask;
+        int query_row, key_col;
         unsigned long long bits = 0;
-        for (int k = 0; ELEMENT_MASK && k < COUNT; ++k)
-            bits |= static_cast<unsigned long long>(visible_in_bounds(query_row + (along_keys ? 0 : k), key_col + (along_keys ? k : 0))) << k;
-        return bits;
-    }
 
-    // `visible` of a pair, from bit k of visible_bits if there is an element mask.
-    __device__ __forceinline__ bool visible(unsigned long long bits, int k, int query_row, int key_col) const {
-        return !HIDES || (ELEMENT_MASK ? bits >> k & 1 : visible(query_row, key_col));
-    }
+        __device__ __forceinline__ VisibleRun(const Mask& mask, int query_row, int key_col)
+            : mask(mask), query_row(query_row), key_col(key_col) {
+            for (int k = 0; ELEMENT_MASK && k < COUNT; ++k)
+                bits |= static_cast<unsigned long long>(
+                            mask.visible_in_bounds(query_row + (ALONG_KEYS ? 0 : k), key_col + (ALONG_KEYS ? k : 0)))
+                        << k;
+        }
+        __device__ __forceinline__ bool operator()(int k) const {
+            if (ELEMENT_MASK) return bits >> k & 1;
+            return ALONG_KEYS ? mask.visible(query_row, key_col + k) : mask.visible_in_bounds(query_row + k, key_col);
+        }
+    };
+    template <int COUNT>
+    __device__ __forceinline__ VisibleRun<COUNT, true> visible_keys(int query_row, int n0) const { return {*this, query_row, n0}; }
+    template <int COUNT>
+    __device__ __forceinline__ VisibleRun<COUNT, false> visible_query_rows(int m0, int key_col) const { return {*this, m0, key_col}; }
 
     // ---- ranges of keys for a tile of query rows, and of query rows for a tile of keys. Outside of `keys` and `queries` no score of the
     // tile is visible; in `fully_visible_…` every score is. A range is begin .. end - 1, and empty if end <= begin. BY_MAP: the caller
