@@ -14,6 +14,7 @@
 //
 // All of it is fp32. The threads of a row are lanes of one warp, so that P_smem needs no block barrier.
 #include "tensor.cuh"
+#include "block2d.cuh"
 #include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
@@ -37,8 +38,6 @@ static_assert(SMEM_BYTES == smem_bytes(BLOCK_N, BLOCK_M), "spec and kernel disag
 static_assert(SMEM_BYTES_DQ == smem_bytes(BLOCK_M, BLOCK_N), "spec and kernel disagree on shared memory");
 static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "the threads of a row are lanes of one warp");
 
-__device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
-
 template <int COLUMNS, int ROWS>
 __device__ __forceinline__ void load_rows(float* tile, View<const dtype> tensor, int b, int h, int row0, int S) {
     using W = Width<COLUMNS>;
@@ -47,70 +46,25 @@ __device__ __forceinline__ void load_rows(float* tile, View<const dtype> tensor,
         load_tile4<ROWS, W::STEP, W::PITCH, THREADS_X, THREADS_Y, COLUMNS>(tile + d0, tensor, b, h, row0, S, d0);
 }
 
-// S += A X^T. Rows of A are THREADS_Y apart, those of X THREADS_X.
-template <int COLUMNS, int ROWS, int COLS>
-__device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const float* A, const float* X) {
-    constexpr int PITCH = Width<COLUMNS>::PITCH;
-#pragma unroll 1
-    for (int d = 0; d < COLUMNS; d += 4) {
-        float4 a[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) a[i] = load4(A + i * THREADS_Y * PITCH + d);
-#pragma unroll
-        for (int j = 0; j < COLS; ++j) {
-            const float4 x = load4(X + j * THREADS_X * PITCH + d);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                S[i][j] += a[i].x * x.x;
-                S[i][j] += a[i].y * x.y;
-                S[i][j] += a[i].z * x.z;
-                S[i][j] += a[i].w * x.w;
-            }
-        }
-    }
-}
-
 // Whether the score of an owned row and a row of the other pair is visible. BY_KEY: the owned row is a key.
 template <bool BY_KEY>
 __device__ __forceinline__ bool visible(const Head& head, int owned, int other) {
     return BY_KEY ? head.visible_in_bounds(other, owned) : head.visible_in_bounds(owned, other);
 }
 
-// gradient += P X, with P exchanged through P_smem. FULLY_VISIBLE: no score of the tile is hidden. Otherwise hidden scores are skipped:
-// their P is 0, but 0 * NaN is NaN.
+// gradient += P X, with P exchanged through P_smem. FULLY_VISIBLE: no score of the tile is hidden.
 template <bool BY_KEY, bool FULLY_VISIBLE, int ROWS, int COLS, int THREAD_COLS>
-__device__ __forceinline__ void add_product(float (&gradient)[ROWS][THREAD_COLS], const float (&P)[ROWS][COLS], float* P_row,
-                                            const float* X_col, const Head& head, int owned0, int other0) {
-    constexpr int PITCH = THREAD_COLS * THREADS_X + 4, PITCH_P = COLS * THREADS_X + 4, KEYS = FULLY_VISIBLE ? 4 : 1;
+__device__ __forceinline__ void exchange_and_add(float (&gradient)[ROWS][THREAD_COLS], const float (&P)[ROWS][COLS], float* P_row,
+                                                 const float* X_col, const Head& head, int owned0, int other0) {
+    constexpr int X_PITCH = THREAD_COLS * THREADS_X + 4, P_PITCH = COLS * THREADS_X + 4;
     __syncwarp();  // all lanes of each row have read the previous contents
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-        for (int j = 0; j < COLS; ++j) P_row[i * THREADS_Y * PITCH_P + threadIdx.x + j * THREADS_X] = P[i][j];
+        for (int j = 0; j < COLS; ++j) P_row[i * THREADS_Y * P_PITCH + threadIdx.x + j * THREADS_X] = P[i][j];
     __syncwarp();  // each row is complete before any lane reads it
-#pragma unroll 1
-    for (int j0 = 0; j0 < COLS * THREADS_X; j0 += KEYS) {
-        float p[ROWS][4];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            if (FULLY_VISIBLE) *reinterpret_cast<float4*>(p[i]) = load4(P_row + i * THREADS_Y * PITCH_P + j0);
-            else p[i][0] = P_row[i * THREADS_Y * PITCH_P + j0];
-        }
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-            for (int c = 0; c < THREAD_COLS; c += 4) {
-                const float4 x = load4(X_col + (j0 + j) * PITCH + c * THREADS_X);
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    if (!FULLY_VISIBLE && !visible<BY_KEY>(head, owned0 + i * THREADS_Y, other0 + j0)) continue;
-                    gradient[i][c] += p[i][j] * x.x;
-                    gradient[i][c + 1] += p[i][j] * x.y;
-                    gradient[i][c + 2] += p[i][j] * x.z;
-                    gradient[i][c + 3] += p[i][j] * x.w;
-                }
-            }
-    }
+    add_product<FULLY_VISIBLE, COLS * THREADS_X, P_PITCH, X_PITCH>(
+        gradient, P_row, X_col, [&](int i, int j) { return visible<BY_KEY>(head, owned0 + i * THREADS_Y, other0 + j); });
 }
 
 template <int COLUMNS, int ROWS>
@@ -162,8 +116,8 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
             __syncthreads();  // the tile, and A and B, are complete before any row reads them
 
             float P[ROWS][COLS] = {}, dS[ROWS][COLS] = {};  // first S and dP
-            add_dot_products<HEAD_DIM>(P, A_smem + ty * PITCH, X_smem + tx * PITCH);
-            add_dot_products<HEAD_DIM_V>(dS, B_smem + ty * V_PITCH, Y_smem + tx * V_PITCH);
+            add_dot_products<PITCH, PITCH>(P, A_smem, X_smem, HEAD_DIM);
+            add_dot_products<V_PITCH, V_PITCH>(dS, B_smem, Y_smem, HEAD_DIM_V);
 #pragma unroll
             for (int j = 0; j < COLS; ++j)
 #pragma unroll
@@ -183,11 +137,11 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
             const float *X_col = X_smem + 4 * tx, *Y_col = Y_smem + 4 * tx;
             const Range fully_visible = head.fully_visible_keys(m0, m0 + BLOCK_M);
             if (m0 + BLOCK_M <= head.Sq && fully_visible.begin <= n0 && n0 + BLOCK_N <= fully_visible.end) {
-                if (BY_KEY) add_product<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, other0);
-                add_product<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, other0);
+                if (BY_KEY) exchange_and_add<BY_KEY, true>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, other0);
+                exchange_and_add<BY_KEY, true>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, other0);
             } else {
-                if (BY_KEY) add_product<BY_KEY, false>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, other0);
-                add_product<BY_KEY, false>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, other0);
+                if (BY_KEY) exchange_and_add<BY_KEY, false>(dB_rmem, P, P_row, Y_col, head, owned0 + ty, other0);
+                exchange_and_add<BY_KEY, false>(dA_rmem, dS, P_row, X_col, head, owned0 + ty, other0);
             }
         }
     }

@@ -20,6 +20,7 @@
 //
 // Inner loops on sm_90a for D = 64 / 128 / 256: Q K^T has 128 FFMA per 12 LDS.128, P V 128 / 256 / 512 per 12 / 20 / 36.
 #include "tensor.cuh"
+#include "block2d.cuh"
 #include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
@@ -38,40 +39,6 @@ static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M
 static_assert(COLS <= 32, "one bit per key of a thread");
 static_assert(32 % THREADS_X == 0 && THREADS % 32 == 0, "the threads of a row are lanes of one warp");
 static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 0, "V is loaded in equal steps");
-
-__device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
-
-// O += P V for V_ROWS keys from n0. FULLY_VISIBLE: no score of this warp's rows is hidden. Otherwise masked keys are skipped: their
-// P is 0, but 0 * NaN is NaN.
-template <bool FULLY_VISIBLE>
-__device__ __forceinline__ void add_PV(float (&O_rmem)[ROWS][O_COLS], const float* P_smem, const float* V_smem,
-                                       const Head& head, int query_row, int n0) {
-    constexpr int KEYS = FULLY_VISIBLE ? 4 : 1;
-#pragma unroll 1
-    for (int j0 = 0; j0 < V_ROWS; j0 += KEYS) {
-        float P_rmem[ROWS][4];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const float* P_row = P_smem + i * THREADS_Y * P_PITCH + j0;
-            if (FULLY_VISIBLE) *reinterpret_cast<float4*>(P_rmem[i]) = load4(P_row);
-            else P_rmem[i][0] = *P_row;
-        }
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j)
-#pragma unroll
-            for (int c = 0; c < O_COLS; c += 4) {
-                const float4 v = load4(V_smem + (j0 + j) * V_PITCH + c * THREADS_X);
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    if (!FULLY_VISIBLE && !head.visible(query_row + i * THREADS_Y, n0 + j0)) continue;
-                    O_rmem[i][c] += P_rmem[i][j] * v.x;
-                    O_rmem[i][c + 1] += P_rmem[i][j] * v.y;
-                    O_rmem[i][c + 2] += P_rmem[i][j] * v.z;
-                    O_rmem[i][c + 3] += P_rmem[i][j] * v.w;
-                }
-            }
-    }
-}
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
@@ -107,23 +74,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             __syncthreads();  // every row has used the previous V, or step of K, before it is overwritten
             load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, kv_head, n0, head.Sk, d0);
             __syncthreads();  // the step of K, and Q, are complete before any row reads them
-#pragma unroll 1
-            for (int d = 0; d < min(BLOCK_D, HEAD_DIM - d0); d += 4) {
-                float4 q[ROWS];
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) q[i] = load4(Q_smem + (ty + i * THREADS_Y) * Q_PITCH + d0 + d);
-#pragma unroll
-                for (int j = 0; j < COLS; ++j) {
-                    const float4 k = load4(KV_smem + (tx + j * THREADS_X) * K_PITCH + d);
-#pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        S_rmem[i][j] += q[i].x * k.x;
-                        S_rmem[i][j] += q[i].y * k.y;
-                        S_rmem[i][j] += q[i].z * k.z;
-                        S_rmem[i][j] += q[i].w * k.w;
-                    }
-                }
-            }
+            add_dot_products<Q_PITCH, K_PITCH>(S_rmem, Q_smem + d0, KV_smem, min(BLOCK_D, HEAD_DIM - d0));
         }
 
         const auto keep = [&](int i, int j) { return head.keep(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
@@ -166,8 +117,9 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, V, b, kv_head, n0 + j0, head.Sk, 0);
             __syncthreads();  // the step of V, and P, are complete before any row reads them
             const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
-            if (fully_visible) add_PV<true>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
-            else add_PV<false>(O_rmem, P_row, V_col, head, query_row, n0 + j0);
+            const auto visible = [&](int i, int j) { return head.visible(query_row + i * THREADS_Y, n0 + j0 + j); };
+            if (fully_visible) add_product<true, V_ROWS, P_PITCH, V_PITCH>(O_rmem, P_row, V_col, visible);
+            else add_product<false, V_ROWS, P_PITCH, V_PITCH>(O_rmem, P_row, V_col, visible);
         }
     }
 
