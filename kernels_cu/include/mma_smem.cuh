@@ -1,5 +1,5 @@
-// Shared-memory tiles of the mma.sync kernels: swizzled layout, loads by cp.async, addresses for ldmatrix. An element has 16 bits;
-// float8 tiles are tiles of pairs.
+// Shared-memory tiles of the mma.sync kernels: swizzled layout, loads by cp.async, fragments by ldmatrix, and products of fragments with
+// tiles. An element has 16 bits; float8 tiles are tiles of pairs.
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 
@@ -98,3 +98,54 @@ struct FragmentOffsets<COLUMNS, true> {
         return (first ^ step % (Tile::GROUP / 2) * 32) + (row * Tile::ROW + step / (Tile::GROUP / 2) * Tile::GROUP * 16);
     }
 };
+
+// Offsets of this lane in a 16 x 16 block, which begins at chunk `chunk` of a row: of an A operand by ldmatrix_x4, or of a B operand by
+// ldmatrix_x4_trans; and of a transposed B operand by ldmatrix_x4. The latter differ, so that the two registers of a B operand are
+// adjacent (12% faster at D = 128).
+template <class Offsets>
+__device__ __forceinline__ Offsets row_offsets(unsigned lane, unsigned chunk = 0) {
+    return {lane % 16, chunk + lane / 16};
+}
+template <class Offsets>
+__device__ __forceinline__ Offsets transposed_offsets(unsigned lane, unsigned chunk = 0) {
+    return {lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2};
+}
+
+// C += A B for 8 columns of B. Kernels with float8 operands pass another function.
+struct Mma16Bit {
+    __device__ __forceinline__ void operator()(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) const {
+        mma_m16n8k16(c, a, b0, b1);
+    }
+};
+
+// C += A B^T, one MMA step: fragments A of 16 rows each, and 8 * N_TILES rows of B_tile from `row` on. `step`: columns of B_tile.
+template <int M_TILES, int N_TILES, class Offsets, class Mma = Mma16Bit>
+__device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4], SmemAddr B_tile, int row,
+                                             int step, const Offsets& transposed_offsets, const Mma& mma = Mma()) {
+#pragma unroll
+    for (int nt = 0; nt < N_TILES / 2; ++nt) {
+        unsigned B[4];
+        ldmatrix_x4(B, B_tile + transposed_offsets(row + 16 * nt, step));
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            mma(C[mt][2 * nt], A[mt], B[0], B[1]);
+            mma(C[mt][2 * nt + 1], A[mt], B[2], B[3]);
+        }
+    }
+}
+
+// C += A B, one MMA step: fragments A of 16 rows each, and 16 rows of B_tile from `row` on, with 8 * N_TILES columns.
+template <int M_TILES, int N_TILES, class Offsets>
+__device__ __forceinline__ void mma_AB_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4], SmemAddr B_tile, int row,
+                                            const Offsets& row_offsets) {
+#pragma unroll
+    for (int dt = 0; dt < N_TILES / 2; ++dt) {
+        unsigned B[4];
+        ldmatrix_x4_trans(B, B_tile + row_offsets(row, dt));
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            mma_m16n8k16(C[mt][2 * dt], A[mt], B[0], B[1]);
+            mma_m16n8k16(C[mt][2 * dt + 1], A[mt], B[2], B[3]);
+        }
+    }
+}

@@ -1,0 +1,111 @@
+// Online softmax of mma.sync accumulators, with deferred rescaling (FlashAttention-4): m is updated, and O and l are
+// rescaled, only if a score exceeds m by more than RESCALE_THRESHOLD in the exponent. Results are equal up to rounding.
+// After the first tiles a step costs one vote instead of shuffles and HEAD_DIM / 4 multiplications per row.
+//
+// A warp has M_TILES tiles of 16 query rows; a lane has rows g and g + 8 (half 0 and 1) of each, g = lane / 4, and
+// columns 2q and 2q + 1 of every 8, q = lane % 4 (ptx.cuh). Scores are raw (score_mod.cuh); `exponent` is unit *
+// log2(e) of a row.
+#pragma once
+#include <ptx.cuh>  // the CPU backend has its own
+#include "score_mod.cuh"
+
+constexpr float RESCALE_THRESHOLD = 8.0f;  // P stays below 2^8, which fp16 can represent
+
+// Score modification and mask of the lane's scores of one row, query row i + down; j: key of its first score. masked:
+// some may be hidden. Returns the largest of them and `lane_max`.
+template <int N_TILES>
+__device__ __forceinline__ float score_mod_and_mask(float (&S)[N_TILES][4], int half, const Head& head, int i, int down,
+                                                    int j, bool masked, float lane_max = -INF) {
+#pragma unroll
+    for (int k = 0; k < 2 * N_TILES; ++k) {
+        float& s = S[k / 2][2 * half + k % 2];
+        const ScoreIndex at(i, j, down, k / 2 * 8 + k % 2);
+        s = head.raw(s, at);
+        if (masked && !head.visible(at.query_row(), at.key_col())) s = -INF;
+        lane_max = fmaxf(lane_max, s);
+    }
+    return lane_max;
+}
+
+// O, m and l of a warp's query rows, with COLUMNS columns of O.
+template <int M_TILES, int COLUMNS>
+struct WarpSoftmax {
+    float O[M_TILES][COLUMNS / 8][4];
+    float m[M_TILES][2], l[M_TILES][2];  // m: maximum of raw scores; l: sum over this lane's columns
+    bool large;                          // Head::is_large of some m of the warp: then m is updated in every step
+
+    __device__ __forceinline__ void reset() {
+        large = false;
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+            m[mt][0] = m[mt][1] = -INF;
+            l[mt][0] = l[mt][1] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) O[mt][i / 4][i % 4] = 0.0f;
+        }
+    }
+
+    // Updates m with the row maxima lane_max of this lane's scores, and rescales O and l. In rows whose m is large, S
+    // becomes S - m.
+    template <int N_TILES>
+    __device__ __forceinline__ void rescale(float (&S)[M_TILES][N_TILES][4], const float (&lane_max)[M_TILES][2],
+                                            const float (&exponents)[M_TILES][2]) {
+        bool any_large = false;
+#pragma unroll
+        for (int mt = 0; mt < M_TILES; ++mt) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float m_old = m[mt][half], exponent = exponents[mt][half];
+                const float m_new = fmaxf(m_old, row_max<4>(lane_max[mt][half]));
+                // For equal infinities 1, not NaN.
+                const float alpha = m_old == m_new ? 1.0f : ex2((m_old - m_new) * exponent);
+                m[mt][half] = m_new;
+                any_large |= Head::is_large(m_new, exponent);
+                l[mt][half] *= alpha;
+#pragma unroll
+                for (int nt = 0; nt < COLUMNS / 8; ++nt) {
+                    O[mt][nt][2 * half] *= alpha;
+                    O[mt][nt][2 * half + 1] *= alpha;
+                }
+            }
+        }
+        large = __any_sync(0xffffffffu, any_large);
+        if (!large) return;
+#pragma unroll
+        for (int i = 0; i < M_TILES * N_TILES * 4; ++i) {
+            const int mt = i / (N_TILES * 4), half = i / 2 % 2;
+            if (Head::is_large(m[mt][half], exponents[mt][half])) S[mt][i / 4 % N_TILES][i % 4] -= m[mt][half];
+        }
+    }
+
+    // P = exp2((S - m) * exponent) of one row, and l += P: calls use(nt, p0, p1) for each pair of adjacent keys.
+    template <int N_TILES, class Use>
+    __device__ __forceinline__ void exponentiate(int mt, int half, const float (&S)[N_TILES][4], float exponent,
+                                                 const Use& use) {
+        const float scaled_m = -m[mt][half] * exponent;
+        const float shift =
+            fabsf(scaled_m) > Head::LARGE ? 0.0f : scaled_m;  // no visible key: P = 0; large: S is S - m
+#pragma unroll
+        for (int nt = 0; nt < N_TILES; ++nt) {
+            const float p0 = ex2(fmaf(S[nt][2 * half], exponent, shift));
+            const float p1 = ex2(fmaf(S[nt][2 * half + 1], exponent, shift));
+            l[mt][half] += p0 + p1;
+            use(nt, p0, p1);
+        }
+    }
+
+    // Whether all of this lane's O are finite: 0 * O is then 0, otherwise NaN.
+    __device__ __forceinline__ bool finite() const {
+        float zero = 0.0f;
+#pragma unroll
+        for (int i = 0; i < M_TILES * COLUMNS / 2; ++i)
+            zero = fmaf(O[i / (COLUMNS / 2)][i % (COLUMNS / 2) / 4][i % 4], 0.0f, zero);
+        return zero == 0.0f;
+    }
+
+    // LSE and the factor of O of a row; all lanes of the row get the result. P_scale: factor of P, and so of l, in a
+    // float8 kernel.
+    __device__ __forceinline__ FinalizedRow finalize(const Head& head, int mt, int half, float P_scale = 1.0f) const {
+        return head.finalize(m[mt][half], row_sum<4>(l[mt][half]) * (1.0f / P_scale));
+    }
+};
