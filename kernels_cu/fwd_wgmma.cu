@@ -81,19 +81,14 @@ constexpr unsigned BARRIERS_AT = O_AT + (SEPARATE_O ? CONSUMERS * O_BYTES : 0);
 static_assert(SEPARATE_O || O_BYTES <= Queries::BYTES, "O must fit in Q's buffer");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// The mbarriers: pipelines of K and of V; one stage of Q per consumer; the scheduler's barriers and work tile.
-using KPipeline = Pipeline<BARRIERS_AT>;
-using VPipeline = Pipeline<KPipeline::END>;
-constexpr unsigned Q_BARRIERS_AT = VPipeline::END, SCHEDULER_AT = Q_BARRIERS_AT + 16 * CONSUMERS;
-__device__ __forceinline__ SmemAddr full_Q(SmemAddr base, unsigned consumer) {
-    return base + Q_BARRIERS_AT + 8 * consumer;
-}
-__device__ __forceinline__ SmemAddr empty_Q(SmemAddr base, unsigned consumer) {
-    return base + (Q_BARRIERS_AT + 8 * CONSUMERS) + 8 * consumer;
-}
-using Scheduler = SchedulerPipeline<SCHEDULER_AT>;
+// The mbarriers: pipelines of K and of V; a full and an empty one for each consumer's Q; the scheduler's.
+using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;
+using VPipeline = TilePipeline<Values, V_AT, KPipeline::END>;
+using FullQ = BarrierArray<VPipeline::END, CONSUMERS>;
+using EmptyQ = BarrierArray<FullQ::END, CONSUMERS>;
+using Scheduler = SchedulerPipeline<EmptyQ::END>;
 // With a block map: for each stage of K, the list entry of its key tile (one word); after these words, the lists.
-constexpr unsigned TILE_INFO_AT = SCHEDULER_AT + Scheduler::BYTES;
+constexpr unsigned TILE_INFO_AT = Scheduler::END;
 constexpr unsigned TILE_LISTS_AT = (TILE_INFO_AT + 4 * STAGES + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in 1024 bytes");
 
@@ -105,8 +100,8 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
         mbarrier_init(VPipeline::empty(base, stage), 4 * CONSUMERS);
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
-        mbarrier_init(full_Q(base, consumer), 1);
-        mbarrier_init(empty_Q(base, consumer), 4);
+        mbarrier_init(FullQ::at(base, consumer), 1);
+        mbarrier_init(EmptyQ::at(base, consumer), 4);
     }
     Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
     if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
@@ -206,17 +201,17 @@ __device__ __forceinline__ void load_KV(char* smem, const View<const dtype>& K, 
             KPipeline::acquire(base, i);
             TIMELINE(load);
             if (Head::MAPPED) tile_info(smem, stage) = entry;
-            Keys::load(base + K_AT + stage * Keys::BYTES, K_map, sequence.key_box(n0), K.stride_h ? h : 0,
-                       sequence.key_batch(K.stride_b ? b : 0), KPipeline::full(base, stage), BIAS_BYTES);
+            KPipeline::load(base, i, K_map, sequence.key_box(n0), K.stride_h ? h : 0,
+                            sequence.key_batch(K.stride_b ? b : 0), BIAS_BYTES);
             if (BIAS_TILES) load_bias(bias_map, score, work_tile, n0, base, stage);
         };
         const auto load_V = [&](int j, int n0) {
-            const unsigned i = pipe_index + j, stage = stage_of(i);
+            const unsigned i = pipe_index + j;
             TIMELINE(wait_empty);
             VPipeline::acquire(base, i);
             TIMELINE(load);
-            Values::load(base + V_AT + stage * Values::BYTES, V_map, sequence.key_box(n0), V.stride_h ? h : 0,
-                         sequence.key_batch(V.stride_b ? b : 0), VPipeline::full(base, stage));
+            VPipeline::load(base, i, V_map, sequence.key_box(n0), V.stride_h ? h : 0,
+                            sequence.key_batch(V.stride_b ? b : 0));
         };
         if constexpr (Head::MAPPED) {
             if (work_tile.tiles <= 0) continue;
@@ -258,10 +253,10 @@ __device__ __forceinline__ void load_Q(char* smem, const View<const dtype>& Q, c
 #pragma unroll 1
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
             TIMELINE(wait_empty_Q);
-            mbarrier_wait(empty_Q(base, consumer), scheduler.phase() ^ 1);
+            mbarrier_wait(EmptyQ::at(base, consumer), scheduler.phase() ^ 1);
             TIMELINE(load_Q);
             Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(work_tile.row0 + 64 * consumer),
-                          h, sequence.query_batch(b), full_Q(base, consumer));
+                          h, sequence.query_batch(b), FullQ::at(base, consumer));
         }
     }
 }
@@ -401,7 +396,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
         const auto wait_V = [&](int j) { VPipeline::wait(base, pipe_index + j); };
         const auto release_K = [&](int j) { if (lane == 0) KPipeline::release(base, pipe_index + j); };
         const auto release_V = [&](int j) { if (lane == 0) VPipeline::release(base, pipe_index + j); };
-        const auto release_Q = [&] { if (SEPARATE_O && lane == 0) mbarrier_arrive(empty_Q(base, consumer)); };
+        const auto release_Q = [&] { if (SEPARATE_O && lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer)); };
         const auto mma_PV = [&](int j) {
             wait_V(j);
             wgmma_fence();
@@ -471,7 +466,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
             for (int j = -tiles_to_skip; j < 0; ++j) skip_tile(j);
         }
         TIMELINE(wait_Q);
-        mbarrier_wait(full_Q(base, consumer), phase);
+        mbarrier_wait(FullQ::at(base, consumer), phase);
 #pragma unroll 1
         for (int j = 0; j < first_own; ++j) skip_tile(j);
         if (tiles > 0) {
@@ -569,13 +564,13 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
         // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed. Rare.
         if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
             attend_non_finite<16, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.h(), H, first_row, 0);
-            if (!SEPARATE_O && store_lane) mbarrier_arrive(empty_Q(base, consumer));
+            if (!SEPARATE_O && store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             continue;
         }
         store_O(softmax, inverse_l, O_smem, O_warp_map, work_tile, head, first_row, lane, store_lane);
         if (!SEPARATE_O && store_lane) {
             tma_store_wait_read();
-            mbarrier_arrive(empty_Q(base, consumer));
+            mbarrier_arrive(EmptyQ::at(base, consumer));
         }
     }
     if (store_lane) tma_store_wait_read();  // shared memory must outlive the stores

@@ -1,34 +1,61 @@
-// A pipeline of STAGES tiles in shared memory. Each stage has two mbarriers: full (TMA has written it) and empty (all
-// consumers have read it). The producer acquires an empty stage and loads it. A consumer waits until the stage is full,
-// and releases it when it has read it.
+// A pipeline of tiles in shared memory. Each stage has two mbarriers: full (TMA has written it) and empty (all consumers
+// have read it). The producer acquires an empty stage and loads it. A consumer waits until the stage is full, and
+// releases it when it has read it.
+//
+//   using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;      STAGES tiles at K_AT; barriers at BARRIERS_AT
+//   KPipeline::acquire(base, i), KPipeline::load(base, i, ...)    producer
+//   KPipeline::wait(base, i), ..., KPipeline::release(base, i)    consumer
+//
+// i counts the tiles that pass through the pipeline: the only state. A loop that increments i advances stage and phase.
+// There is no function to commit: TMA completes the phase of the full barrier.
 #pragma once
 #include <hopper.cuh>
 
+// COUNT mbarriers of 8 bytes each, at byte AT of shared memory.
+template <unsigned AT, unsigned COUNT>
+struct BarrierArray {
+    static constexpr unsigned END = AT + 8 * COUNT;
+    static __device__ __forceinline__ SmemAddr at(SmemAddr base, unsigned i) { return base + AT + 8 * i; }
+};
+
 // Stage and phase of the i-th tile of a pipeline. The producer acquires with phase ^ 1: the phase before the first one
 // counts as completed, so the first STAGES acquires return at once.
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % STAGES; }
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / STAGES % 2; }
+template <unsigned DEPTH = STAGES>
+__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % DEPTH; }
+template <unsigned DEPTH = STAGES>
+__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / DEPTH % 2; }
 
-// The barriers of one pipeline: at byte AT of shared memory, all full ones, then all empty ones, 8 bytes each. i counts
-// the tiles that pass through the pipeline. There is no function to commit: TMA completes the phase of full(base,
-// stage).
-template <unsigned AT>
+// The barriers of a pipeline of DEPTH stages, at byte AT of shared memory.
+template <unsigned AT, unsigned DEPTH = STAGES>
 struct Pipeline {
-    static constexpr unsigned END = AT + 16 * STAGES;
-    static __device__ __forceinline__ SmemAddr full(SmemAddr base, unsigned stage) { return base + AT + 8 * stage; }
-    static __device__ __forceinline__ SmemAddr empty(SmemAddr base, unsigned stage) {
-        return base + (AT + 8 * STAGES) + 8 * stage;
-    }
+    using Full = BarrierArray<AT, DEPTH>;
+    using Empty = BarrierArray<Full::END, DEPTH>;
+    static constexpr unsigned END = Empty::END;
+    static __device__ __forceinline__ SmemAddr full(SmemAddr base, unsigned stage) { return Full::at(base, stage); }
+    static __device__ __forceinline__ SmemAddr empty(SmemAddr base, unsigned stage) { return Empty::at(base, stage); }
     // Producer: waits until tile i's stage is empty.
     static __device__ __forceinline__ void acquire(SmemAddr base, unsigned i) {
-        mbarrier_wait(empty(base, stage_of(i)), parity_of(i) ^ 1);
+        mbarrier_wait(empty(base, stage_of<DEPTH>(i)), parity_of<DEPTH>(i) ^ 1);
     }
     // Consumer: waits until tile i has been loaded.
     static __device__ __forceinline__ void wait(SmemAddr base, unsigned i) {
-        mbarrier_wait(full(base, stage_of(i)), parity_of(i));
+        mbarrier_wait(full(base, stage_of<DEPTH>(i)), parity_of<DEPTH>(i));
     }
     // Consumer: tile i's stage may be overwritten. One lane of each warp calls it.
     static __device__ __forceinline__ void release(SmemAddr base, unsigned i) {
-        mbarrier_arrive(empty(base, stage_of(i)));
+        mbarrier_arrive(empty(base, stage_of<DEPTH>(i)));
+    }
+};
+
+// A pipeline of STAGES tiles (Swizzled), which are at byte TILES_AT of shared memory.
+template <class Tile, unsigned TILES_AT, unsigned BARRIERS_AT>
+struct TilePipeline : Pipeline<BARRIERS_AT> {
+    static constexpr unsigned TILES_END = TILES_AT + STAGES * Tile::BYTES;
+    // Offset of tile i in shared memory.
+    static __device__ __forceinline__ unsigned tile_at(unsigned i) { return TILES_AT + stage_of(i) * Tile::BYTES; }
+    // Producer: loads tile i, from row s of head (b, h), into the acquired stage. more: see Swizzled::load.
+    static __device__ __forceinline__ void load(SmemAddr base, unsigned i, const TensorMap& map, int s, int h, int b,
+                                                unsigned more = 0) {
+        Tile::load(base + tile_at(i), map, s, h, b, TilePipeline::full(base, stage_of(i)), more);
     }
 };

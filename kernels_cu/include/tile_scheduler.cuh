@@ -13,6 +13,7 @@
 // measurements, 16 x 512 is 16 sequences of 512 rows.
 #pragma once
 #include <hopper.cuh>
+#include "pipeline.cuh"
 #include "score_mod.cuh"
 
 #if RAGGED
@@ -281,14 +282,15 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 //   Scheduler::SchedulerProducer producer{smem};     scheduler warp:   producer.publish(work_tile) or produce_all(...)
 //   Scheduler::Consumer scheduler(smem);             other warps:      while (scheduler.next()) ... scheduler.tile ...
 template <unsigned AT>
-struct SchedulerPipeline {
-    static constexpr unsigned FULL = AT, EMPTY = AT + 8, TILE = AT + 16, BYTES = 48;
-    static_assert(sizeof(WorkTile) <= BYTES - 16, "a work tile follows the two barriers");
+struct SchedulerPipeline : Pipeline<AT, 1> {
+    using Pipeline<AT, 1>::full, Pipeline<AT, 1>::empty;
+    static constexpr unsigned TILE = Pipeline<AT, 1>::END, END = AT + 48;
+    static_assert(sizeof(WorkTile) <= END - TILE, "a work tile follows the two barriers");
 
     // `count`: threads that call next().
     static __device__ __forceinline__ void init_barriers(SmemAddr base, unsigned count) {
-        mbarrier_init(base + FULL, 1);
-        mbarrier_init(base + EMPTY, count);
+        mbarrier_init(full(base, 0), 1);
+        mbarrier_init(empty(base, 0), count);
     }
 
     struct SchedulerProducer {
@@ -329,11 +331,10 @@ struct SchedulerPipeline {
 #endif
 
       private:
-        // The wait for the first tile returns at once: the barrier's previous phase has ended.
-        __device__ __forceinline__ void acquire() { mbarrier_wait(smem_address(smem) + EMPTY, count++ % 2 ^ 1); }
+        __device__ __forceinline__ void acquire() { SchedulerPipeline::acquire(smem_address(smem), count++); }
         __device__ __forceinline__ void write(const WorkTile& work_tile) {
             *reinterpret_cast<WorkTile*>(smem + TILE) = work_tile;
-            mbarrier_arrive(smem_address(smem) + FULL);
+            mbarrier_arrive(full(smem_address(smem), 0));
         }
     };
 
@@ -345,13 +346,13 @@ struct SchedulerPipeline {
         // Waits for the next work tile; false if there is none. Releases the stage, unless the caller does so later.
         __device__ __forceinline__ bool next(bool release_now = true) {
             const SmemAddr base = smem_address(smem);
-            mbarrier_wait(base + FULL, count++ % 2);
+            SchedulerPipeline::wait(base, count++);
             tile = *reinterpret_cast<const WorkTile*>(smem + TILE);
             if (tile.invalid()) return false;
-            if (release_now) mbarrier_arrive(base + EMPTY);
+            if (release_now) release();
             return true;
         }
-        __device__ __forceinline__ void release() const { mbarrier_arrive(smem_address(smem) + EMPTY); }
+        __device__ __forceinline__ void release() const { SchedulerPipeline::release(smem_address(smem), 0); }
         // Phase of barriers that complete once per work tile.
         __device__ __forceinline__ unsigned phase() const { return (count - 1) % 2; }
     };
