@@ -39,13 +39,13 @@
 #include "swizzle.cuh"
 #include "tile_scheduler.cuh"
 #include "block_sparse.cuh"
+#include "bias_tiles.cuh"
+#include "epilogue.cuh"
+#include "n_block_range.cuh"
+#include "ping_pong.cuh"
 
-constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-#ifndef WALK_BACKWARDS  // visit the key tiles in descending order
-#define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
-#endif
 // The scheduler warp needs more registers to read a block map; three consumers leave none for it.
 constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;
 constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
@@ -59,26 +59,16 @@ using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Outputs = Swizzled<64, DV_PAD>;
 
-constexpr bool BIAS_TILES = BIAS & 8;  // TMA loads the bias of each key tile
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
-using Biases = Swizzled<64, BLOCK_N>;  // the bias of one consumer's rows and one key tile
-
 // Offsets in shared memory, in bytes.
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
-constexpr unsigned BIAS_AT = V_AT + STAGES * Values::BYTES, BIAS_BYTES = BIAS_TILES ? CONSUMERS * Biases::BYTES : 0;
-constexpr unsigned O_AT = BIAS_AT + STAGES * BIAS_BYTES;
-// A slab is 64 columns of a tile (swizzle.cuh). If all or half of O's slabs fit, O has a buffer of its own, so that the
-// next Q can load during the store. Otherwise O reuses Q's buffer. 232448 bytes (227 KiB) is the maximum shared memory
-// of a block; 1024 bytes are for barriers and tile lists.
-constexpr bool fits(int slabs) { return O_AT + CONSUMERS * slabs * Outputs::SLAB_BYTES + 1024 <= 232448; }
-constexpr int HALF_SLABS = (Outputs::SLABS + 1) / 2;
-constexpr bool SEPARATE_O = fits(HALF_SLABS);
-constexpr int O_SLABS = !SEPARATE_O || fits(Outputs::SLABS) ? Outputs::SLABS : HALF_SLABS;  // in the buffer
-constexpr unsigned O_BYTES = O_SLABS * Outputs::SLAB_BYTES;                                 // per consumer
-constexpr unsigned BARRIERS_AT = O_AT + (SEPARATE_O ? CONSUMERS * O_BYTES : 0);
-static_assert(SEPARATE_O || O_BYTES <= Queries::BYTES, "O must fit in Q's buffer");
+using Bias = BiasTiles<V_AT + STAGES * Values::BYTES>;
+constexpr unsigned O_AT = Bias::END;
+using OBuffer = OutputBuffer<Outputs, Queries, CONSUMERS, Bias::END>;
+constexpr bool SEPARATE_O = OBuffer::SEPARATE;
+constexpr unsigned BARRIERS_AT = OBuffer::END;
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
 // The mbarriers: pipelines of K and of V; a full and an empty one for each consumer's Q; the scheduler's.
@@ -87,9 +77,8 @@ using VPipeline = TilePipeline<Values, V_AT, KPipeline::END>;
 using FullQ = BarrierArray<VPipeline::END, CONSUMERS>;
 using EmptyQ = BarrierArray<FullQ::END, CONSUMERS>;
 using Scheduler = SchedulerPipeline<EmptyQ::END>;
-// With a block map: for each stage of K, the list entry of its key tile (one word); after these words, the lists.
-constexpr unsigned TILE_INFO_AT = Scheduler::END;
-constexpr unsigned TILE_LISTS_AT = (TILE_INFO_AT + 4 * STAGES + 7) / 8 * 8;
+using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // with a block map
+constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
@@ -106,79 +95,6 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
     if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
-}
-
-struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a head, and the key tiles they see
-    Range range;
-    int tiles;
-    __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
-        range = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
-        tiles = range.end - range.begin;
-    }
-    // First key of the j-th key tile in the order of the mainloop.
-    __device__ __forceinline__ int keys_at(int j) const {
-        return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
-    }
-};
-
-// Block map: the list entry of the key tile in a stage of K.
-__device__ __forceinline__ unsigned& tile_info(char* smem, unsigned stage) {
-    return reinterpret_cast<unsigned*>(smem + TILE_INFO_AT)[stage];
-}
-
-// Loads the bias of one key tile; it shares the barriers of K.
-__device__ __forceinline__ void load_bias(const TensorMap& map, const Score& score, const WorkTileRange& work_tile,
-                                          int n0, SmemAddr base, unsigned stage) {
-#if BIAS
-    const int h = score.bias.stride_h ? work_tile.h() : 0, b = score.bias.stride_b ? work_tile.b : 0;
-#pragma unroll 1
-    for (int consumer = 0; consumer < CONSUMERS; ++consumer)
-        Biases::load_part(base + BIAS_AT + stage * BIAS_BYTES + consumer * Biases::BYTES, map, n0,
-                          work_tile.row0 + 64 * consumer, h, b, KPipeline::full(base, stage));
-#endif
-}
-
-// Index j of the first key tile that this consumer's rows see; only other consumers see the earlier ones.
-__device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own, int tiles) {
-    if (tiles <= 0 || Head::MAPPED) return 0;
-    if (WALK_BACKWARDS) return work_tile.range.end - own.end;
-    return Head::FIRST ? own.begin - work_tile.range.begin : 0;
-}
-
-// In a window, the first key tiles of two consumers are up to WINDOW_SKEW tiles apart. STAGGERED, if the pipeline has
-// enough stages: each consumer starts with the first tile that it sees, without ping-pong for the tiles before it, and
-// skips the tiles after its last one when its O is stored. All consumers then start together (window of 1024: 553
-// instead of 537 TFLOP/s; with only two stages 464).
-constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
-constexpr bool STAGGERED =
-    Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
-
-// Ragged batches: the load warp releases the scheduler's stage when it loads the last but one key tile, not when the
-// work tile starts, so that the block draws its next work tile late. A work tile that is drawn early waits for this
-// block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at D = 256: +6%; a release at
-// the last key tile: -1%). A consumer therefore skips its remaining key tiles before it waits for the next work tile.
-constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
-
-// For key tiles j < ping_pong_end, consumers synchronise at the warp scheduler barrier (ping-pong):
-//   STAGGERED: as many key tiles as the consumer with the fewest has.
-//   Four consumers (short work tiles): until the first consumer has no more tiles. With a causal mask it finishes first
-//   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).
-//   Two or three consumers: all key tiles.
-__device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRange& work_tile, int first_own) {
-    if (STAGGERED) {
-        int min_tiles = 0x7fffffff;
-#pragma unroll
-        for (int m0 = work_tile.row0; m0 < work_tile.row0 + BLOCK_M; m0 += 64) {
-            const Range own = n_block_range(head, m0, m0 + 64);
-            min_tiles = min(min_tiles, m0 < head.Sq ? own.end - own.begin : 0);
-        }
-        return first_own + min_tiles;
-    }
-    if (CONSUMERS < 4) return CONSUMERS > 1 ? 0x7fffffff : 0;
-    if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last consumer has no rows
-    const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + 64);
-    const int tiles = first.end - first.begin;
-    return first_own_tile(work_tile, first, tiles) + tiles;
 }
 
 // The thread that loads K and V of all work tiles, in the order of use: K of key tile j before V of key tile j - 1.
@@ -200,10 +116,12 @@ __device__ __forceinline__ void load_KV(char* smem, const View<const dtype>& K, 
             TIMELINE(wait_empty);
             KPipeline::acquire(base, i);
             TIMELINE(load);
-            if (Head::MAPPED) tile_info(smem, stage) = entry;
+            if (Head::MAPPED) KeyTileEntries::entry(smem, stage) = entry;
             KPipeline::load(base, i, K_map, sequence.key_box(n0), K.stride_h ? h : 0,
-                            sequence.key_batch(K.stride_b ? b : 0), BIAS_BYTES);
-            if (BIAS_TILES) load_bias(bias_map, score, work_tile, n0, base, stage);
+                            sequence.key_batch(K.stride_b ? b : 0), Bias::STAGE_BYTES);
+            if (BIAS_TILES)
+                Bias::load(base, stage, bias_map, score, work_tile.h(), b, work_tile.row0, n0,
+                           KPipeline::full(base, stage));
         };
         const auto load_V = [&](int j, int n0) {
             const unsigned i = pipe_index + j;
@@ -287,55 +205,6 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, unsigned heads, 
 #endif
 }
 
-// score_mod of S with its bias tile, 16 x 16 elements at a time; lane 4 g + q has rows g and g + 8 of the warp's 16.
-__device__ __forceinline__ void add_bias_tile(float (&S)[BLOCK_N / 2], const Head& head, SmemAddr bias_smem, int row,
-                                              int column, unsigned warp, unsigned lane) {
-    const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
-#pragma unroll
-    for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
-        unsigned pair[4];  // 16 x 16 elements of the bias, in the layout of S
-        ldmatrix_x4(pair, bias_smem + Biases::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float2 shift = unpack(pair[k]);
-            const int i = 8 * step + 2 * k;
-            S[i] = head.raw(S[i], at(i), shift.x);
-            S[i + 1] = head.raw(S[i + 1], at(i + 1), shift.y);
-        }
-    }
-}
-
-// Epilogue: O / l of the warp's 16 rows, to shared memory and from there to global memory by TMA.
-__device__ __forceinline__ void store_O(const SoftmaxState& softmax, const float (&inverse_l)[2], SmemAddr O_smem,
-                                        const TensorMap& O_warp_map, const WorkTileRange& work_tile, const Head& head,
-                                        int first_row, unsigned lane, bool store_lane) {
-    constexpr int SLABS_PER_STORE = O_SLABS == Outputs::SLABS ? O_SLABS : 1;
-#pragma unroll
-    for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {
-        if (slab >= O_SLABS) {
-            if (store_lane) tma_store_wait_read<O_SLABS - 1>();  // the slab that is overwritten has been read
-            __syncwarp();
-        }
-        const SmemAddr slab_smem = O_smem + slab % O_SLABS * Outputs::SLAB_BYTES;
-#pragma unroll
-        for (int step = 4 * slab; step < min(4 * (slab + SLABS_PER_STORE), DV_PAD / 16); ++step) {
-            unsigned pair[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int i = 8 * step + 2 * k;
-                pair[k] = pack(softmax.O[i] * inverse_l[k % 2], softmax.O[i + 1] * inverse_l[k % 2]);
-            }
-            const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
-            stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
-        }
-        fence_proxy_async();
-        __syncwarp();  // the slabs' 16 rows are complete before one lane stores them
-        if (store_lane)
-            Outputs::store(O_warp_map, head.query_box(first_row), work_tile.h(), head.query_batch(work_tile.b),
-                           slab_smem, slab, SLABS_PER_STORE);
-    }
-}
-
 // A consumer warpgroup: the mainloop and the epilogue of all work tiles, 64 query rows of each.
 __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, unsigned lane, const View<const dtype>& Q,
                                                    const View<const dtype>& K, const View<const dtype>& V,
@@ -347,7 +216,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
     unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
     int tiles_to_skip = 0;         // STAGGERED: last tiles of the previous work tile, which only other consumers see
     // The last consumer arrives at the first one's warp scheduler barrier, so that the first one has the first turn.
-    if (CONSUMERS > 1 && warp / 4 == CONSUMERS) named_barrier_arrive(1 + CONSUMERS, 256);
+    start_ping_pong(warp / 4 - 1);
 
     Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
@@ -358,20 +227,16 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
         const SmemAddr base = uniform(smem_address(smem));
         const unsigned warp = uniform(threadIdx.x / 32), consumer = warp / 4 - 1, pipe_index = uniform(next_pipe_index);
         const WorkTileRange work_tile(uniform(scheduler.tile), score);
-        // Named barriers: one of this consumer's 128 threads, and the warp scheduler barriers of 256 threads, for the
-        // consumer whose turn it is and the consumer before it.
-        const unsigned phase = scheduler.phase(), consumer_barrier = 1 + consumer;
-        const unsigned scheduler_barrier = 1 + CONSUMERS + consumer;
-        const unsigned next_scheduler_barrier = 1 + CONSUMERS + (consumer + 1) % CONSUMERS;
+        const unsigned phase = scheduler.phase();
+        const WarpSchedulerBarrier turn(consumer);
         // Each warp stores its 16 rows of O by itself.
-        const SmemAddr O_smem =
-            base + (SEPARATE_O ? O_AT + consumer * O_BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
+        const SmemAddr O_smem = OBuffer::warp_rows(base, consumer, warp);
         const int m0 = work_tile.row0 + 64 * consumer;  // first row of the warpgroup
         const int first_row = m0 + warp % 4 * 16;       // first row of the warp
         const Head head(work_tile.sequence(score), work_tile.h());
         const Range own = n_block_range(head, m0, m0 + 64);  // key tiles that the warpgroup sees
         const int tiles = Head::MAPPED ? work_tile.tiles : m0 < head.Sq ? own.end - own.begin : 0;
-        const int first_own = first_own_tile(work_tile, own, tiles);
+        const int first_own = work_tile.first_own_tile(own, tiles);
         // Index of the last key tile. With a block map it is unknown until the tile with LAST_TILE arrives.
         int last = Head::MAPPED && tiles > 0 ? 0x7fffffff : first_own + tiles - 1;
         // Keys that all rows of the warp see.
@@ -411,14 +276,10 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
             warpgroup_fence_operand(S);
             warpgroup_fence_operand(softmax.O);
         };
-        struct KeyTile {  // its first key; whether the warpgroup sees all of it
-            int n0;
-            bool fully_visible;
-        };
         const auto read_key_tile = [&](int j) -> KeyTile {  // must be called before K is released
             if (!Head::MAPPED) return {work_tile.keys_at(j), !Head::ELEMENT_MASK};
             // uniform: all lanes have read the word before one lane releases K.
-            const unsigned word = uniform(tile_info(smem, stage_of(pipe_index + j)));
+            const unsigned word = uniform(KeyTileEntries::entry(smem, stage_of(pipe_index + j)));
             if (word & LAST_TILE) last = j;
             return {static_cast<int>(word / (2 * LAST_TILE)) * BLOCK_N, (word >> consumer & 1) != 0};
         };
@@ -431,28 +292,20 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
         const auto score_mod_and_mask = [&](int j, KeyTile tile, PairMask pair_mask) {
             const int n0 = tile.n0, column = n0 + 2 * q, row = first_row + g;
             const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
-            const SmemAddr bias_smem =
-                base + BIAS_AT + stage_of(pipe_index + j) * BIAS_BYTES + consumer * Biases::BYTES;
             if (BIAS_TILES) {
-                add_bias_tile(S, head, bias_smem, row, column, warp, lane);
+                Bias::score_mod(S, head, base, stage_of(pipe_index + j), consumer, row, column, warp, lane);
                 release_K(j);
             }
 #pragma unroll
             for (int i = 0; i < (Head::LINEAR || BIAS_TILES ? 0 : BLOCK_N / 2); ++i) S[i] = head.raw(S[i], at(i));
             apply_mask(S, head, row, n0, q, fully_visible, tile.fully_visible, pair_mask);
         };
-        const auto apply_dropout = [&](KeyTile tile) {
-            Head::Kept kept[BLOCK_N / 16];
-            head.keep_along_queries(kept, first_row, tile.n0);
-#pragma unroll
-            for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].apply(i % 4, P[i / 4][i % 4]);
-        };
         // Skips a key tile that only other consumers see. This consumer still takes part in the barriers, which count
         // the arrivals of all consumers.
         const auto skip_tile = [&](int j) {
             if (!STAGGERED && j > 0 && j < scheduled_end) {
-                named_barrier_sync(scheduler_barrier, 256);
-                named_barrier_arrive(next_scheduler_barrier, 256);
+                turn.wait();
+                turn.pass();
             }
             wait_K(j);
             release_K(j);
@@ -474,9 +327,9 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
             wait_K(first_own);
             // Ping-pong starts with the second key tile of the work tile.
             const bool ping_pong = !STAGGERED && first_own > 0 && first_own < scheduled_end;
-            if (ping_pong) named_barrier_sync(scheduler_barrier, 256);
+            if (ping_pong) turn.wait();
             mma_QK(first_own);
-            if (ping_pong) named_barrier_arrive(next_scheduler_barrier, 256);
+            if (ping_pong) turn.pass();
             const KeyTile first = read_key_tile(first_own);
             const PairMask visible_bits = load_pair_mask(first);
             wgmma_wait<0>();
@@ -488,15 +341,15 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
             softmax.exponentiate(P, S, exponent, softmax.l);
             bool large = softmax.large(exponent);
             if (large) softmax.exponentiate_differences(P, S, exponent, softmax.l);
-            apply_dropout(first);
+            apply_dropout(P, head, first_row, first.n0);
             if (last > first_own) wait_K(first_own + 1);
 #pragma unroll 1
             for (int j = first_own + 1; j <= last; ++j) {
                 TIMELINE(wait_barrier);
-                if (j < scheduled_end) named_barrier_sync(scheduler_barrier, 256);
+                if (j < scheduled_end) turn.wait();
                 mma_QK(j);
                 mma_PV(j - 1);
-                if (j < scheduled_end) named_barrier_arrive(next_scheduler_barrier, 256);
+                if (j < scheduled_end) turn.pass();
                 if (EARLY_K_RELEASE) {
                     wgmma_wait<1>();
                     release_K(j);
@@ -517,21 +370,14 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
                 }
                 softmax.l[0] += sum[0];
                 softmax.l[1] += sum[1];
-                apply_dropout(tile);
+                apply_dropout(P, head, first_row, tile.n0);
                 if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth mark in the loop costs 1% of time
             }
         }
         const int visited_tiles = Head::MAPPED ? last + 1 : work_tile.tiles;
         float inverse_l[2];
         const auto finalize_row_stats = [&] {  // overlaps with the last P V: LSE, 1 / l, the next work tile
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float l = row_sum<4>(softmax.l[half]);
-                const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], l);
-                inverse_l[half] = final_row.inverse;
-                const int query_row = first_row + 8 * half + g;
-                if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(work_tile.head) + query_row] = final_row.lse;
-            }
+            finalize_rows(softmax, head, LSE, work_tile.head, first_row + g, q, inverse_l);
             if (!SCHEDULE_LATE || last + 1 >= visited_tiles) more = scheduler.next();
         };
         // The last P V has its own copy of the code, outside the loop: 40 fewer instructions in a causal kernel, +2.7%
@@ -559,7 +405,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
 
         TIMELINE(store);
         if (SEPARATE_O && store_lane) tma_store_wait_read();         // the previous O has left the buffer
-        if (!SEPARATE_O) named_barrier_sync(consumer_barrier, 128);  // all four warps have read Q
+        if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);  // all four warps have read Q
         __syncwarp();
         // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed. Rare.
         if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
@@ -567,7 +413,8 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
             if (!SEPARATE_O && store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             continue;
         }
-        store_O(softmax, inverse_l, O_smem, O_warp_map, work_tile, head, first_row, lane, store_lane);
+        OBuffer::store(softmax, inverse_l, O_smem, O_warp_map, head, work_tile.h(), work_tile.b, first_row,
+                       lane, store_lane);
         if (!SEPARATE_O && store_lane) {
             tma_store_wait_read();
             mbarrier_arrive(EmptyQ::at(base, consumer));

@@ -12,6 +12,16 @@
 
 constexpr unsigned LAST_TILE = 1 << BLOCK_M / 64;
 
+// The list entry of the key tile in each stage of K, one word per stage at byte AT of shared memory. The load warp
+// writes the word before it loads K; consumers read it before they release K.
+template <unsigned AT, unsigned STAGES_>
+struct StageEntries {
+    static constexpr unsigned END = AT + 4 * STAGES_;
+    static __device__ __forceinline__ unsigned& entry(char* smem, unsigned stage) {
+        return reinterpret_cast<unsigned*>(smem + AT)[stage];
+    }
+};
+
 struct TileLists {
     // Four mbarriers; two buffers of a count and 32 entries.
     static constexpr unsigned WORDS = 1 + 32, BYTES = 4 * 8 + 2 * 4 * WORDS;

@@ -93,3 +93,11 @@ __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& 
         }
     }
 }
+
+// Sets the dropped elements of P to 0. first_row: of the warp.
+__device__ __forceinline__ void apply_dropout(unsigned (&P)[BLOCK_N / 16][4], const Head& head, int first_row, int n0) {
+    Head::Kept kept[BLOCK_N / 16];
+    head.keep_along_queries(kept, first_row, n0);
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; ++i) P[i / 4][i % 4] = kept[i / 4].apply(i % 4, P[i / 4][i % 4]);
+}

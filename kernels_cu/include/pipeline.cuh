@@ -1,6 +1,6 @@
-// A pipeline of tiles in shared memory. Each stage has two mbarriers: full (TMA has written it) and empty (all consumers
-// have read it). The producer acquires an empty stage and loads it. A consumer waits until the stage is full, and
-// releases it when it has read it.
+// A pipeline of tiles in shared memory. Each stage has two mbarriers: full (TMA has written it) and empty (all
+// consumers have read it). The producer acquires an empty stage and loads it. A consumer waits until the stage is full,
+// and releases it when it has read it.
 //
 //   using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;      STAGES tiles at K_AT; barriers at BARRIERS_AT
 //   KPipeline::acquire(base, i), KPipeline::load(base, i, ...)    producer

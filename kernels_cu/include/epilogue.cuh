@@ -1,0 +1,74 @@
+// The epilogue of a wgmma forward kernel: LSE, and O / l from the accumulators to shared memory and from there, by TMA,
+// to global memory. Each warp stores its 16 rows by itself.
+#pragma once
+#include "score_mod.cuh"
+#include "softmax.cuh"
+#include "swizzle.cuh"
+
+// 227 KiB is the maximum shared memory of a block of sm_90; the last 1024 bytes are for barriers and tile lists.
+constexpr unsigned MAX_SMEM = 232448, BARRIER_BYTES = 1024;
+constexpr bool fits_in_smem(unsigned tile_bytes) { return tile_bytes + BARRIER_BYTES <= MAX_SMEM; }
+
+// O's buffer for CONSUMERS warpgroups. A slab is 64 columns of a tile (swizzle.cuh). If all or half of O's slabs fit at
+// byte AT, behind all other tiles, O has a buffer of its own, so that the next Q can load during the store. Otherwise O
+// reuses Q's buffer, at byte 0.
+template <class Outputs, class Queries, int CONSUMERS, unsigned AT>
+struct OutputBuffer {
+    static constexpr int HALF_SLABS = (Outputs::SLABS + 1) / 2;
+    static constexpr bool SEPARATE = fits_in_smem(AT + CONSUMERS * HALF_SLABS * Outputs::SLAB_BYTES);
+    static constexpr int SLABS =
+        !SEPARATE || fits_in_smem(AT + CONSUMERS * Outputs::BYTES) ? Outputs::SLABS : HALF_SLABS;
+    static constexpr unsigned BYTES = SLABS * Outputs::SLAB_BYTES;  // per consumer
+    static constexpr unsigned END = AT + (SEPARATE ? CONSUMERS * BYTES : 0);
+    static_assert(SEPARATE || BYTES <= Queries::BYTES, "O must fit in Q's buffer");
+
+    // The rows of one warp: 128 bytes of each slab.
+    static __device__ __forceinline__ SmemAddr warp_rows(SmemAddr base, unsigned consumer, unsigned warp) {
+        return base + (SEPARATE ? AT + consumer * BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
+    }
+
+    // Stores O * inverse_l of the warp's 16 rows from first_row on. `store_lane`: the lane that issues the TMA stores.
+    static __device__ __forceinline__ void store(const SoftmaxState& softmax, const float (&inverse_l)[2],
+                                                 SmemAddr O_smem, const TensorMap& O_warp_map, const Head& head, int h,
+                                                 int b, int first_row, unsigned lane, bool store_lane) {
+        constexpr int SLABS_PER_STORE = SLABS == Outputs::SLABS ? SLABS : 1;
+#pragma unroll
+        for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {
+            if (slab >= SLABS) {
+                if (store_lane) tma_store_wait_read<SLABS - 1>();  // the slab that is overwritten has been read
+                __syncwarp();
+            }
+            const SmemAddr slab_smem = O_smem + slab % SLABS * Outputs::SLAB_BYTES;
+#pragma unroll
+            for (int step = 4 * slab; step < min(4 * (slab + SLABS_PER_STORE), SoftmaxState::O_REGISTERS / 8); ++step) {
+                unsigned pair[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int i = 8 * step + 2 * k;
+                    pair[k] = pack(softmax.O[i] * inverse_l[k % 2], softmax.O[i + 1] * inverse_l[k % 2]);
+                }
+                const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
+                stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
+            }
+            fence_proxy_async();
+            __syncwarp();  // the slabs' 16 rows are complete before one lane stores them
+            if (store_lane)
+                Outputs::store(O_warp_map, head.query_box(first_row), h, head.query_batch(b), slab_smem, slab,
+                               SLABS_PER_STORE);
+        }
+    }
+};
+
+// Stores LSE of the thread's two rows, `row` and row + 8, and returns in inverse_l the factors that normalise O.
+// head_at: the head's number in LSE. q: the lane's position in the four lanes of a row.
+__device__ __forceinline__ void finalize_rows(const SoftmaxState& softmax, const Head& head, float* LSE, int head_at,
+                                              int row, int q, float (&inverse_l)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float l = row_sum<4>(softmax.l[half]);
+        const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], l);
+        inverse_l[half] = final_row.inverse;
+        const int query_row = row + 8 * half;
+        if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(head_at) + query_row] = final_row.lse;
+    }
+}

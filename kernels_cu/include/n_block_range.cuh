@@ -1,0 +1,58 @@
+// The n_blocks (key tiles) of a forward work tile: which ones, in which order, and which of them a consumer warpgroup
+// processes. A work tile is BLOCK_M query rows; each of its CONSUMERS warpgroups has 64 of them.
+//
+//   const WorkTileRange work_tile(scheduler.tile, score);      the key tiles that some row of the work tile sees
+//   for (int j = 0; j < work_tile.tiles; ++j) ... work_tile.keys_at(j) ...
+//
+// With a block map (block_sparse.cuh) the key tiles are those of a list, in ascending order.
+#pragma once
+#include "tile_scheduler.cuh"
+#include "block_sparse.cuh"
+
+constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
+
+// With ALiBi and a causal mask, the last keys of a row have the largest biases. Visiting them first makes rescaling
+// rare (softmax.cuh).
+#ifndef WALK_BACKWARDS  // visit the key tiles in descending order
+#define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
+#endif
+
+// In a window, the first key tiles of two consumers are up to WINDOW_SKEW tiles apart. STAGGERED, if the pipeline has
+// enough stages: each consumer starts with the first tile that it sees, without ping-pong for the tiles before it, and
+// skips the tiles after its last one when its O is stored. All consumers then start together (window of 1024: 553
+// instead of 537 TFLOP/s; with only two stages 464).
+constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
+constexpr bool STAGGERED =
+    Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
+
+// Ragged batches: the load warp releases the scheduler's stage when it loads the last but one key tile, not when the
+// work tile starts, so that the block draws its next work tile late. A work tile that is drawn early waits for this
+// block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at D = 256: +6%; a release at
+// the last key tile: -1%). A consumer therefore skips its remaining key tiles before it waits for the next work tile.
+constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
+
+constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
+
+struct KeyTile {  // its first key, and whether the mask hides none of it from a consumer; ranges are not considered
+    int n0;
+    bool fully_visible;
+};
+
+struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a head, and the key tiles they see
+    Range range;
+    int tiles;
+    __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
+        range = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
+        tiles = range.end - range.begin;
+    }
+    // First key of the j-th key tile in the order of the mainloop.
+    __device__ __forceinline__ int keys_at(int j) const {
+        return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
+    }
+    // Index j of the first of the `count` key tiles `own` of one consumer; only other consumers see the earlier ones.
+    __device__ __forceinline__ int first_own_tile(Range own, int count) const {
+        if (count <= 0 || Head::MAPPED) return 0;
+        if (WALK_BACKWARDS) return range.end - own.end;
+        return Head::FIRST ? own.begin - range.begin : 0;
+    }
+};

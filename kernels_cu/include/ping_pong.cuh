@@ -1,0 +1,43 @@
+// Ping-pong of consumer warpgroups (FlashAttention-3): while one uses the tensor cores, the others compute
+// exponentials. Each consumer has a warp scheduler barrier. It waits there for its turn, issues the MMAs of one key
+// tile, and arrives at the barrier of the next consumer.
+#pragma once
+#include "n_block_range.cuh"
+
+// Named barriers: 1 .. CONSUMERS synchronise the 128 threads of one consumer; the next CONSUMERS are the warp scheduler
+// barriers. A turn has 256 threads: the consumer that waits, and the one before it, which arrives.
+constexpr unsigned CONSUMER_BARRIER = 1, SCHEDULER_BARRIER = CONSUMER_BARRIER + CONSUMERS, TURN_THREADS = 2 * 128;
+
+// The last consumer passes the first turn to the first one. Called once per block, by all consumers.
+__device__ __forceinline__ void start_ping_pong(unsigned consumer) {
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(SCHEDULER_BARRIER, TURN_THREADS);
+}
+struct WarpSchedulerBarrier {
+    const unsigned own, next;  // of the consumer whose turn it is, and of the one after it
+    __device__ __forceinline__ explicit WarpSchedulerBarrier(unsigned consumer)
+        : own(SCHEDULER_BARRIER + consumer), next(SCHEDULER_BARRIER + (consumer + 1) % CONSUMERS) {}
+    __device__ __forceinline__ void wait() const { named_barrier_sync(own, TURN_THREADS); }
+    __device__ __forceinline__ void pass() const { named_barrier_arrive(next, TURN_THREADS); }
+};
+
+// The consumers take turns for key tiles j < ping_pong_end:
+//   STAGGERED: as many key tiles as the consumer with the fewest has.
+//   Four consumers (short work tiles): until the first consumer has no more tiles. With a causal mask it finishes first
+//   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).
+//   Two or three consumers: all key tiles.
+__device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRange& work_tile, int first_own) {
+    if (STAGGERED) {
+        int min_tiles = UNBOUNDED;
+#pragma unroll
+        for (int m0 = work_tile.row0; m0 < work_tile.row0 + BLOCK_M; m0 += 64) {
+            const Range own = n_block_range(head, m0, m0 + 64);
+            min_tiles = min(min_tiles, m0 < head.Sq ? own.end - own.begin : 0);
+        }
+        return first_own + min_tiles;
+    }
+    if (CONSUMERS < 4) return CONSUMERS > 1 ? UNBOUNDED : 0;
+    if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last consumer has no rows
+    const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + 64);
+    const int tiles = first.end - first.begin;
+    return work_tile.first_own_tile(first, tiles) + tiles;
+}
