@@ -243,7 +243,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
         const Range fully_visible = head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16);
         const int scheduled_end = ping_pong_end(head, work_tile, first_own);
         SoftmaxState softmax;
-        float S[BLOCK_N / 2], sum[2];
+        float S[BLOCK_N / 2];
         unsigned P[BLOCK_N / 16][4];
         // Wide heads: recompute the descriptors, which would not fit in registers.
         const auto address = [](SmemAddr tile) { return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile; };
@@ -337,10 +337,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
             TIMELINE(softmax);
             if (!BIAS_TILES) release_K(first_own);
             score_mod_and_mask(first_own, first, visible_bits);
-            softmax.update_max(S);
-            softmax.exponentiate(P, S, exponent, softmax.l);
-            bool large = softmax.large(exponent);
-            if (large) softmax.exponentiate_differences(P, S, exponent, softmax.l);
+            softmax.update<true>(P, S, exponent);
             apply_dropout(P, head, first_row, first.n0);
             if (last > first_own) wait_K(first_own + 1);
 #pragma unroll 1
@@ -363,13 +360,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, unsigned warp, un
                 if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
                 if (!EARLY_K_RELEASE && j == last) release_Q();
                 score_mod_and_mask(j, tile, visible_bits);
-                if (__any_sync(0xffffffffu, softmax.exponentiate(P, S, exponent, sum) || large)) {
-                    softmax.rescale(S, exponent);
-                    softmax.exponentiate_differences(P, S, exponent, sum);
-                    large = softmax.large(exponent);
-                }
-                softmax.l[0] += sum[0];
-                softmax.l[1] += sum[1];
+                softmax.update<false>(P, S, exponent);
                 apply_dropout(P, head, first_row, tile.n0);
                 if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth mark in the loop costs 1% of time
             }

@@ -13,6 +13,7 @@ struct SoftmaxState {
     static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
     float O[O_REGISTERS];
     float m[2] = {-INF, -INF}, l[2] = {};  // m: maximum of the raw scores; l: this thread's part of the row sum
+    bool m_is_large = false;               // `large`, at the last change of m
 
     // m = max(m, row maximum of S).
     __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
@@ -74,6 +75,27 @@ struct SoftmaxState {
     // Whether |m| of a row of the warp is so large that P must be computed from S - m.
     __device__ __forceinline__ bool large(float exponent) const {
         return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
+    }
+    // One step of the online softmax: P of the raw scores S of a key tile; m, l and O are updated. FIRST: of the row's
+    // first tile, whose P V overwrites O.
+    template <bool FIRST>
+    __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
+                                           float exponent) {
+        if (FIRST) {
+            update_max(S);
+            exponentiate(P, S, exponent, l);
+            m_is_large = large(exponent);
+            if (m_is_large) exponentiate_differences(P, S, exponent, l);
+            return;
+        }
+        float sum[2];
+        if (__any_sync(0xffffffffu, exponentiate(P, S, exponent, sum) || m_is_large)) {
+            rescale(S, exponent);
+            exponentiate_differences(P, S, exponent, sum);
+            m_is_large = large(exponent);
+        }
+        l[0] += sum[0];
+        l[1] += sum[1];
     }
     // Whether all of this thread's O are finite: 0 * O is then 0, otherwise NaN.
     __device__ __forceinline__ bool finite() const {
