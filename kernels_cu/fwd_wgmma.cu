@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_KV(char* smem, const View<const dtype>& K, 
         const int h = work_tile.h() / group, b = work_tile.b;
         const SeqlenInfo sequence = work_tile.sequence(score);
         // A broadcast dimension (stride 0) has size 1 in the tensor map: its coordinate is 0.
-        const auto load_K = [&](int j, int n0, unsigned entry = 0) {
+        const auto load_K = [&](int j, int n0, unsigned entry) {
             const unsigned i = pipe_index + j, stage = stage_of(i);
             TIMELINE(wait_empty);
             KPipeline::acquire(base, i);
@@ -131,30 +131,7 @@ __device__ __forceinline__ void load_KV(char* smem, const View<const dtype>& K, 
             VPipeline::load(base, i, V_map, sequence.key_box(n0), V.stride_h ? h : 0,
                             sequence.key_batch(V.stride_b ? b : 0));
         };
-        if constexpr (Head::MAPPED) {
-            if (work_tile.tiles <= 0) continue;
-            int j = 0;
-#pragma unroll 1
-            for (int previous_n0 = 0, n0 = 0, entry = 0;; ++j, previous_n0 = n0) {
-                const bool more = !(entry & LAST_TILE);
-                if (more) {
-                    entry = lists.next();
-                    n0 = entry / (2 * LAST_TILE) * BLOCK_N;
-                    load_K(j, n0, entry);
-                }
-                if (j > 0) load_V(j - 1, previous_n0);
-                if (!more) break;
-            }
-            pipe_index += j;
-        } else {
-#pragma unroll 1
-            for (int j = 0; j <= work_tile.tiles; ++j) {
-                if (j < work_tile.tiles) load_K(j, work_tile.keys_at(j));
-                if (SCHEDULE_LATE && j == max(work_tile.tiles - 2, 0)) scheduler.release();
-                if (j > 0) load_V(j - 1, work_tile.keys_at(j - 1));
-            }
-            pipe_index += work_tile.tiles;
-        }
+        pipe_index += work_tile.load_key_tiles(lists, load_K, load_V, [&] { scheduler.release(); });
     }
 }
 
