@@ -53,6 +53,13 @@ struct PairMask {
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
 };
 
+// The raw scores of S (score_mod.cuh). row, column: the thread's first element.
+__device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const Head& head, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i)
+        S[i] = head.raw(S[i], ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2));
+}
+
 // Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
 // of the warp see; tile_visible: whether a mask tensor or the user's condition hides nothing in the tile.
 __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,

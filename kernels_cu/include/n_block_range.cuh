@@ -88,3 +88,37 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
         }
     }
 };
+
+// The 64 query rows of one consumer warpgroup in a work tile, and the key tiles that they see.
+struct ConsumerTiles : WorkTileRange {
+    const unsigned warp, consumer;
+    const int m0, first_row;         // first row of the warpgroup, and of the warp's 16
+    const Head head;
+    const Range own;
+    const int own_tiles, first_own;  // index of the first own tile; only other consumers see the tiles before it
+    int last;                        // index of the last own tile; with a block map unknown until it arrives
+    const Range fully_visible;       // keys that all rows of the warp see
+
+    __device__ __forceinline__ ConsumerTiles(const WorkTile& tile, unsigned warp, const Score& score)
+        : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1), m0(row0 + 64 * consumer),
+          first_row(m0 + warp % 4 * 16), head(sequence(score), h()), own(n_block_range(head, m0, m0 + 64)),
+          own_tiles(Head::MAPPED ? tiles : m0 < head.Sq ? own.end - own.begin : 0),
+          first_own(first_own_tile(own, own_tiles)),
+          last(Head::MAPPED && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
+          fully_visible(head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16)) {}
+
+    // Key tile j. list_entry: with a block map, its entry in the list.
+    __device__ __forceinline__ KeyTile key_tile(int j, unsigned list_entry) {
+        if (!Head::MAPPED) return {keys_at(j), !Head::ELEMENT_MASK};
+        if (list_entry & LAST_TILE) last = j;
+        return {static_cast<int>(list_entry / (2 * LAST_TILE)) * BLOCK_N, (list_entry >> consumer & 1) != 0};
+    }
+    // The number of the work tile's key tiles in the pipeline.
+    __device__ __forceinline__ int visited_tiles() const { return Head::MAPPED ? last + 1 : tiles; }
+    // Last tiles that only other consumers see; skipped in the next work tile if STAGGERED. At most STAGES: after the
+    // block's last work tile they are not skipped, so their stages are never released, and the producer must not wait
+    // for these stages.
+    __device__ __forceinline__ int postponed_tiles() const {
+        return STAGGERED ? min(visited_tiles() - last - 1, static_cast<int>(STAGES)) : 0;
+    }
+};

@@ -25,7 +25,8 @@ struct WarpSchedulerBarrier {
 //   Four consumers (short work tiles): until the first consumer has no more tiles. With a causal mask it finishes first
 //   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).
 //   Two or three consumers: all key tiles.
-__device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRange& work_tile, int first_own) {
+__device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {
+    const Head& head = work_tile.head;
     if (STAGGERED) {
         int min_tiles = UNBOUNDED;
 #pragma unroll
@@ -33,7 +34,7 @@ __device__ __forceinline__ int ping_pong_end(const Head& head, const WorkTileRan
             const Range own = n_block_range(head, m0, m0 + 64);
             min_tiles = min(min_tiles, m0 < head.Sq ? own.end - own.begin : 0);
         }
-        return first_own + min_tiles;
+        return work_tile.first_own + min_tiles;
     }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? UNBOUNDED : 0;
     if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last consumer has no rows

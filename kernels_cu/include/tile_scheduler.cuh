@@ -102,7 +102,8 @@ struct LongestFirst {
     __device__ __forceinline__ SeqlenOffsets extent(int b) const {
         return b < score.sequences ? SeqlenInfo(score, b).extent() : SeqlenOffsets{};
     }
-    // SeqlenOffsets of this lane's sequence, b0 + lane. thread_index_x() is re-read so that no address is kept in a register.
+    // SeqlenOffsets of this lane's sequence, b0 + lane. thread_index_x() is re-read, so that no address is kept in a
+    // register.
     __device__ __forceinline__ SeqlenOffsets extent_of(int b0) const {
         return b0 == 0 ? own : extent(b0 + thread_index_x() % 32);
     }
@@ -279,7 +280,7 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 // and an empty mbarrier.
 //
 //   using Scheduler = SchedulerPipeline<AT>;
-//   Scheduler::SchedulerProducer producer{smem};     scheduler warp:   producer.publish(work_tile) or produce_all(...)
+//   Scheduler::SchedulerProducer producer{smem};     scheduler warp:   producer.publish_all(...)
 //   Scheduler::Consumer scheduler(smem);             other warps:      while (scheduler.next()) ... scheduler.tile ...
 template <unsigned AT>
 struct SchedulerPipeline : Pipeline<AT, 1> {
@@ -329,6 +330,25 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
             }
         }
 #endif
+
+        // Publishes all work tiles of the block, in the order that suits the problem; called by all lanes of the warp.
+        // A dynamic order (ragged, block map) calls f(work_tile) after each. CAUSAL_WINDOW: use the order for windows.
+        template <bool CAUSAL_WINDOW, class F>
+        __device__ __forceinline__ void publish_all(const Score& score, unsigned heads, unsigned H, unsigned group,
+                                                    unsigned* tile_counter, F f) {
+#if RAGGED
+            produce_all(LongestFirst<QueryTiles>(score), heads, group, tile_counter, f);
+#elif BLOCK_MAP
+            produce_all(LongestFirst<QueryTiles>(score, H), heads, group, tile_counter, f);
+#else
+            if (!elect()) return;
+            const unsigned tiles = query_tiles<BLOCK_M>(score);
+            const auto publish_tile = [&](unsigned tile, unsigned head) { publish(WorkTile(tile * BLOCK_M, head, H)); };
+            if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, tiles, heads, publish_tile);
+            else for_each_work_tile<true>(tiles, heads, publish_tile);
+            publish(WorkTile());  // invalid: no more work tiles
+#endif
+        }
 
       private:
         __device__ __forceinline__ void acquire() { SchedulerPipeline::acquire(smem_address(smem), count++); }
