@@ -1,8 +1,9 @@
-// Rung 3: attention backward on tensor cores with mma.sync (sm_80 and later). FlashAttention-2's Algorithm 2 (arXiv:2307.08691).
+// Rung 3: attention backward on tensor cores with mma.sync (sm_80 and later). FlashAttention-2's Algorithm 2
+// (arXiv:2307.08691).
 //
-// A block owns BLOCK_N keys and loops over the query tiles to which they are visible; a group of WARPS_PER_GROUP warps owns 32 keys. dK and
-// dV stay in registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are A
-// operands of dV += P^T dO and dK += dS^T Q without a shuffle, as P in fwd_mma.
+// A block owns BLOCK_N keys and loops over the query tiles to which they are visible; a group of WARPS_PER_GROUP warps
+// owns 32 keys. dK and dV stay in registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that the
+// accumulators of P^T and dS^T are A operands of dV += P^T dO and dK += dS^T Q without a shuffle, as P in fwd_mma.
 //
 // clang-format off
 //   per query tile, each warp of a group
@@ -15,12 +16,13 @@
 //                  rows of Q and K have D_PAD columns, those of V and dO DV_PAD
 // clang-format on
 //
-// dQ is a sum over blocks: each block adds to dQ_accum in fp32 with atomics, whose order varies, so that the last bits of dQ differ from
-// run to run (dK and dV are deterministic). dQ_accum is in the order of the accumulators, not of a matrix: an atomic instruction of a
-// warp then covers 512 consecutive bytes. `bwd_mma_postprocess` restores the order, scales and converts.
+// dQ is a sum over blocks: each block adds to dQ_accum in fp32 with atomics, whose order varies, so that the last bits
+// of dQ differ from run to run (dK and dV are deterministic). dQ_accum is in the order of the accumulators, not of a
+// matrix: an atomic instruction of a warp then covers 512 consecutive bytes. `bwd_mma_postprocess` restores the order,
+// scales and converts.
 //
-// With 32 keys a warp uses each fragment of Q and dO that it loads twice. With 16 keys, shared memory would be the bottleneck instead of
-// the tensor cores.
+// With 32 keys a warp uses each fragment of Q and dO that it loads twice. With 16 keys, shared memory would be the
+// bottleneck instead of the tensor cores.
 #include "bwd_postprocess.cuh"
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
@@ -29,106 +31,53 @@
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int WARPS_PER_GROUP = WARPS * 32 / BLOCK_N;  // warps that own the same 32 keys
 constexpr int DQ_COL_WARPS = WARPS * 32 / BLOCK_M;     // warps that divide the columns of the same 32 rows of dQ
-constexpr int MIN_COLUMNS = 16 * (WARPS_PER_GROUP > DQ_COL_WARPS ? WARPS_PER_GROUP : DQ_COL_WARPS);  // 16 columns, one MMA step, per warp
+constexpr int MOST_COL_WARPS = WARPS_PER_GROUP > DQ_COL_WARPS ? WARPS_PER_GROUP : DQ_COL_WARPS;
+constexpr int MIN_COLUMNS = 16 * MOST_COL_WARPS;  // 16 columns, one MMA step, per warp
 // The smallest columns * 2^n that is at least width.
-__device__ constexpr int padded(int columns, int width) { return columns >= width ? columns : padded(2 * columns, width); }
+__device__ constexpr int padded(int columns, int width) {
+    return columns >= width ? columns : padded(2 * columns, width);
+}
 constexpr int D_PAD = padded(MIN_COLUMNS, HEAD_DIM);  // a power of two; columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = padded(MIN_COLUMNS, HEAD_DIM_V);
-constexpr int QUERIES = BLOCK_M / WARPS_PER_GROUP, COLS = D_PAD / WARPS_PER_GROUP, V_COLS = DV_PAD / WARPS_PER_GROUP, DQ_COLS = D_PAD / DQ_COL_WARPS;
-constexpr bool SMALL_STEPS = !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS ||
-                       (DROPOUT && WARPS_PER_GROUP == 1);  // these options would spill otherwise
+constexpr int QUERIES = BLOCK_M / WARPS_PER_GROUP, COLS = D_PAD / WARPS_PER_GROUP, V_COLS = DV_PAD / WARPS_PER_GROUP;
+constexpr int DQ_COLS = D_PAD / DQ_COL_WARPS;
+// These options would spill otherwise.
+constexpr bool SMALL_STEPS =
+    !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS || (DROPOUT && WARPS_PER_GROUP == 1);
 constexpr int SUB_M = QUERIES < 32 || SMALL_STEPS ? 16 : 32;  // queries per step
-using Tile = Swizzled<D_PAD>;                       // rows of Q, K
-using VTile = Swizzled<DV_PAD>;                     // rows of V, dO
-using PTile = Swizzled<BLOCK_M>;                    // rows of P^T, dS^T
+using Tile = Swizzled<D_PAD>;                                 // rows of Q, K
+using VTile = Swizzled<DV_PAD>;                               // rows of V, dO
+using PTile = Swizzled<BLOCK_M>;                              // rows of P^T, dS^T
 using QKOffsets = FragmentOffsets<D_PAD>;
 using VOffsets = FragmentOffsets<DV_PAD>;
 using POffsets = FragmentOffsets<BLOCK_M>;
 constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, P_BYTES = BLOCK_N * PTile::ROW;
-constexpr unsigned Q_BYTES = BLOCK_M * ROW, dO_BYTES = BLOCK_M * V_ROW, K_BYTES = BLOCK_N * ROW, V_BYTES = BLOCK_N * V_ROW;
+constexpr unsigned Q_BYTES = BLOCK_M * ROW, dO_BYTES = BLOCK_M * V_ROW, K_BYTES = BLOCK_N * ROW,
+                   V_BYTES = BLOCK_N * V_ROW;
 constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
-static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE + (WARPS_PER_GROUP > 1 ? 2 : 1) * P_BYTES, "spec and kernel disagree on shared memory");
-static_assert(WARPS_PER_GROUP * BLOCK_N == 32 * WARPS && DQ_COL_WARPS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 && SUB_M % 16 == 0,
+static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE + (WARPS_PER_GROUP > 1 ? 2 : 1) * P_BYTES,
+              "spec and kernel disagree on shared memory");
+static_assert(WARPS_PER_GROUP * BLOCK_N == 32 * WARPS && DQ_COL_WARPS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 &&
+                  SUB_M % 16 == 0,
               "32 rows per warp, whole MMA steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
 
-template <int COLUMNS>
-using Accumulators = float[2][COLUMNS / 8][4];  // 32 keys x COLUMNS columns of dK or dV
+#include "bwd_mma_fragments.cuh"  // uses the constants above
 
-// C = A B^T with COLUMNS columns: 32 rows of one tile, 8 * N_TILES rows of another.
-template <int COLUMNS, int N_TILES>
-__device__ __forceinline__ void mma_ABt(float (&C)[2][N_TILES][4], SmemAddr A_tile, SmemAddr B_tile,
-                                             const FragmentOffsets<COLUMNS>& A_offsets, const FragmentOffsets<COLUMNS>& B_offsets) {
-#pragma unroll
-    for (int step = 0; step < COLUMNS / 16; ++step) {
-        unsigned A[2][4];
-        ldmatrix_x4(A[0], A_tile + A_offsets(0, step));
-        ldmatrix_x4(A[1], A_tile + A_offsets(16, step));
-#pragma unroll
-        for (int nt = 0; nt < N_TILES / 2; ++nt) {
-            unsigned B[4];
-            ldmatrix_x4(B, B_tile + B_offsets(16 * nt, step));
-#pragma unroll
-            for (int mt = 0; mt < 2; ++mt) {
-                mma_m16n8k16(C[mt][2 * nt], A[mt], B[0], B[1]);
-                mma_m16n8k16(C[mt][2 * nt + 1], A[mt], B[2], B[3]);
-            }
-        }
-    }
-}
-
-// C += A B: B is 16 rows of B_tile from `row` on, 8 * N_TILES columns from the first column of `offsets` on.
-template <int COLUMNS, int N_TILES>
-__device__ __forceinline__ void mma_step(float (&C)[2][N_TILES][4], const unsigned (&A)[2][4], SmemAddr B_tile, int row,
-                                         const FragmentOffsets<COLUMNS>& offsets) {
-#pragma unroll
-    for (int dt = 0; dt < N_TILES / 2; ++dt) {
-        unsigned B[4];
-        ldmatrix_x4_trans(B, B_tile + offsets(row, dt));
-#pragma unroll
-        for (int mt = 0; mt < 2; ++mt) {
-            mma_m16n8k16(C[mt][2 * dt], A[mt], B[0], B[1]);
-            mma_m16n8k16(C[mt][2 * dt + 1], A[mt], B[2], B[3]);
-        }
-    }
-}
-
-// Indices of a thread's warp. Each function computes them, and its addresses, again from thread_index_x(), because the accumulators
-// leave no registers for them.
-struct Warp {
-    // keys: its first key in the tile; part: its index in the group, which selects its queries and columns.
-    unsigned index, lane, keys, part;
-    __device__ __forceinline__ explicit Warp(unsigned thread)
-        : index(thread / 32), lane(thread % 32), keys(index / WARPS_PER_GROUP * 32), part(index % WARPS_PER_GROUP) {}
-
-    // ldmatrix offsets of 16 x 16 blocks: rows of an A operand, rows of a B operand (transposed), the warp's columns of dK or dV.
-    template <int COLUMNS>
-    __device__ __forceinline__ FragmentOffsets<COLUMNS> rows() const { return {lane % 16, lane / 16}; }
-    template <int COLUMNS>
-    __device__ __forceinline__ FragmentOffsets<COLUMNS> transposed_rows() const {
-        return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
-    }
-    template <int COLUMNS>
-    __device__ __forceinline__ FragmentOffsets<COLUMNS> columns() const {
-        return {lane % 16, part * (COLUMNS / WARPS_PER_GROUP / 8) + lane / 16};
-    }
-};
-
-// Whether a score is visible. False for query rows >= Sq.
-__device__ __forceinline__ bool in_mask(const Head& head, ScoreIndex at) {
-    return head.visible_in_bounds(at.query_row(), at.key_col());
-}
-
-// The warp's own queries: computes P^T and dS^T, adds P^T dO and dS^T Q to its columns of dV and dK, and stores P^T and dS^T in shared
-// memory for the other warps. masked: the tile may have hidden scores.
+// The warp's own queries: computes P^T and dS^T, adds P^T dO and dS^T Q to its columns of dV and dK, and stores P^T and
+// dS^T in shared memory for the other warps. masked: the tile may have hidden scores.
 __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, const Head& head,
-                                            int m0, int n0, bool masked, SmemAddr K_tile, const char* stage, char* dS_tile) {
+                                                    int m0, int n0, bool masked, SmemAddr K_tile, const char* stage,
+                                                    char* dS_tile) {
     const SmemAddr Q_tile = smem_address(stage), dO_tile = Q_tile + Q_BYTES;
     const float* LSE_smem = reinterpret_cast<const float*>(stage + Q_BYTES + dO_BYTES);
     const Warp warp(thread_index_x());
-    const QKOffsets rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(), columns = warp.columns<D_PAD>();
-    const VOffsets V_rows = warp.rows<DV_PAD>(), dO_rows = warp.transposed_rows<DV_PAD>(), V_columns = warp.columns<DV_PAD>();
-    const int g = warp.lane / 4, q = warp.lane % 4;  // of an accumulator fragment: rows g and g + 8, columns 2 * q and 2 * q + 1
+    const QKOffsets rows = warp.rows<D_PAD>(), transposed_rows = warp.transposed_rows<D_PAD>(),
+                    columns = warp.columns<D_PAD>();
+    const VOffsets V_rows = warp.rows<DV_PAD>(), dO_rows = warp.transposed_rows<DV_PAD>(),
+                   V_columns = warp.columns<DV_PAD>();
+    const int g = warp.lane / 4,
+              q = warp.lane % 4;  // of an accumulator fragment: rows g and g + 8, columns 2 * q and 2 * q + 1
     const float exponent = head.unit * Head::LOG2E;
 #pragma unroll 1
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
@@ -138,40 +87,13 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
         const auto at = [&](int mt, int half, int nt, int odd) {  // element 2 * half + odd of S[mt][nt]
             return ScoreIndex(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
-        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2][4];  // of the score modification; packed 16-bit values, as dS
-#pragma unroll
-        for (int i = 0; i < (Head::LINEAR ? 0 : SUB_M / 2); ++i) {
-            const int mt = i % 2, half = i / 2 % 2, nt = i / 4;
-            float* const s = &S[mt][nt][2 * half];
-            if (Head::HAS_DERIVATIVE) {
-                const Dual x0 = head.raw_dual(s[0], at(mt, half, nt, 0)), x1 = head.raw_dual(s[1], at(mt, half, nt, 1));
-                s[0] = x0.value, s[1] = x1.value;
-                derivative[Head::HAS_DERIVATIVE ? nt / 2 : 0][mt][nt % 2 * 2 + half] = pack(x0.derivative, x1.derivative);
-            } else {
-                s[0] = head.raw(s[0], at(mt, half, nt, 0)), s[1] = head.raw(s[1], at(mt, half, nt, 1));
-            }
-        }
-        if (masked) {
-#pragma unroll
-            for (int i = 0; i < SUB_M; ++i) {
-                const int mt = i % 2, half = i / 2 % 2, nt = i / 4 % (SUB_M / 8), odd = i / 4 / (SUB_M / 8);
-                const ScoreIndex index = at(mt, half, nt, odd);
-                if (!in_mask(head, index)) S[mt][nt][2 * half + odd] = -INF;
-            }
-        }
+        unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2]
+                           [4];  // of the score modification; 16-bit pairs, as dS
+        score_mod_and_mask(S, derivative, head, masked, at);
         unsigned P[SUB_M / 16][2][4];
-#pragma unroll
-        for (int nt = 0; nt < SUB_M / 8; ++nt) {
-            const float2 lse = *reinterpret_cast<const float2*>(LSE_smem + first + 8 * nt + 2 * q);
-            const float shift0 = lse.x == -INF ? -INF : -lse.x * Head::LOG2E;
-            const float shift1 = lse.y == -INF ? -INF : -lse.y * Head::LOG2E;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float s0 = S[i / 2][nt][i % 2 * 2], s1 = S[i / 2][nt][i % 2 * 2 + 1];
-                P[nt / 2][i / 2][nt % 2 * 2 + i % 2] = pack(ex2(fmaf(s0, exponent, shift0)), ex2(fmaf(s1, exponent, shift1)));
-            }
-        }
-        unsigned kept = 0;  // dropout: one bit per element of P; those of the two elements of a register are 16 bits apart
+        exponentiate(P, S, LSE_smem + first + 2 * q, exponent);
+        unsigned kept =
+            0;  // dropout: one bit per element of P; those of the two elements of a register are 16 bits apart
 #pragma unroll
         for (int step = 0; step < SUB_M / 16; ++step) {
             unsigned dropped_P[2][4];
@@ -183,7 +105,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                 dropped_P[i / 4][i % 4] = P[step][i / 4][i % 4] & mask;
                 kept |= mask & 0x10001u << (8 * step + i);
             }
-            mma_step(dV, dropped_P, dO_tile + first * V_ROW, 16 * step, V_columns);
+            mma_AB_step(dV, dropped_P, dO_tile + first * V_ROW, 16 * step, V_columns);
         }
 
         float dP[2][SUB_M / 8][4] = {};
@@ -208,17 +130,19 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                 dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
                 char* out = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
                 *reinterpret_cast<unsigned*>(out) = ds;
-                if (WARPS_PER_GROUP > 1) *reinterpret_cast<unsigned*>(out + P_BYTES) = DROPOUT ? packed & keep_pair * 0xffffu : packed;
+                if (WARPS_PER_GROUP > 1)
+                    *reinterpret_cast<unsigned*>(out + P_BYTES) = DROPOUT ? packed & keep_pair * 0xffffu : packed;
             }
         }
 #pragma unroll
-        for (int step = 0; step < SUB_M / 16; ++step) mma_step(dK, dS[step], Q_tile + first * ROW, 16 * step, columns);
+        for (int step = 0; step < SUB_M / 16; ++step)
+            mma_AB_step(dK, dS[step], Q_tile + first * ROW, 16 * step, columns);
     }
 }
 
 // The queries of the other warps of the group: adds P^T dO and dS^T Q, with P^T and dS^T from shared memory.
 __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddr Q_tile,
-                                              SmemAddr dS_tile) {
+                                                  SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
     const QKOffsets columns = warp.columns<D_PAD>();
     const VOffsets V_columns = warp.columns<DV_PAD>();
@@ -227,15 +151,15 @@ __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumu
         const int first = (warp.part + other) % WARPS_PER_GROUP * QUERIES;
 #pragma unroll
         for (int step = 0; step < QUERIES / 16; ++step) {
-            const POffsets offsets(warp.lane % 16, first / 8 + warp.lane / 16);
+            const auto offsets = row_offsets<POffsets>(warp.lane, first / 8);
             const SmemAddr from = dS_tile + warp.keys * PTile::ROW;
             unsigned A[2][4];
             ldmatrix_x4(A[0], from + P_BYTES + offsets(0, step));
             ldmatrix_x4(A[1], from + P_BYTES + offsets(16, step));
-            mma_step(dV, A, Q_tile + Q_BYTES + first * V_ROW, 16 * step, V_columns);
+            mma_AB_step(dV, A, Q_tile + Q_BYTES + first * V_ROW, 16 * step, V_columns);
             ldmatrix_x4(A[0], from + offsets(0, step));
             ldmatrix_x4(A[1], from + offsets(16, step));
-            mma_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
+            mma_AB_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
         }
     }
 }
@@ -243,18 +167,18 @@ __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumu
 // Adds 32 rows x DQ_COLS columns of dS K to the warp's part of a tile of dQ_accum.
 __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
-    const POffsets queries(warp.lane / 16 * 8 + warp.lane % 8, warp.index / DQ_COL_WARPS * 4 + warp.lane / 8 % 2);
+    const auto queries = transposed_offsets<POffsets>(warp.lane, warp.index / DQ_COL_WARPS * 4);
     constexpr int STEP_COLS = DQ_COLS < 32 ? DQ_COLS : 32;  // more columns per step spill
 #pragma unroll 1
     for (int col = 0; col < DQ_COLS; col += STEP_COLS) {
-        const QKOffsets columns(warp.lane % 16, (warp.index % DQ_COL_WARPS * DQ_COLS + col) / 8 + warp.lane / 16);
+        const auto columns = row_offsets<QKOffsets>(warp.lane, (warp.index % DQ_COL_WARPS * DQ_COLS + col) / 8);
         float dQ[2][STEP_COLS / 8][4] = {};
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step) {
             unsigned A[2][4];
             ldmatrix_x4_trans(A[0], dS_tile + queries(16 * step, 0));
             ldmatrix_x4_trans(A[1], dS_tile + queries(16 * step, 1));
-            mma_step(dQ, A, K_tile, 16 * step, columns);
+            mma_AB_step(dQ, A, K_tile, 16 * step, columns);
         }
         float* out = dQ_tile + warp.index * (32 * DQ_COLS) + col / 8 * 128;
 #pragma unroll
@@ -265,39 +189,65 @@ __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr
     }
 }
 
-// Stores accumulators, multiplied by `factor`, as 16-bit rows of a tile with the layout of K or V in shared memory.
-template <int COLUMNS>
-__device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMNS>& sums, float factor) {
-    const Warp warp(thread_index_x());
-#pragma unroll
-    for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
-        const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
-        const unsigned offset = Swizzled<COLUMNS * WARPS_PER_GROUP>::at(row, warp.part * (COLUMNS / 8) + nt);
-        *reinterpret_cast<unsigned*>(tile + offset + warp.lane % 4 * 4) =
-            pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
-    }
-}
+// The query tiles of a block's keys: which ones, in the heads of the group, and their loads. Little is stored, and much
+// is computed again or read again from L1: the accumulators leave no registers.
+struct QueryTiles {
+    const View<const dtype>&Q, &dO;
+    const float *LSE, *delta;
+    const Score& score;
+    const SeqlenInfo& dense_seqlen;
+    const RowTile& tile_of_block;
+    const SmemAddr smem;
+    const int b, kv_head, group, H;
 
-// Copies a staged tile to rows n0 .. n0 + BLOCK_N of dK or dV, which has WIDTH columns.
-template <int COLUMNS, int WIDTH>
-__device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenInfo& seqlen_info, int h, int n0, const char* tile) {
-    using Tile = Swizzled<COLUMNS>;
-    for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
-        const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        if (n0 + row < seqlen_info.key_rows() && chunk * 8 < WIDTH)
-            *reinterpret_cast<uint4*>(seqlen_info.key(out, h, n0 + row) + chunk * 8) =
-                *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
+    __device__ __forceinline__ SeqlenInfo seqlen() const { return RAGGED ? SeqlenInfo(score, b) : dense_seqlen; }
+    __device__ __forceinline__ int n0() const {
+        return RAGGED ? tile_of_block.row0 : static_cast<int>(block_index_x()) * BLOCK_N;
     }
-}
+    __device__ __forceinline__ Range queries() const {
+        return Head(dense_seqlen, kv_head * group).queries(n0(), n0() + BLOCK_N);
+    }
+    __device__ __forceinline__ int first_row() const { return queries().begin / BLOCK_M * BLOCK_M; }
+    __device__ __forceinline__ int row_end() const { return queries().end; }
 
-// Whether all elements are finite: 0 * inf and 0 * NaN are NaN.
-template <int COLUMNS>
-__device__ __forceinline__ bool finite(const Accumulators<COLUMNS>& sums) {
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) zero = fmaf(sums[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4], 0.0f, zero);
-    return zero == 0.0f;
-}
+    // Block map: moves to the first visible tile from row m0 of head h on; false if there is none.
+    __device__ __forceinline__ bool next_tile(int& h, int& m0) const {
+        for (; h < (kv_head + 1) * group; ++h, m0 = first_row()) {
+            m0 = Head(score, b, h).next_query_tile<BLOCK_M, BLOCK_N>(m0, row_end(), n0());
+            if (m0 < row_end()) return true;
+        }
+        return false;
+    }
+
+    // Loads Q, dO, LSE and delta of a tile into the stage at offset `at`.
+    __device__ __forceinline__ void load(unsigned at, int h, int m0) const {
+        const SmemAddr stage = smem + at;
+        const unsigned thread = thread_index_x();
+        const SeqlenInfo seqlen_info = seqlen();
+        cp_async_tile<BLOCK_M, D_PAD, THREADS>(stage, seqlen_info.query(Q, h, 0), Q.stride_s, m0, seqlen_info.Sq,
+                                               thread);
+        cp_async_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, seqlen_info.query(dO, h, 0), dO.stride_s,
+                                                            m0, seqlen_info.Sq, thread);
+        const long long row = seqlen_info.lse_offset(H, h) + m0;
+        for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
+            const int query = t % BLOCK_M;
+            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query,
+                       m0 + query < seqlen_info.Sq);
+        }
+        cp_async_commit();
+    }
+
+    // Whether a tile may have hidden scores. Rows >= Sq are masked, too: their q is 0, and 0 * inf is NaN.
+    __device__ __forceinline__ bool masked(const Head& head, int m0) const {
+        const Range fully_visible = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
+        const bool beyond_last_key = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
+        return m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||
+               (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
+    }
+};
+
+// The stage that is not at offset `stage`.
+__device__ __forceinline__ unsigned other_stage(unsigned stage) { return 2 * STAGES_AT + STAGE - stage; }
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
@@ -317,47 +267,21 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     if (RAGGED && tile_of_block.invalid()) return;
     const int kv_head = blockIdx.y, b = tile_of_block.b, H = gridDim.y * group;
     const SeqlenInfo seqlen_info(score, b);
-    // For a ragged batch offsets and lengths are read again, from L1, where they are needed: the accumulators leave no registers for them.
-    const auto seqlen = [&] { return RAGGED ? SeqlenInfo(score, b) : seqlen_info; };
     const SmemAddr K_tile = smem_address(smem);
-    const auto load_stage = [&](unsigned at, int h, int m0) {
-        const SmemAddr stage = K_tile + at;
-        const unsigned thread = thread_index_x();
-        const SeqlenInfo seqlen_info = seqlen();
-        cp_async_tile<BLOCK_M, D_PAD, THREADS>(stage, seqlen_info.query(Q, h, 0), Q.stride_s, m0, seqlen_info.Sq, thread);
-        cp_async_tile<BLOCK_M, DV_PAD, THREADS, HEAD_DIM_V>(stage + Q_BYTES, seqlen_info.query(dO, h, 0), dO.stride_s, m0,
-                                                           seqlen_info.Sq, thread);
-        const long long row = seqlen_info.lse_offset(H, h) + m0;
-        for (int t = thread; t < 2 * BLOCK_M; t += THREADS) {
-            const int query = t % BLOCK_M;
-            cp_async_4(stage + Q_BYTES + dO_BYTES + 4 * t, (t < BLOCK_M ? LSE : delta) + row + query, m0 + query < seqlen_info.Sq);
-        }
-        cp_async_commit();
-    };
+    const QueryTiles tiles{Q, dO, LSE, delta, score, seqlen_info, tile_of_block, K_tile, b, kv_head, group, H};
 
     float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
-    const auto n0 = [&] { return RAGGED ? tile_of_block.row0 : static_cast<int>(block_index_x()) * BLOCK_N; };
-    const auto queries = [&] { return Head(seqlen_info, kv_head * group).queries(n0(), n0() + BLOCK_N); };
-    const auto first_row = [&] { return queries().begin / BLOCK_M * BLOCK_M; };
-    const auto row_end = [&] { return queries().end; };
-    int h = kv_head * group, m0 = first_row();  // the current head and query tile
-    const int heads_end = h + group;
-    const auto next_tile = [&](int& h, int& m0) {  // block map: moves to the first visible tile from m0 of h on; false if there is none
-        for (; h < heads_end; ++h, m0 = first_row()) {
-            m0 = Head(score, b, h).next_query_tile<BLOCK_M, BLOCK_N>(m0, row_end(), n0());
-            if (m0 < row_end()) return true;
-        }
-        return false;
-    };
+    int h = kv_head * group, m0 = tiles.first_row();  // the current head and query tile
     // Remaining tiles; with a block map only whether there is a next one.
-    int tiles_left = m0 < row_end() ? group * ((row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;
-    if (Head::MAPPED) tiles_left = next_tile(h, m0);
+    int tiles_left = m0 < tiles.row_end() ? group * ((tiles.row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;
+    if (Head::MAPPED) tiles_left = tiles.next_tile(h, m0);
     unsigned stage = STAGES_AT;  // offset of the current stage in shared memory
     if (tiles_left > 0) {
-        cp_async_tile<BLOCK_N, D_PAD, THREADS>(K_tile, seqlen_info.key(K, kv_head, 0), K.stride_s, n0(), seqlen_info.Sk);
-        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, seqlen_info.key(V, kv_head, 0), V.stride_s, n0(),
-                                                           seqlen_info.Sk);
-        load_stage(stage, h, m0);
+        cp_async_tile<BLOCK_N, D_PAD, THREADS>(K_tile, seqlen_info.key(K, kv_head, 0), K.stride_s, tiles.n0(),
+                                               seqlen_info.Sk);
+        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(K_tile + K_BYTES, seqlen_info.key(V, kv_head, 0),
+                                                            V.stride_s, tiles.n0(), seqlen_info.Sk);
+        tiles.load(stage, h, m0);
     }
 #pragma unroll 1
     for (; tiles_left > 0; --tiles_left) {
@@ -371,49 +295,48 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         TIMELINE(load);
         int next_h = h, next_m0 = m0 + BLOCK_M;  // block map: the next visible tile
         if (Head::MAPPED) {
-            tiles_left = 1 + next_tile(next_h, next_m0);
-            if (tiles_left > 1) load_stage(2 * STAGES_AT + STAGE - stage, next_h, next_m0);
+            tiles_left = 1 + tiles.next_tile(next_h, next_m0);
+            if (tiles_left > 1) tiles.load(other_stage(stage), next_h, next_m0);
         } else if (tiles_left > 1) {
-            const bool last = m0 + BLOCK_M >= row_end();  // tile of this head
-            load_stage(2 * STAGES_AT + STAGE - stage, last ? h + 1 : h, last ? first_row() : m0 + BLOCK_M);
+            const bool last = m0 + BLOCK_M >= tiles.row_end();  // tile of this head
+            tiles.load(other_stage(stage), last ? h + 1 : h, last ? tiles.first_row() : m0 + BLOCK_M);
         }
-        const Head head(seqlen(), h);
-        const Range fully_visible = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
-        const bool beyond_last_key = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
-        // Rows >= Sq are masked, too: their q is 0, and 0 * inf is NaN.
-        const bool masked = m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||
-                            (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
+        const Head head(tiles.seqlen(), h);
+        const bool masked = tiles.masked(head, m0);
         TIMELINE(compute_own_queries);
-        compute_own_queries(dK_rmem, dV_rmem, head, m0, n0(), masked, K_tile, smem + stage, dS_tile);
+        compute_own_queries(dK_rmem, dV_rmem, head, m0, tiles.n0(), masked, K_tile, smem + stage, dS_tile);
         TIMELINE(wait_group);
         __syncthreads();  // dS^T and P^T are complete before other warps read them
         TIMELINE(add_other_queries);
         add_other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
-        const long long tile = seqlen().first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
+        const long long tile = tiles.seqlen().first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         TIMELINE(dQ);
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
-        m0 += BLOCK_M, stage = 2 * STAGES_AT + STAGE - stage;
+        m0 += BLOCK_M, stage = other_stage(stage);
         if (Head::MAPPED) h = next_h, m0 = next_m0;
-        else if (m0 >= row_end()) ++h, m0 = first_row();
+        else if (m0 >= tiles.row_end()) ++h, m0 = tiles.first_row();
     }
     TIMELINE(store);
-    // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
+    // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
+    // LSE.
     if (__syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
         return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
-                                                        n0(), threadIdx.x / 32);
+                                                        tiles.n0(), threadIdx.x / 32);
 
     __syncthreads();  // K and V are no longer read; dK and dV overwrite them
     stage_rows<COLS>(smem, dK_rmem, score.scale);
     stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, Head::dropout_factor(score));
     __syncthreads();  // rows are complete before they are stored in 16-byte chunks
-    store_rows<D_PAD, HEAD_DIM>(dK, seqlen(), kv_head, n0(), smem);
-    store_rows<DV_PAD, HEAD_DIM_V>(dV, seqlen(), kv_head, n0(), smem + K_BYTES);
+    store_rows<D_PAD, HEAD_DIM>(dK, tiles.seqlen(), kv_head, tiles.n0(), smem);
+    store_rows<DV_PAD, HEAD_DIM_V>(dV, tiles.seqlen(), kv_head, tiles.n0(), smem + K_BYTES);
     TIMELINE(done);
 }
 
-// Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what the warps with the same index have
-// added, in all blocks. LIMIT_BLOCKS: variants that spill unless __launch_bounds__ has a minimum of blocks per SM (0: none).
-constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK || (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
+// Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what the warps with
+// the same index have added, in all blocks. LIMIT_BLOCKS: variants that spill unless __launch_bounds__ has a minimum of
+// blocks per SM (0: none).
+constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK ||
+                              (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
 constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;
 extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)

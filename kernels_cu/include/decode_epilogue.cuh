@@ -90,9 +90,8 @@ struct Combine {
     char* smem;
     int row0, valid_rows, kv_head, group, H;  // packed rows row0 .. row0 + valid_rows - 1
 
-    __device__ __forceinline__ float4* O_dsmem() const {
-        return reinterpret_cast<float4*>(smem + DSMEM_AT);
-    }                                                        // [CLUSTER][BLOCK_M][RANK_QUADS]
+    // [CLUSTER][BLOCK_M][RANK_QUADS]
+    __device__ __forceinline__ float4* O_dsmem() const { return reinterpret_cast<float4*>(smem + DSMEM_AT); }
     __device__ __forceinline__ float2* sums_dsmem() const {  // [CLUSTER][BLOCK_M]
         return reinterpret_cast<float2*>(O_dsmem() + CLUSTER * BLOCK_M * RANK_QUADS);
     }
